@@ -1,0 +1,48 @@
+# `make pipeline` and `make test` install what they need into .venv, once, and then do their work.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONFIG ?= configs/support
+
+.PHONY: pipeline test test-slow lint install install-dev status clean help
+
+help:
+	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG) (CONFIG=configs/... for others)"
+	@echo "make test       run the tests; make test-slow runs the slow ones too; make lint checks style and types"
+	@echo "make status     what is finished in artifacts/; make clean removes .venv (artifacts stay)"
+
+pipeline: $(VENV)/.installed
+	$(BIN)/rlhf pipeline $(CONFIG)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+status: $(VENV)/.installed
+	$(BIN)/rlhf status artifacts/$(notdir $(CONFIG))
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV)

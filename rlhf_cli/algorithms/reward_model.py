@@ -1,0 +1,105 @@
+"""The losses of the reward model: from pairs of responses, or from a number for each."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def pairwise_loss(
+    chosen_score: Tensor,
+    rejected_score: Tensor,
+    *,
+    margin: Tensor | None = None,
+    loss: Literal["logsigmoid", "logexp"] = "logsigmoid",
+    zero_mean_coef: float = 0.0,
+    num_pairs: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the preferences in the model of Bradley and Terry.
+
+    ``lead = chosen_score - rejected_score - margin``
+    ``nll = -log(sigmoid(lead))``, or ``nll = log(1 + exp(-lead))`` for "logexp"
+    ``loss = sum(nll + zero_mean_coef * (chosen_score + rejected_score)**2) / num_pairs``
+
+    The two are one function written in two ways; "logexp" is here for those who look for it by the name it
+    has in ColossalChat and OpenRLHF. Both are computed without overflow: a pair that is wrong by 200 costs
+    200, not inf. Only differences of scores count, so nothing but zero_mean_coef holds their mean in place.
+
+    Args:
+        chosen_score: [B], of the preferred responses.
+        rejected_score: [B], of the other ones.
+        margin: [B], 0 or more: how far ahead the chosen score should at least be; None is 0.
+        loss: "logsigmoid" or "logexp".
+        zero_mean_coef: 0 or more; TRL recommends 0.01. The *sum* of the two scores is squared, not each.
+        num_pairs: what the sums are divided by, by default B. Give a microbatch the number of pairs in its
+            whole minibatch: then losses, gradients and stats *add up*.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
+
+        - ``rm/accuracy``: the share of pairs with the chosen score ahead, a tie counting one half; the margin
+          plays no part;
+        - ``rm/margin``: ``chosen_score - rejected_score``, how far ahead it is (not the margin asked for);
+        - ``rm/chosen_score``, ``rm/rejected_score``: the scores.
+
+    Raises:
+        ValueError: a loss by another name.
+
+    Ouyang et al. 2022 (arXiv 2203.02155), equation 1, for two responses; the margin is equation 2 of Touvron
+    et al. 2023 (arXiv 2307.09288), the zero mean equation 2 of Eisenstein et al. 2023 (arXiv 2312.09244).
+
+    >>> loss, stats = pairwise_loss(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 200.0]))
+    >>> loss  # (log(2) + 200) / 2
+    tensor(100.3466)
+    >>> stats["rm/accuracy"], stats["rm/margin"]  # a tie and a miss
+    (tensor(0.2500), tensor(-100.))
+    """
+    num_pairs = chosen_score.numel() if num_pairs is None else num_pairs
+    difference = chosen_score - rejected_score
+    lead = difference if margin is None else difference - margin
+    if loss == "logsigmoid":
+        nll = -logsigmoid(lead)
+    elif loss == "logexp":
+        nll = torch.logaddexp(torch.zeros_like(lead), -lead)
+    else:
+        raise ValueError(f"loss is {loss!r}, not one of logsigmoid, logexp")
+    total = (nll + zero_mean_coef * (chosen_score + rejected_score).square()).sum() / num_pairs
+    with torch.no_grad():
+        stats = {
+            "rm/accuracy": (difference.sign() + 1).sum() / 2 / num_pairs,
+            "rm/margin": difference.sum() / num_pairs,
+            "rm/chosen_score": chosen_score.sum() / num_pairs,
+            "rm/rejected_score": rejected_score.sum() / num_pairs,
+        }
+    return total, stats
+
+
+def score_loss(
+    score: Tensor, target: Tensor, *, num_rows: Tensor | float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the scores, for rows that carry a number instead of a preference.
+
+    ``loss = sum((score - target)**2) / num_rows``
+
+    There is no half in it, unlike in ``value_loss``.
+
+    Args:
+        score: [B], of the reward model; carries the gradient.
+        target: [B], what it should be.
+        num_rows: what the sums are divided by, by default B. Give a microbatch the number of rows in its
+            whole minibatch: then losses, gradients and stats *add up*.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
+
+        - ``rm/mse``: the loss;
+        - ``rm/score``: the scores.
+
+    >>> loss, stats = score_loss(torch.tensor([1.0, 4.0]), torch.tensor([0.0, 2.0]))
+    >>> loss, stats["rm/score"]  # (1 + 4) / 2
+    (tensor(2.5000), tensor(2.5000))
+    """
+    num_rows = score.numel() if num_rows is None else num_rows
+    mse = (score - target).square().sum() / num_rows
+    return mse, {"rm/mse": mse.detach(), "rm/score": score.detach().sum() / num_rows}

@@ -1,0 +1,120 @@
+"""Numbers for reports: how sure a win rate is, how alike two rankings are, how varied texts are.
+
+They are computed in float64 on the CPU and returned as plain floats.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+
+def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The interval of success rates that n trials leave open.
+
+    ``rate = successes / n``
+    ``centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)``
+    ``half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)``
+
+    It holds for few trials too, and n successes out of n don't give the certainty of a single point. No
+    trials leave everything open: (0, 1).
+
+    Args:
+        successes: 0 to n; not only whole numbers, as a tie may count one half.
+        n: number of trials, 0 or more. They are taken as independent.
+        z: standard normal quantile, 1.96 for 95 %.
+
+    Returns:
+        (low, high), within 0 to 1.
+
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22.
+
+    >>> wilson_interval(2, 2, z=1.0)  # centre (1 + 1/4) / 1.5, half width sqrt(1/16) / 1.5
+    (0.6666666666666667, 1.0)
+    """
+    if n == 0:
+        return 0.0, 1.0
+    rate = successes / n
+    centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)
+    half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    """The linear correlation of x and y.
+
+    ``sum((x - mean(x)) * (y - mean(y))) / sqrt(sum((x - mean(x))**2) * sum((y - mean(y))**2))``
+
+    Where x or y is constant, or there is one pair or none, the quotient is 0 / 0; it is taken as 0.
+
+    Args:
+        x: [n].
+        y: [n], in the same order.
+
+    Returns:
+        -1 to 1; nan if there is one in x or y.
+
+    >>> pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
+    1.0
+    """
+    x, y = x.detach().cpu().double(), y.detach().cpu().double()
+    if x.numel() == 0 or x.min() == x.max() or y.min() == y.max():
+        return 0.0
+    x, y = x - x.mean(), y - y.mean()
+    return float((x.dot(y) / (x.dot(x) * y.dot(y)).sqrt()).clamp(-1, 1))
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    """The correlation of the ranks of x and y: 1 when both put everything in one order.
+
+    ``pearson(rank(x), rank(y))``
+
+    Equal numbers share the mean of the ranks that they take up. 0 where x or y is constant.
+
+    Args:
+        x: [n].
+        y: [n], in the same order.
+
+    Returns:
+        -1 to 1; nan if there is one in x or y.
+
+    Spearman 1904, "The proof and measurement of association between two things".
+
+    >>> spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 10.0, 100.0]))
+    1.0
+    >>> spearman(torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 1.0, 1.0]))  # ranks 1 2.5 2.5, 3 1.5 1.5
+    -1.0
+    """
+    return pearson(_average_ranks(x), _average_ranks(y))
+
+
+def _average_ranks(x: Tensor) -> Tensor:
+    """Ranks from 1, equal numbers with the mean of theirs; nan stays nan, since it has no rank."""
+    _, group, size = x.unique(return_inverse=True, return_counts=True)
+    rank = size.cumsum(0) - (size.double() - 1) / 2
+    return torch.where(x.isnan(), torch.nan, rank[group])
+
+
+def distinct_n(sequences: Sequence[Sequence[int]], n: int) -> float:
+    """The share of different n-grams among all n-grams of all the sequences together.
+
+    ``number of different n-grams / number of n-grams``
+
+    It falls with the amount of text, so only samples of like size compare. A sequence shorter than n has
+    no n-gram; if none has any, the share is 0.
+
+    Args:
+        sequences: lists of token ids; an n-gram doesn't run from one into the next.
+        n: 1 or more.
+
+    Returns:
+        0 to 1; low where the texts repeat themselves or one another.
+
+    Li et al. 2016 (arXiv 1510.03055), section 5.
+
+    >>> distinct_n([[1, 2, 1, 2], [1, 2]], 2)  # 12 21 12, 12: two of four
+    0.5
+    """
+    ngrams = [tuple(ids[i : i + n]) for ids in sequences for i in range(len(ids) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0

@@ -1,0 +1,219 @@
+"""The artifact directory: the contract between the stages and with the world. No torch here.
+
+    artifacts/<run>/<stage>/manifest.json   what was made, from what: see `Manifest`
+                           /config.yaml     the resolved config; `rlhf <stage> --config` runs it again
+                           /metrics.jsonl   one row a step
+                           /samples.jsonl   what the model said
+                           /model/          a plain Hugging Face directory
+                           /value_model/    ppo only
+
+A stage is built in `.<stage>.partial` beside its place and renamed into it, so a directory that has a
+`manifest.json` is complete, and a run that fails leaves what stood before as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.errors import ArtifactError
+
+CONTRACT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished stage says of itself; a stage is stale when its identity would come out different."""
+
+    stage: str
+    identity: dict[str, Any]
+    """`config` (every key and value that decides the result), `data` and `inputs` (path -> digest)."""
+    files: dict[str, str]
+    """Relative path -> sha256 of every other file of the directory."""
+    metrics: dict[str, float]
+    """The final held-out figures."""
+    seed: int
+    versions: dict[str, str]
+    device: str
+    num_processes: int
+    seconds: float
+    finished: str
+    """UTC, ISO 8601."""
+    contract: int = CONTRACT_VERSION
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def stage_directory(root: str | Path, stage: str) -> Path:
+    """Where `stage` of the run at `root` stands when it is finished."""
+    return Path(root) / stage
+
+
+def partial_directory(root: str | Path, stage: str) -> Path:
+    """Where `stage` is built until it is finished."""
+    return Path(root) / f".{stage}.partial"
+
+
+def read_manifest(directory: str | Path) -> Manifest | None:
+    """The manifest of a finished stage, or None where there is none.
+
+    Raises ArtifactError for one that can't be read or that another contract version wrote.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: can't be read ({error}). Run the stage again with --restart") from None
+    if not isinstance(values, dict) or values.get("contract") != CONTRACT_VERSION:
+        found = values.get("contract") if isinstance(values, dict) else None
+        raise ArtifactError(
+            f"{path}: contract version {found}, this version reads {CONTRACT_VERSION}. "
+            "Run the stage again with --restart"
+        )
+    try:
+        return Manifest(**values)
+    except TypeError:
+        raise ArtifactError(f"{path}: keys are missing or unknown. Run the stage again with --restart") from None
+
+
+# ------------------------------------------------------------------------------------------- digests
+
+
+def digest_file(path: str | Path) -> str:
+    """sha256 of a file's bytes, in hex."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(path: str | None, revision: str | None = None) -> str:
+    """A digest that changes when what stands at `path` changes; the missing give "missing".
+
+    A finished stage gives its manifest's digest, a file or a folder that of its bytes, and anything that is
+    not on disk counts as a name on the hub, which is known by its revision only.
+    """
+    if path is None:
+        return "missing"
+    place = Path(path)
+    if place.is_file():
+        return digest_file(place)
+    if (place / MANIFEST).is_file():
+        return digest_file(place / MANIFEST)
+    if place.is_dir():
+        whole = hashlib.sha256()
+        for file in sorted(p for p in place.rglob("*") if p.is_file()):
+            whole.update(f"{file.relative_to(place).as_posix()}\0{digest_file(file)}\n".encode())
+        return whole.hexdigest()
+    return f"hub:{path}@{revision or 'main'}"
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two nested mappings."""
+    keys = []
+    for key in sorted(old.keys() | new.keys(), key=str):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            keys.append(f"{prefix}{key}")
+    return keys
+
+
+def why_run(root: str | Path, stage: str, identity: dict[str, Any]) -> str | None:
+    """Why `stage` has to run: "" where it never ran, the keys that changed, or None where it is up to date."""
+    manifest = read_manifest(stage_directory(root, stage))
+    if manifest is None:
+        return ""
+    changed = differences(manifest.identity, json.loads(json.dumps(identity)))
+    if not changed:
+        return None
+    return "changed: " + ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+def open_partial(root: str | Path, stage: str) -> Path:
+    """An empty directory to build `stage` in.
+
+    Raises ArtifactError where it can't be made; the finished stage, if there is one, is not touched.
+    """
+    _recover(root, stage)
+    partial = partial_directory(root, stage)
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        (partial / ".probe").write_bytes(b"\0" * 4096)
+        (partial / ".probe").unlink()
+    except OSError as error:
+        raise ArtifactError(
+            f"{partial}: can't be written ({error.strerror or error}), the stage is built here. "
+            "Give another `artifacts`, or make room"
+        ) from None
+    return partial
+
+
+def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
+    """Write the manifest of the built stage and rename it into its place; the old one stands until then."""
+    partial, place = partial_directory(root, stage), stage_directory(root, stage)
+    files = {
+        path.relative_to(partial).as_posix(): digest_file(path) for path in sorted(partial.rglob("*")) if path.is_file()
+    }
+    manifest = Manifest(stage=stage, files=files, **facts)
+    text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    old = _set_aside(root, stage)
+    if place.exists():
+        place.rename(old)
+    partial.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    return manifest
+
+
+def _set_aside(root: str | Path, stage: str) -> Path:
+    return Path(root) / f".{stage}.old"
+
+
+def _recover(root: str | Path, stage: str) -> None:
+    """Undo a publication that was cut off between its two renames."""
+    old, place = _set_aside(root, stage), stage_directory(root, stage)
+    if old.is_dir() and not place.exists():
+        old.rename(place)
+    elif old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+class MissingStageError(ArtifactError):
+    """A stage that another one stands on has not been run."""
+
+    def __init__(self, root: str | Path, stage: str):
+        self.stage = stage
+        super().__init__(f"{root}: no finished '{stage}' stage")
+
+
+def require_stage(root: str | Path, stage: str) -> Path:
+    """The directory of a finished stage; raises MissingStageError where there is none."""
+    _recover(root, stage)
+    directory = stage_directory(root, stage)
+    if read_manifest(directory) is None:
+        raise MissingStageError(root, stage)
+    return directory
+
+
+def model_directory(path: str) -> str:
+    """The model that `path` means: a finished stage's own `model/`, else the path or hub id as it is."""
+    place = Path(path)
+    return str(place / "model") if (place / MANIFEST).is_file() else path

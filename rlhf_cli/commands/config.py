@@ -1,0 +1,62 @@
+"""`rlhf config`: check, show and describe config files, without importing torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_cli.config.loader import config_schema, dump_config
+from rlhf_cli.config.schemas import CONFIGS, STAGES
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.training.launch import load_stage_config
+
+
+def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
+    """Print a line for each good file; every mistake of all files is raised as one ConfigError."""
+    problems = []
+    for file in _expand(files):
+        try:
+            name = _stage_of(file, stage)
+            load_stage_config(name, file, overrides)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            print(f"{file}: a good {name} config")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
+    """Print the resolved config."""
+    print(dump_config(load_stage_config(_stage_of(file, stage), file, overrides)), end="")
+
+
+def schema(stage: str) -> None:
+    """Print the JSON Schema."""
+    print(json.dumps(config_schema(CONFIGS[_known(stage)]), indent=2))
+
+
+def _expand(files: Sequence[Path]) -> list[Path]:
+    found = []
+    for file in files:
+        inside = [file / f"{stage}.yaml" for stage in STAGES if (file / f"{stage}.yaml").is_file()]
+        if file.is_dir() and not inside:
+            raise ConfigError(f"{file}: no sft.yaml, rm.yaml or ppo.yaml in it")
+        found += inside or [file]
+    return found
+
+
+def _stage_of(file: Path, stage: str | None) -> str:
+    if stage is not None:
+        return _known(stage)
+    named = [s for s in STAGES if s in file.stem.replace("-", "_").split("_")]
+    if len(named) != 1:
+        raise ConfigError(f"{file}: its name does not say which stage it is for. Give --stage sft, rm or ppo")
+    return named[0]
+
+
+def _known(stage: str) -> str:
+    if stage not in STAGES:
+        raise ConfigError(f"--stage {stage}: unknown, must be one of {', '.join(STAGES)}")
+    return stage

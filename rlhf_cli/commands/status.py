@@ -1,0 +1,46 @@
+"""`rlhf status`: what an artifact root holds, without importing torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_cli.artifacts import Manifest, differences, partial_directory, read_manifest, stage_directory
+from rlhf_cli.config.schemas import STAGES
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.training.identity import identity
+from rlhf_cli.training.launch import load_stage_config
+from rlhf_cli.training.progress import Display
+
+SHOWN = {
+    "sft": ("eval/loss", "eval/token_accuracy"),
+    "rm": ("eval/accuracy", "eval/pearson", "eval/mse"),
+    "ppo": ("sft/score_mean", "ppo/score_mean", "ppo/gold", "ppo/kl"),
+}
+
+
+def show_status(root: Path) -> None:
+    """A row a stage: finished, stale (made from something that has changed since), unfinished, or not run."""
+    if not root.is_dir():
+        raise ArtifactError(f"{root}: no such artifact root. Give the `artifacts` of the configs")
+    rows = []
+    for stage in STAGES:
+        manifest = read_manifest(stage_directory(root, stage))
+        unfinished = partial_directory(root, stage).is_dir()
+        if manifest is None:
+            rows.append([stage, "unfinished" if unfinished else "not run", "", "", ""])
+            continue
+        state = _state(root, stage, manifest) + (" (and an unfinished run beside it)" if unfinished else "")
+        figures = [f"{k.split('/', 1)[-1]} {manifest.metrics[k]:.4g}" for k in SHOWN[stage] if k in manifest.metrics]
+        rows.append([stage, state, manifest.finished, f"{manifest.seconds:.0f}", ", ".join(figures)])
+    Display("status", quiet=False).table(str(root), ["stage", "state", "finished", "seconds", "figures"], rows)
+
+
+def _state(root: Path, stage: str, manifest: Manifest) -> str:
+    try:
+        config = load_stage_config(stage, stage_directory(root, stage) / "config.yaml")
+    except ConfigError:
+        return "finished by another version (its config.yaml can't be read)"
+    now = identity(config)
+    changed = differences(manifest.identity["data"], now["data"], "data ")
+    changed += differences(manifest.identity["inputs"], now["inputs"], "input ")
+    return f"stale: changed since: {', '.join(changed)}" if changed else "finished"

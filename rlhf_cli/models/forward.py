@@ -1,0 +1,122 @@
+"""Forward passes over packed batches: logits or hidden states at the positions that count.
+
+A model that honours AttentionInterface runs on the packed row. One that doesn't (its attention is its own:
+Bloom's ALiBi, an encoder) is found out by `choose_attention`, which compares the two, and runs padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from rlhf_cli.models import attention
+from rlhf_cli.packing import PackedBatch, pack
+
+TOLERANCE = 1e-4
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Does this model take packed rows as they are?"""
+    return bool(model.config._attn_implementation == attention.NAME)
+
+
+def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+    """Next-token logits at `positions` of the packed row: [n] -> [n, V].
+
+    The head runs on these positions only, through the model's own `logits_to_keep`, so that what a family
+    does to its logits (scaling, soft-capping) is done here too.
+    """
+    if is_packed(model):
+        output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
+        return output.logits[0]
+    ids, mask, position_ids = _padded_inputs(batch)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
+    return output.logits[mask][positions]
+
+
+def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+    """Last hidden states (after the final norm) at `positions` of the packed row: [n] -> [n, H]."""
+    if is_packed(model):
+        output = model.base_model(**_packed_inputs(batch), use_cache=False)
+        return output.last_hidden_state[0][positions]
+    ids, mask, position_ids = _padded_inputs(batch)
+    output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
+    return output.last_hidden_state[mask][positions]
+
+
+def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.ids[None],
+        "position_ids": batch.position_ids[None],
+        "packed_lengths": batch.lengths,
+    }
+
+
+def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
+    position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
+    lengths = torch.tensor(batch.lengths, device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]
+    return ids, mask, position_ids
+
+
+@torch.no_grad()
+def choose_attention(model: PreTrainedModel) -> str | None:
+    """Let the model run on packed rows if that gives what one plain forward a sequence gives.
+
+    Returns None where it does, and else a line that says why the model stays on padded batches. Two short
+    sequences of token ids are compared, hidden state by hidden state, to 1e-4 of their size.
+    """
+    was_training = model.training
+    model.eval()
+    default = model.config._attn_implementation
+    device = next(model.parameters()).device
+    vocab = vocabulary_rows(model)
+    sequences = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
+    batch = pack(sequences, device)
+    plain = torch.cat(
+        [model.base_model(input_ids=torch.tensor([s], device=device)).last_hidden_state[0] for s in sequences]
+    )
+    reason = "its attention does not take packed rows"
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
+        model.set_attn_implementation(attention.NAME)
+        packed = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
+        gap = ((packed - plain).abs().max() / plain.abs().max().clamp_min(1.0)).item()
+        if gap <= TOLERANCE:
+            model.train(was_training)
+            return None
+        reason = f"packed rows differ from a plain forward by {gap:.1e}"
+    model.set_attn_implementation(default)
+    model.train(was_training)
+    return f"{type(model).__name__}: {reason}; it runs on padded batches, which is slower and as exact"
+
+
+def vocabulary_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model has an embedding for."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The linear head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32.
+
+    In bfloat16 the head would round the differences between scores away.
+    """
+    head = model.score
+    assert isinstance(head, torch.nn.Linear)
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
+    return scores
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context of every forward pass: bfloat16 where asked for, or found with `auto` on a GPU."""
+    enabled = precision == "bfloat16" or (
+        precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

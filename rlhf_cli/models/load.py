@@ -1,0 +1,218 @@
+"""Models and tokenizers from directories and from the hub, and back into the artifact directory.
+
+Weights are read from safetensors only and no code that comes with a model is run. What is wrong with a
+directory is said in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.forward import choose_attention, vocabulary_rows
+from rlhf_cli.seeding import seeded
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub id."""
+    _check_directory(path, weights=False)
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise ArtifactError(f"{path}: no tokenizer can be loaded ({_reason(error)})") from None
+
+
+def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
+    """A causal language model in float32, dropout off; every weight must be in the file."""
+    return _load(AutoModelForCausalLM, path, revision)
+
+
+def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel:
+    """A sequence classifier as it was trained; one whose head is not in the file is refused.
+
+    A missing head would be filled with random numbers, and PPO would follow them.
+    """
+    return _load(AutoModelForSequenceClassification, path, revision)
+
+
+def new_reward_model(path: str, revision: str | None, *, seed: int, head_std: float | None) -> PreTrainedModel:
+    """A sequence classifier with one label on the weights at `path`, its head drawn anew and small.
+
+    The standard deviation is 1/sqrt(hidden_size + 1) (Stiennon et al. 2020), so that first scores are of
+    order one and their differences are near zero.
+    """
+    with seeded(seed, "reward head"):
+        model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+        for head in scalar_heads(model):
+            std = head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1)
+            torch.nn.init.normal_(head.weight, std=std)
+            if head.bias is not None:
+                torch.nn.init.zeros_(head.bias)
+    return model
+
+
+def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
+    """The weights at `path` (a policy's or a reward model's) with a scalar head that starts at zero."""
+    model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+    if not reads_last_token(model):
+        raise ArtifactError(
+            f"{path}: a {type(model).__name__} has no value for each token. Set value_model.init: policy"
+        )
+    for head in scalar_heads(model):
+        torch.nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            torch.nn.init.zeros_(head.bias)
+    return model
+
+
+def scalar_heads(model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """The linear layers outside the backbone that end in the labels."""
+    backbone = set(model.base_model.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in backbone
+        and isinstance(module, torch.nn.Linear)
+        and module.out_features == model.config.num_labels
+    ]
+
+
+def reads_last_token(model: PreTrainedModel) -> bool:
+    """Is this a causal backbone with a linear `score` head, read at the last real token?
+
+    transformers' decoders are (`LlamaForSequenceClassification` and its like); encoders pool in their own
+    way and have no `score`.
+    """
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Move to the device and choose the attention; returns a line to tell the user, or None."""
+    torch.nn.Module.to(model, device)
+    return choose_attention(model)
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise ArtifactError where the tokenizer has ids that the model has no embedding for."""
+    rows = vocabulary_rows(model)
+    if len(tokenizer) > rows:
+        raise ArtifactError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}. "
+            "They are not of one model: give the directory that both were saved to"
+        )
+
+
+def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+    """Do equal texts give equal ids, so that ids may pass from one model to the other?
+
+    `b` may have more special tokens than `a` (a padding token that its training added).
+    """
+    vocab_a, vocab_b = a.get_vocab(), b.get_vocab()
+    if any(vocab_b.get(token) != i for token, i in vocab_a.items()) or a.eos_token_id != b.eos_token_id:
+        return False
+    probe = "The quick brown fox, 12 of 345;\n\nHuman: Hello there!\n\nAssistant: naive cafe"
+    return a(probe)["input_ids"] == b(probe)["input_ids"]
+
+
+def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a sequence classifier a padding token that is not EOS.
+
+    transformers finds the last real token of a padded row as the last that is not the padding token: with
+    pad = EOS (GPT-2, Qwen base models, Llamas) it would read the score before EOS.
+    """
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+        if len(tokenizer) > vocabulary_rows(model):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise ArtifactError(f"{directory}: can't be written ({error.strerror or error})") from None
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+def set_dropout_off(model: PreTrainedModel) -> None:
+    """Every dropout probability to zero, so that train() and eval() compute the same."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        dropout = getattr(module, "attention_dropout", None)
+        if isinstance(dropout, float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:
+    _check_directory(path, weights=True)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
+        model, info = auto.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=new_head,
+        )
+    except Exception as error:
+        raise ArtifactError(f"{path}: no model can be loaded ({_reason(error)})") from None
+    head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    missing = sorted(set(info["missing_keys"]) - (head if new_head else set()))
+    wrong = sorted(str(key[0]) for key in info["mismatched_keys"] if not (new_head and key[0] in head))
+    if missing:
+        raise ArtifactError(
+            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file "
+            f"({', '.join(missing[:3])}), they would be random. Give a directory that was saved as this kind of model"
+        )
+    if wrong:
+        raise ArtifactError(f"{path}: weights have other shapes than config.json says ({', '.join(wrong[:3])})")
+    set_dropout_off(model)
+    model.eval()
+    return model
+
+
+def _check_directory(path: str, *, weights: bool) -> None:
+    place = Path(path)
+    if not place.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ArtifactError(f"{path}: no such directory (looked from {Path.cwd()})")
+        return
+    if not place.is_dir():
+        raise ArtifactError(f"{path}: is a file, a Hugging Face model directory is needed")
+    if not (place / "config.json").is_file():
+        raise ArtifactError(f"{path}: no config.json, so it is no Hugging Face model directory")
+    if weights and not any(place.glob("*.safetensors")):
+        pickles = [p.name for p in place.glob("*.bin")]
+        found = f"found {pickles[0]}, a pickle is never read" if pickles else "no weights"
+        raise ArtifactError(f"{path}: {found}, *.safetensors is needed. Save it again with save_pretrained")
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,67 @@
+"""A model and a tokenizer that start from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_cli.config.schemas import ScratchModel, TokenizerTraining
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.seeding import seeded
+
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+
+
+def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `texts`; ids 0, 1, 2 are <pad>, <bos>, <eos>, and any text can be written in it."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        if config.split_digits
+        else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    bos = SPECIAL_TOKENS["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, list(SPECIAL_TOKENS.values()).index(bos))]
+    )
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=config.vocab_size,
+            special_tokens=list(SPECIAL_TOKENS.values()),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS)
+
+
+def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    """A causal language model with random weights, its vocabulary that of the tokenizer.
+
+    Raises ConfigError for an architecture or a setting that transformers does not know.
+    """
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    where = "model.scratch"
+    try:
+        known = set(AutoConfig.for_model(config.architecture).to_dict())
+    except (ValueError, KeyError):
+        raise ConfigError(f"{where}.architecture: transformers has no model type {config.architecture!r}") from None
+    unknown = sorted(set(config.config) - known)
+    if unknown:
+        raise ConfigError(f"{where}.config: {config.architecture} has no {', '.join(unknown)}")
+    try:
+        settings = {**config.config, **special, "vocab_size": len(tokenizer)}
+        model_config = AutoConfig.for_model(config.architecture, **settings)
+        with seeded(seed, "model init"):
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        reason = str(error).strip().splitlines()
+        raise ConfigError(f"{where}: no such model can be built ({reason[-1] if reason else error!r})") from None
+    model.generation_config.update(**special)
+    return model

@@ -1,0 +1,261 @@
+"""Where scores come from: reward models, with the policy's tokenizer or their own, and Python functions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.artifacts import model_directory
+from rlhf_cli.config.schemas import FunctionReward, ModelReward
+from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.encode import encode_for_classifier
+from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores
+from rlhf_cli.models.load import (
+    check_vocabulary,
+    load_reward_model,
+    load_tokenizer,
+    prepare,
+    reads_last_token,
+    same_tokenizer,
+)
+from rlhf_cli.packing import pack
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is judged: prompts and responses as text and as the policy's tokens, and the prompts' rows."""
+
+    prompts: list[str]
+    responses: list[str]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    ended: list[bool]
+    rows: list[dict[str, Any]]
+
+
+@dataclass
+class RewardModel:
+    """A sequence classifier that scores whole texts, the prompt with its response."""
+
+    name: str
+    weight: float
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    reads_policy_tokens: bool
+    """The policy's ids go in as they are; else the text is encoded anew with the model's own tokenizer."""
+    label: int
+    mean: float
+    std: float
+    precision: str
+
+    def score(self, judged: Judged) -> torch.Tensor:
+        """Normalised scores, [B] float32 on the CPU, each read at the last token of its response."""
+        if self.reads_policy_tokens:
+            sequences = [p + r for p, r in zip(judged.prompt_ids, judged.response_ids, strict=True)]
+        else:
+            sequences = encode_texts(
+                self.model,
+                self.tokenizer,
+                [p + r for p, r in zip(judged.prompts, judged.responses, strict=True)],
+                judged.ended,
+            )
+        scores = score_sequences(self.model, sequences, self.precision, label=self.label)
+        return (scores - self.mean) / self.std
+
+
+@dataclass
+class PythonFunction:
+    """A function of the user's that scores texts."""
+
+    name: str
+    weight: float
+    function: Callable[..., Any]
+
+    def score(self, judged: Judged) -> torch.Tensor:
+        """Its numbers, [B] float32; raises RunError where they are not one finite number a row."""
+        return torch.tensor(call(self.name, self.function, judged, finite))
+
+
+RewardSource = RewardModel | PythonFunction
+
+
+def load_rewards(
+    rewards: Sequence[ModelReward | FunctionReward],
+    artifacts_root: str,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    precision: str,
+) -> tuple[list[RewardSource], list[str]]:
+    """The sources, ready to score, and the lines that the user should read about them."""
+    sources: list[RewardSource] = []
+    notes: list[str] = []
+    several = len(rewards) > 1
+    for number, reward in enumerate(rewards):
+        if isinstance(reward, FunctionReward):
+            function = reward.function.rpartition(":")[2]
+            name = f"{function}_{number}" if several else function
+            sources.append(PythonFunction(name, reward.weight, load_function(reward.function)))
+            continue
+        path = model_directory(reward.path if reward.path is not None else f"{artifacts_root}/rm")
+        model, tokenizer = load_reward_model(path, reward.revision), load_tokenizer(path, reward.revision)
+        check_vocabulary(model, tokenizer, path)
+        note = prepare(model, device)
+        if note:
+            notes.append(note)
+        shares = reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer)
+        if not shares:
+            notes.append(f"{path}: reads text with its own tokenizer")
+        mean, std = (getattr(model.config, key, None) for key in ("score_mean", "score_std"))
+        if reward.normalize and (mean is None or std is None):
+            notes.append(f"{path}: no stored mean and standard deviation of the score, it is used as it is")
+        normalize = reward.normalize and mean is not None and std is not None
+        sources.append(
+            RewardModel(
+                name=f"reward_model_{number}" if several else "reward_model",
+                weight=reward.weight,
+                model=model,
+                tokenizer=tokenizer,
+                reads_policy_tokens=shares,
+                label=label_index(model, reward.label, f"rewards.{number}.label"),
+                mean=float(mean or 0.0) if normalize else 0.0,
+                std=float(std or 1.0) if normalize else 1.0,
+                precision=precision,
+            )
+        )
+    return sources, notes
+
+
+def total_score(sources: Sequence[RewardSource], judged: Judged) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weighted sum of all sources' scores [B], and each one's own [B] by name."""
+    each = {source.name: source.score(judged) for source in sources}
+    total = torch.stack([source.weight * each[source.name] for source in sources]).sum(0)
+    return total, each
+
+
+def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
+    """Which logit is the score; raises ConfigError where that is not clear."""
+    labels = {str(name): int(i) for i, name in (model.config.id2label or {}).items()}
+    if model.config.num_labels == 1:
+        if label is not None:
+            raise ConfigError(f"{key}: the model has a single score, no label is needed. Remove it")
+        return 0
+    if label is None or label not in labels:
+        found = "none is given" if label is None else f"found {label!r}"
+        raise ConfigError(f"{key}: {found}, the model has the labels {', '.join(labels)}. Name the good one")
+    return labels[label]
+
+
+@torch.no_grad()
+def score_sequences(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    precision: str,
+    *,
+    label: int = 0,
+    chunk: int = 64,
+) -> torch.Tensor:
+    """Scores of token sequences, [B] float32 on the CPU."""
+    device = next(model.parameters()).device
+    with autocast(device, precision):
+        parts = [sequence_scores(model, list(part))[:, label] for part in chunks(sequences, chunk)]
+    return torch.cat(parts).float().cpu()
+
+
+def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """All labels' scores of token sequences with gradient, [B, labels] float32.
+
+    A causal backbone is read at the last token of each sequence, whatever that token is; an encoder pools as
+    it was built to. The head runs in float32: in bfloat16 it would round margins away.
+    """
+    device = next(model.parameters()).device
+    if reads_last_token(model):
+        batch = pack(sequences, device)
+        hidden = hidden_at(model, batch, batch.last)
+        return scalar_scores(model, hidden)
+    width = max(map(len, sequences))
+    ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
+
+
+def encode_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
+) -> list[list[int]]:
+    """Texts for a reward model with its own tokenizer; a causal one gets EOS where the response ended."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    sequences = encode_for_classifier(tokenizer, texts, longest)
+    eos = tokenizer.eos_token_id
+    if reads_last_token(model) and eos is not None:
+        sequences = [
+            [*ids, int(eos)] if end and ids[-1:] != [int(eos)] else ids
+            for ids, end in zip(sequences, ended, strict=True)
+        ]
+        if longest is not None:
+            sequences = [ids[-longest:] for ids in sequences]
+    return [ids or [int(eos or 0)] for ids in sequences]
+
+
+# ------------------------------------------------------------------------------------- user's functions
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names. The file is run as code."""
+    path, _, name = reference.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"{reference}: no such file (looked from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"rlhf_user_{Path(path).stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path}: can't be imported ({type(error).__name__}: {error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{reference}: {path} has no function {name}")
+    return function
+
+
+def call(name: str, function: Callable[..., Any], judged: Judged, check: Callable[[str, Any], Any]) -> list[Any]:
+    """Call a user's function on texts; each row of the prompt's file also carries whether the reply `ended`.
+
+    Raises RunError, with the row and the value, where it fails or does not give one good value a row.
+    """
+    rows = [{**row, "ended": ended} for row, ended in zip(judged.rows, judged.ended, strict=True)]
+    try:
+        values = list(function(list(judged.prompts), list(judged.responses), rows))
+    except Exception as error:
+        raise RunError(f"reward function {name}: raised {type(error).__name__}: {error}") from error
+    if len(values) != len(rows):
+        raise RunError(f"reward function {name}: returned {len(values)} values for {len(rows)} responses")
+    return [check(f"reward function {name}, response {i}", value) for i, value in enumerate(values, 1)]
+
+
+def finite(where: str, value: Any) -> float:
+    """A finite float, or RunError."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        result = math.nan
+    if not math.isfinite(result):
+        raise RunError(f"{where}: returned {value!r}, a finite number is needed")
+    return result
+
+
+def named_numbers(where: str, value: Any) -> dict[str, float]:
+    """A judge's row: a number (called gold) or a mapping of names to numbers."""
+    if isinstance(value, dict):
+        return {str(key): finite(f"{where} {key}", item) for key, item in value.items()}
+    return {"gold": finite(where, value)}

@@ -1,0 +1,93 @@
+"""One policy on held-out prompts: what it says, what that scores, how far it is from ref_policy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.algorithms.statistics import distinct_n
+from rlhf_cli.data.batches import chunks
+from rlhf_cli.rollout.experience import PromptRow, collect, decode_responses
+from rlhf_cli.training.distributed import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one policy and its replies, in the order of the prompts."""
+
+    metrics: dict[str, float]
+    """score_mean, score_median, the judge's own means (gold), kl, length, eos_fraction, distinct_2, seconds."""
+    replies: list[str]
+    scores: list[float]
+    gold: list[dict[str, float]]
+
+    def example(self, i: int) -> dict[str, Any]:
+        """Reply i with its score and the judge's numbers, for people to read."""
+        return {"reply": self.replies[i], "score": self.scores[i], **(self.gold[i] if self.gold else {})}
+
+
+Score = Callable[[Sequence[PromptRow], list[str], list[list[int]], list[bool]], list[float]]
+Judge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
+
+
+def evaluate(
+    policy: PreTrainedModel,
+    ref_policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PromptRow],
+    table: torch.Tensor,
+    world: World,
+    *,
+    score: Score,
+    judge: Judge | None,
+    temperature: float,
+    stop: set[int],
+    batch_size: int,
+    precision: str,
+) -> Evaluation:
+    """Sample one reply to each prompt and measure it; `table` [prompts, tokens] are the uniforms.
+
+    The KL of a reply is the sum over its tokens of log policy - log ref_policy, in nats; its mean over
+    replies estimates KL(policy || ref_policy) without bias, and is exactly 0 for ref_policy itself.
+    """
+    start = time.monotonic()
+    numbers = world.shard(list(range(len(prompts))))
+    mine: list[tuple[str, float, float, int, bool, list[int]]] = []
+    for part in chunks(numbers, batch_size):
+        some = [prompts[i] for i in part]
+        rollout = collect(
+            some,
+            table[list(part)],
+            policy,
+            ref_policy,
+            None,
+            temperature=temperature,
+            stop=stop,
+            microbatch_size=batch_size,
+            precision=precision,
+        )
+        texts = decode_responses(tokenizer, rollout.responses)
+        ids, ended = [r.ids for r in rollout.responses], [r.ended for r in rollout.responses]
+        kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
+        scores = score(some, texts, ids, ended)
+        mine += list(zip(texts, scores, kl, map(len, ids), ended, ids, strict=True))
+    rows = world.interleave(world.gather(mine))
+    replies, scores, kls, lengths, endings, all_ids = map(list, zip(*rows, strict=True))
+    gold = judge(prompts, replies, endings) if judge is not None else []
+    metrics = {
+        "score_mean": statistics.fmean(scores),
+        "score_median": statistics.median(scores),
+        **{name: statistics.fmean(row[name] for row in gold) for name in (gold[0] if gold else ())},
+        "kl": statistics.fmean(kls),
+        "length": statistics.fmean(lengths),
+        "eos_fraction": statistics.fmean(endings),
+        "distinct_2": distinct_n(all_ids, 2),
+        "seconds": time.monotonic() - start,
+    }
+    return Evaluation(metrics, replies, scores, gold)

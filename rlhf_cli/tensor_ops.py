@@ -1,0 +1,232 @@
+"""Masked sums, log-probabilities of tokens, and the way between packed and padded rows.
+
+A mask is bool, True on real tokens, and is applied before anything is added up: whatever stands under
+padding (1e6, inf, nan) reaches neither a result nor a gradient. Float64 in gives float64 out.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of x over the real tokens.
+
+    ``sum(x[i] for i where mask[i])``
+
+    Args:
+        x: any shape; under padding anything at all, inf and nan included.
+        mask: the same shape, bool, True on real tokens.
+
+    Returns:
+        A scalar tensor; 0 where no token is real.
+
+    >>> x, mask = torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([True, True, False])
+    >>> masked_sum(x, mask)
+    tensor(3.)
+    """
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x over the real tokens, each token with the same weight whatever row it is in.
+
+    ``masked_sum(x, mask) / mask.sum()``
+
+    The mean over the tokens of a batch isn't the mean of the means of its parts: parts that are to be
+    added up want ``masked_sum`` and one divisor for all. Where no token is real there is no mean: nan.
+
+    Args:
+        x: any shape; under padding anything at all.
+        mask: the same shape, bool, True on real tokens.
+
+    Returns:
+        A scalar tensor.
+
+    >>> x = torch.tensor([[1.0, 2.0], [6.0, 1e6]])
+    >>> masked_mean(x, torch.tensor([[True, True], [True, False]]))
+    tensor(3.)
+    """
+    return masked_sum(x, mask) / mask.sum()
+
+
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    bessel: bool = True,
+    eps: float = 1e-8,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Scale the real tokens to variance one, and shift them to mean zero.
+
+    ``(x - mean) / sqrt(variance + eps)``, plus ``mean`` again if not shift_mean
+
+    The statistics are those of all real tokens together, not of each row, and are taken in two passes
+    (first the mean, then the squared deviations from it), so a large mean costs no digits. A single real
+    token has no spread to scale by: it comes out as 0 (as itself if not shift_mean), not as nan.
+
+    Args:
+        x: any shape, float32 or float64; under padding anything at all.
+        mask: the same shape, bool, True on real tokens.
+        shift_mean: True leaves mean zero (advantages); False keeps the mean, so that the signs of x stay
+            about what they were (rewards). torchtune's flag of this name means the opposite.
+        bessel: divide the squared deviations by n - 1 (TRL, verl), otherwise by n (OpenAI, OpenRLHF).
+        eps: added to the variance, inside the root.
+        reduce: sums a tensor over all processes and returns the sum. It is called twice on each process,
+            also where a process has no real token; None stands for one process.
+
+    Returns:
+        The shape of x; 0 under padding.
+
+    Ziegler et al. 2019 whiten so in their code; Huang et al. 2024 (arXiv 2403.17031) describe it.
+
+    >>> x, mask = torch.tensor([1.0, 3.0, 1e6]), torch.tensor([True, True, False])
+    >>> masked_whiten(x, mask, bessel=False)  # mean 2, variance 1
+    tensor([-1.,  1.,  0.])
+    >>> masked_whiten(x, mask, bessel=False, shift_mean=False)
+    tensor([1., 3., 0.])
+    """
+
+    def over_processes(statistic: Tensor) -> Tensor:
+        return statistic if reduce is None else reduce(statistic)
+
+    count, total = over_processes(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)]))
+    mean = total / count.clamp(min=1)
+    deviation = torch.where(mask, x - mean, 0)
+    degrees_of_freedom = (count - 1 if bessel else count).clamp(min=1)
+    variance = over_processes(deviation.square().sum()) / degrees_of_freedom
+    whitened = deviation / (variance + eps).sqrt()
+    return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token under the distribution that it was, or would be, sampled from.
+
+    ``logits[ids] / temperature - logsumexp(logits / temperature)``
+
+    Nothing is shifted in here: ``logits[..., t, :]`` must be those that predict ``ids[..., t]``, that is,
+    the model's output one position earlier. Give the temperature of the sampling, or the ratio of new to
+    old probabilities speaks of two policies that nobody sampled from.
+
+    Args:
+        logits: [..., V], any float type; computed in float32, or float64 if they are float64.
+        ids: [...], int64, in 0..V-1.
+        temperature: above 0; 1 is the model itself, towards 0 is greedy.
+
+    Returns:
+        [...], nats, at most 0. No second [..., V] tensor is kept for the backward pass at temperature 1 in
+        float32, one otherwise.
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    >>> token_logprobs(logits, torch.tensor([0, 1]))  # log(1/2)
+    tensor([-0.6931, -0.6931])
+    >>> logits = torch.tensor([0.0, 3.0]).log()  # odds 0 : 3, an impossible token and a certain one
+    >>> token_logprobs(logits, torch.tensor(1), temperature=0.5)
+    tensor(0.)
+    """
+    logits = _at_temperature(logits, temperature)
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Entropy of the distribution that each token is sampled from.
+
+    ``-sum(p * log(p))`` over V, ``p = softmax(logits / temperature)``,
+    computed as ``logsumexp(logits / temperature) - sum(p * logits / temperature)``
+
+    A token that can't be sampled (logit -inf) adds 0, not nan.
+
+    Args:
+        logits: [..., V], any float type; computed in float32, or float64 if they are float64.
+        temperature: above 0; the entropy is that of the tempered distribution.
+
+    Returns:
+        [...], nats, from 0 to log(V).
+
+    >>> token_entropy(torch.tensor([0.0, 0.0]))  # log(2)
+    tensor(0.6931)
+    >>> token_entropy(torch.tensor([1.0, -float("inf")]))
+    tensor(0.)
+    """
+    logits = _at_temperature(logits, temperature)
+    p = logits.softmax(-1)
+    return logits.logsumexp(-1) - (p * torch.where(p > 0, logits, 0)).sum(-1)
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32 or float64, without a copy where nothing changes."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Tensor:
+    """The mask of rows that start at the left edge and have the given lengths.
+
+    ``mask[b, t] = t < lengths[b]``
+
+    Args:
+        lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
+        width: number of columns R, by default the largest length; a row longer than it is True throughout.
+
+    Returns:
+        [B, R] bool, on the device of lengths (the CPU for a sequence).
+
+    >>> length_mask([2, 0, 3])
+    tensor([[ True,  True, False],
+            [False, False, False],
+            [ True,  True,  True]])
+    """
+    lengths = torch.as_tensor(lengths, dtype=torch.long)
+    if width is None:
+        width = max(lengths.tolist(), default=0)
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.0) -> Tensor:
+    """Packed rows, one after the other, to a padded batch with every row at the left edge.
+
+    ``padded[b, t] = flat[sum(lengths[:b]) + t]`` for ``t < lengths[b]``, value for the rest
+
+    Args:
+        flat: [N, ...], the rows end to end, N = sum(lengths).
+        lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
+        value: what stands in the padding.
+
+    Returns:
+        [B, max(lengths), ...], the type and device of flat; gradients pass through to flat.
+
+    Raises:
+        ValueError: the lengths don't add up to N.
+
+    >>> pad_rows(torch.tensor([1, 2, 3]), [2, 1])
+    tensor([[1, 2],
+            [3, 0]])
+    """
+    mask = length_mask(lengths).to(flat.device)
+    num_tokens = int(mask.sum())
+    if num_tokens != flat.shape[0]:  # else a flat of one token would be broadcast to all of them
+        raise ValueError(f"the lengths add up to {num_tokens} but there are {flat.shape[0]} tokens")
+    padded = flat.new_full((*mask.shape, *flat.shape[1:]), value)
+    padded[mask] = flat
+    return padded
+
+
+def flatten_rows(padded: Tensor, mask: Tensor) -> Tensor:
+    """A padded batch to packed rows: the real tokens, row after row.
+
+    ``flatten_rows(pad_rows(flat, lengths), length_mask(lengths)) == flat``
+
+    Args:
+        padded: [B, R, ...]; under padding anything at all.
+        mask: [B, R] bool, True on real tokens.
+
+    Returns:
+        [N, ...], N = mask.sum(); gradients pass through to padded and are 0 under padding.
+
+    >>> flatten_rows(torch.tensor([[1, 2], [3, 0]]), torch.tensor([[True, True], [True, False]]))
+    tensor([1, 2, 3])
+    """
+    return padded[mask]

@@ -1,0 +1,113 @@
+"""From a command line to a stage and to an exit code, for `rlhf <stage>` and `torchrun -m stages.<stage>`.
+
+0 done, 1 the run's or ours, 2 the user's mistake, 130 interrupted. The config is read and checked before
+anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import artifacts
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.schemas import CONFIGS, Stage
+from rlhf_cli.errors import ArtifactError, RunError, UserError
+from rlhf_cli.training.identity import identity, require_inputs
+
+Run = Callable[..., None]
+FULL_OR_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
+    """The checked config of a stage."""
+    config: Stage = load_config(path, CONFIGS[stage], overrides)
+    return config
+
+
+def run_stage(
+    stage: str,
+    load_run: Callable[[], Run],
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    restart: bool = False,
+    quiet: bool = False,
+) -> bool:
+    """Run one stage unless it is finished and unchanged; returns whether it ran.
+
+    `load_run` imports the stage's `run`, and is called once the config is known to be right.
+    """
+    config = load_stage_config(stage, config_path, overrides)
+    with explained(config_path, config.artifacts):
+        require_inputs(config)
+        why = artifacts.why_run(config.artifacts, stage, identity(config))
+        place = artifacts.stage_directory(config.artifacts, stage)
+        if why is None and not restart:
+            if not quiet:
+                print(
+                    f"{stage}: {place} is finished, and config, data and inputs are unchanged: skipped",
+                    flush=True,
+                )
+            return False
+        if not quiet and (why or restart):
+            reason = why or "--restart"
+            print(
+                f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",
+                flush=True,
+            )
+        load_run()(config, quiet=quiet)
+    return True
+
+
+class explained:
+    """A context that finishes the messages of errors from inside it with what only the caller knows."""
+
+    def __init__(self, config_path: str | Path, root: str):
+        self.config_path, self.root = Path(config_path), root
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, artifacts.MissingStageError):
+            sibling = self.config_path.parent / f"{error.stage}.yaml"
+            config = sibling if sibling.is_file() else f"YOUR_{error.stage.upper()}.yaml"
+            raise ArtifactError(f"{error}. Run: rlhf {error.stage} --config {config}") from None
+        if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
+            raise ArtifactError(
+                f"{error.filename or self.root}: can't be written ({error.strerror}); what was finished before "
+                "still stands. Make room or give another `artifacts`"
+            ) from None
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """Do the work; errors become one line on stderr and an exit code, bugs keep their traceback."""
+    try:
+        work()
+    except (UserError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing finished was touched", file=sys.stderr)
+        return 130
+    return 0
+
+
+def main(stage: str, run: Run) -> None:
+    """`python -m stages.<stage>`, also under torchrun."""
+    parser = argparse.ArgumentParser(prog=f"stages.{stage}", description=f"The {stage} stage by itself.")
+    parser.add_argument("--config", required=True, help="YAML file")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--restart", action="store_true", help="run again even if finished and unchanged")
+    parser.add_argument("--quiet", action="store_true")
+    args = parser.parse_args()
+    sys.exit(
+        exit_code(
+            lambda: run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)
+        )
+    )

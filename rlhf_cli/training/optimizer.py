@@ -1,0 +1,74 @@
+"""AdamW and its schedule, from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.optimization import get_scheduler
+
+from rlhf_cli.config.schemas import Optimizer
+from rlhf_cli.errors import RunError
+from rlhf_cli.training.distributed import World
+
+
+@dataclass
+class Stepper:
+    """A model's optimizer and schedule, and what happens between a backward pass and the next one."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step takes."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def step(self, world: World, what: str) -> float:
+        """Sum the gradients over processes, clip them, step, clear them; returns the norm before clipping.
+
+        Raises RunError, and steps nothing, where the norm is not finite (`what` names the loss in it).
+        """
+        world.sync_gradients(self.model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RunError(
+                f"{what}: the gradient is {norm.item()}, nothing was stepped. "
+                "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look for broken rows"
+            )
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+
+def build_stepper(
+    model: torch.nn.Module, config: Optimizer, total_steps: int, *, learning_rate: float | None = None
+) -> Stepper:
+    """AdamW over `model`'s trainable weights, with warm-up and schedule over `total_steps`.
+
+    Matrices are decayed, biases and norms are not. The schedules are transformers' own: the first step of a
+    warm-up has rate 0, and cosine and linear would reach `min_lr_ratio` one step after the last.
+    """
+    peak = learning_rate if learning_rate is not None else config.learning_rate
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=config.betas, eps=config.eps, fused=True)
+    name, kwargs = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": config.min_lr_ratio}),
+        "linear": ("polynomial", {"lr_end": config.min_lr_ratio * peak, "power": 1.0}),
+        "constant": ("constant_with_warmup", None),
+    }[config.schedule]
+    scheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=max(total_steps, config.warmup_steps + 1),
+        scheduler_specific_kwargs=kwargs,
+    )
+    return Stepper(model, optimizer, scheduler, config.max_grad_norm)

@@ -1,0 +1,235 @@
+"""SFT: teach a language model to answer, from demonstrations.
+
+    rlhf sft --config configs/support/sft.yaml
+    torchrun --nproc-per-node 2 -m stages.sft --config configs/support/sft.yaml
+
+Reads   demonstrations (`data.train`, `data.test`), and a pretrained model or an architecture
+Writes  <artifacts>/sft/model, metrics.jsonl, samples.jsonl
+
+ 1. the model and its tokenizer: pretrained, or both made here
+ 2. rows to token sequences; the prompt's tokens are not learnt, EOS is
+ 3. for each step: the batch's cross-entropy, summed over its learnt tokens and divided by their number in
+    the whole batch, so that the gradient does not depend on how the batch was cut into microbatches
+ 4. held-out loss, perplexity and token accuracy; samples to read
+ 5. the model is saved and published
+
+The loss is eq. 1 of Stiennon et al. 2020 without its reward terms, the usual next-token cross-entropy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.encode import (
+    Example,
+    drop_too_long,
+    encode_demonstrations,
+    encode_prompts,
+    prompt_text,
+    require_eos,
+)
+from rlhf_cli.data.formats import Demonstration, demonstrations
+from rlhf_cli.data.split import read_split
+from rlhf_cli.errors import RunError
+from rlhf_cli.models.forward import autocast, logits_at
+from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
+from rlhf_cli.models.scratch import new_model, train_tokenizer
+from rlhf_cli.packing import pack
+from rlhf_cli.rollout.sampling import check_positions, sample, stop_ids, uniforms
+from rlhf_cli.tensor_ops import token_logprobs
+from rlhf_cli.training import launch
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.stage_run import StageRun
+
+SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm")
+
+
+def run(config: SFTConfig, *, quiet: bool = False) -> None:
+    """Run the stage: everything that the module's docstring lists, in its order."""
+    with StageRun("sft", config, quiet=quiet) as stage:
+        world, display = stage.world, stage.display
+
+        # 1. and 2. Rows, then the model, then tokens: a new tokenizer is trained on the rows.
+        train_rows, test_rows = _read(config, stage)
+        model, tokenizer = _model_and_tokenizer(config, train_rows)
+        if note := prepare(model, world.device):
+            display.note(note)
+        check_positions(model, config.data.max_length, "data.max_length")
+        train = _encode(config, tokenizer, train_rows, stage, "train")
+        test = _encode(config, tokenizer, test_rows[: config.evaluation.max_rows], stage, "test")
+        prompts = [row.prompt for row in test_rows[: config.evaluation.num_samples]]
+
+        # 3. Training.
+        steps = config.training.total_steps(len(train))
+        learnt = sum(sum(example.learnt) for example in train)
+        display.note(
+            f"{len(train)} training rows, {learnt} learnt tokens; {steps} steps of "
+            f"{config.training.minibatch_size} rows ({steps * config.training.minibatch_size / len(train):.2f} "
+            f"epochs); {sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
+        )
+        stepper = build_stepper(model, config.optimizer, steps)
+        abnormal = config.warn_loss_above or math.log(model.config.vocab_size)
+        warned = False
+        model.train()
+        display.begin(steps, "step")
+        for step in range(steps):
+            rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
+            rate = stepper.learning_rate
+            loss = _accumulate(model, [train[i] for i in rows], config, world)
+            norm = stepper.step(world, f"sft step {step + 1}")
+            metrics = {"loss/sft": loss, "sft/learning_rate": rate, "sft/grad_norm": norm}
+            stage.log(step + 1, metrics, SHOWN)
+            if loss > abnormal and step > config.optimizer.warmup_steps and not warned:
+                warned = True
+                display.warn(
+                    f"step {step + 1}: loss {loss:.2f} is above {abnormal:.2f}. Lower optimizer.learning_rate, or "
+                    "look at the rows: this is worse than guessing every token alike"
+                )
+            every = config.evaluation.every_steps
+            if every is not None and (step + 1) % every == 0 and step + 1 < steps:
+                _evaluate(model, tokenizer, test, prompts, config, stage, step + 1)
+        display.end()
+
+        # 4. Held-out figures.
+        final = _evaluate(model, tokenizer, test, prompts, config, stage, steps)
+        if final:
+            display.table("SFT, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
+
+        # 5. The product.
+        if world.is_main:
+            save(model, tokenizer, stage.directory / "model")
+        stage.publish(final)
+
+
+def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig, world: World) -> float:
+    """Backward over this process's share of a batch; returns the loss of the whole batch."""
+    num_tokens = sum(sum(example.learnt) for example in batch)
+    total = 0.0
+    for part in chunks(range(len(world.shard(batch))), config.training.microbatch_size):
+        examples = [world.shard(batch)[i] for i in part]
+        with autocast(world.device, config.precision):
+            logprobs, _ = _learnt_logprobs(model, examples)
+        loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
+        loss.backward()
+        total += loss.item()
+    total = world.sum_floats({"loss": total})["loss"]
+    if not math.isfinite(total):
+        where = ", ".join(example.where for example in batch[:4])
+        raise RunError(
+            f"sft: the loss is {total}, nothing was stepped. The batch holds {where}, ... "
+            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at these rows"
+        )
+    return total
+
+
+def _learnt_logprobs(model: PreTrainedModel, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every learnt token, [n], and whether it was the model's first choice, [n] bool."""
+    batch = pack([example.ids for example in examples], next(model.parameters()).device)
+    targets = torch.tensor([x for example in examples for x in example.learnt]).nonzero()[:, 0]
+    targets = targets.to(batch.ids.device)
+    # The token at index j is predicted at j - 1; the first of a sequence is never learnt.
+    logits = logits_at(model, batch, targets - 1)
+    logprobs = token_logprobs(logits, batch.ids[targets])
+    with torch.no_grad():
+        correct = logits.argmax(-1) == batch.ids[targets]
+    return logprobs, correct
+
+
+@torch.no_grad()
+def _evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    test: list[Example],
+    prompts: list[str],
+    config: SFTConfig,
+    stage: StageRun,
+    step: int,
+) -> dict[str, float]:
+    """Held-out loss, perplexity and token accuracy over all tokens; completions of held-out prompts."""
+    if not test:
+        return {}
+    world = stage.world
+    model.eval()
+    sums = {"nll": 0.0, "correct": 0.0, "tokens": 0.0}
+    mine = world.shard(test)
+    for part in chunks(range(len(mine)), config.training.microbatch_size or config.training.minibatch_size):
+        with autocast(world.device, config.precision):
+            logprobs, correct = _learnt_logprobs(model, [mine[i] for i in part])
+        sums["nll"] -= logprobs.double().sum().item()
+        sums["correct"] += correct.sum().item()
+        sums["tokens"] += len(logprobs)
+    sums = world.sum_floats(sums)
+    loss = sums["nll"] / sums["tokens"]
+    metrics = {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),
+        "eval/token_accuracy": sums["correct"] / sums["tokens"],
+    }
+    stage.log(step, metrics)
+    if prompts and world.is_main:
+        settings = config.evaluation
+        template = config.data.prompt_template
+        with autocast(world.device, config.precision):
+            responses = sample(
+                model,
+                encode_prompts(tokenizer, prompts, template),
+                uniforms(config.seed, "sft samples", step, len(prompts), settings.max_new_tokens),
+                temperature=settings.temperature,
+                stop=stop_ids(model, tokenizer),
+            )
+        for prompt, response in zip(prompts, responses, strict=True):
+            text = tokenizer.decode(response.ids, skip_special_tokens=True)
+            stage.sample({"step": step, "prompt": prompt, "response": text, "ended": response.ended})
+            stage.display.text(f"  [step {step}] {prompt_text(prompt, template, tokenizer).strip()}{text}")
+    model.train()
+    return metrics
+
+
+def _read(config: SFTConfig, stage: StageRun) -> tuple[list[Demonstration], list[Demonstration]]:
+    train, test = read_split(config.data)
+    words = config.data.prompt_words
+    rows, kind = demonstrations(train, prompt_words=words)
+    stage.display.note(f"{config.data.train.path}: rows of {kind}")
+    return rows, demonstrations(test, prompt_words=words)[0] if test else []
+
+
+def _encode(
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Demonstration],
+    stage: StageRun,
+    what: str,
+) -> list[Example]:
+    examples = encode_demonstrations(
+        tokenizer, rows, config.data.prompt_template, learn_all=config.data.loss_on == "all"
+    )
+    kept, dropped = drop_too_long(examples, lambda example: len(example.ids), config.data.max_length, f"data.{what}")
+    if dropped:
+        stage.display.note(f"data.{what}: {dropped} of {len(rows)} rows longer than {config.data.max_length} dropped")
+    return kept
+
+
+def _model_and_tokenizer(
+    config: SFTConfig, rows: list[Demonstration]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    scratch = config.model.scratch
+    if scratch is not None:
+        new_tokenizer = train_tokenizer((row.prompt + row.response for row in rows), scratch.tokenizer)
+        return new_model(scratch, new_tokenizer, config.seed), new_tokenizer
+    assert config.model.path is not None
+    tokenizer = load_tokenizer(config.model.path, config.model.revision)
+    model = load_policy(config.model.path, config.model.revision)
+    check_vocabulary(model, tokenizer, config.model.path)
+    require_eos(tokenizer, config.model.path)
+    return model, tokenizer
+
+
+if __name__ == "__main__":
+    launch.main("sft", run)
