@@ -37,6 +37,7 @@ from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import (
     check_vocabulary,
     ensure_pad_token,
+    is_language_model,
     load_policy,
     load_tokenizer,
     new_reward_model,
@@ -381,9 +382,9 @@ def _normalization(
     world = stage.world
     rows = [item.row for item in items]
     rows = [rows[i % len(rows)] for i in range(count)]
-    sft = stage_directory(config.artifacts, "sft")
-    if (sft / MANIFEST).is_file():
-        policy_tokenizer, policy = load_tokenizer(str(sft / "model")), load_policy(str(sft / "model"))
+    policy_path = _sft_model(config)
+    if policy_path is not None:
+        policy_tokenizer, policy = load_tokenizer(policy_path), load_policy(policy_path)
         prepare(policy, world.device)
         prompts = encode_prompts(policy_tokenizer, [row.prompt for row in rows], config.data.prompt_template)
         with autocast(world.device, config.precision):
@@ -406,12 +407,22 @@ def _normalization(
             text = policy_tokenizer.decode(response.ids, skip_special_tokens=True)
             stage.sample({"prompt": row.prompt, "response": text, "ended": response.ended})
     else:
-        stage.display.note("no sft stage in this run: the score is normalised over the data's own answers")
+        stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
         answers = [row.chosen if isinstance(row, Preference) else row.response for row in rows]
         sequences = encode([row.prompt for row in rows], answers)
     model.eval()
     scores = score_sequences(model, sequences, config.precision)
     return scores.mean().item(), max(scores.std().item(), 1e-6)
+
+
+def _sft_model(config: RMConfig) -> str | None:
+    """The model whose samples the score is normalised over: the run's own SFT model, else the language model
+    that the backbone came from, else none (an encoder can't be sampled from)."""
+    own = stage_directory(config.artifacts, "sft")
+    if (own / MANIFEST).is_file():
+        return str(own / "model")
+    path = model_directory(config.model.path) if config.model.path is not None else None
+    return path if path is not None and is_language_model(path, config.model.revision) else None
 
 
 if __name__ == "__main__":

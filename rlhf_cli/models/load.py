@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
@@ -102,6 +104,13 @@ def reads_last_token(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
+def is_language_model(path: str, revision: str | None = None) -> bool:
+    """Was the model at `path` saved as one that predicts the next token?"""
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(name in causal for name in config.architectures or ())
+
+
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     """Move to the device and choose the attention; returns a line to tell the user, or None."""
     torch.nn.Module.to(model, device)
@@ -150,8 +159,11 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
     try:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise ArtifactError(f"{directory}: can't be written ({error.strerror or error})") from None
+    except Exception as error:
+        # safetensors and tokenizers write from Rust and tell of a full disk in errors of their own.
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+            raise ArtifactError(f"{directory}: can't be written ({_reason(error)}). Make room") from None
+        raise
     finally:
         model.set_attn_implementation(implementation)
 

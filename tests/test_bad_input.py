@@ -1,0 +1,396 @@
+"""Bad input gets one clear line and exit code 2, and what stood before still stands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+
+WORDS = [
+    "the",
+    "tent",
+    "lamp",
+    "radio",
+    "is",
+    "late",
+    "broken",
+    "please",
+    "help",
+    "thank",
+    "you",
+    "we",
+    "will",
+    "send",
+    "a",
+    "new",
+    "one",
+    "today",
+]
+
+
+def sentence(number: int, words: int) -> str:
+    return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(words))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+DEMONSTRATIONS = [{"prompt": sentence(i, 4), "response": " " + sentence(i + 3, 5)} for i in range(40)]
+PREFERENCES = [
+    {"prompt": sentence(i, 4), "chosen": " " + sentence(i, 6), "rejected": " " + sentence(i + 1, 3)} for i in range(40)
+]
+
+
+def configs(folder: Path) -> dict[str, dict[str, Any]]:
+    common = {"artifacts": str(folder / "run"), "optimizer": {"learning_rate": 1e-3}}
+    training = {"num_steps": 2, "minibatch_size": 4}
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {
+        "sft": {
+            **common,
+            "model": {
+                "scratch": {"config": {**tiny, "max_position_embeddings": 128}, "tokenizer": {"vocab_size": 300}}
+            },
+            "data": {"train": str(folder / "sft.jsonl"), "max_length": 64},
+            "training": training,
+            "evaluation": {"num_samples": 0},
+        },
+        "rm": {
+            **common,
+            "data": {"train": str(folder / "pref.jsonl"), "max_length": 64},
+            "training": training,
+            "evaluation": {"num_normalization_samples": 4, "max_new_tokens": 4},
+        },
+        "ppo": {
+            **common,
+            "data": {"train": str(folder / "sft.jsonl"), "max_prompt_length": 48},
+            "rollout": {"max_new_tokens": 4},
+            "ppo": {"num_iterations": 1, "rollout_batch_size": 4, "minibatch_size": 4},
+            "evaluation": {"num_prompts": 4},
+        },
+    }
+
+
+def write_project(folder: Path) -> None:
+    write_rows(folder / "sft.jsonl", DEMONSTRATIONS)
+    write_rows(folder / "pref.jsonl", PREFERENCES)
+    for stage, config in configs(folder).items():
+        (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, configs and all three stages finished."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_project(folder)
+    result = CliRunner().invoke(app, ["pipeline", str(folder), "--quiet"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def project(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    shutil.copytree(finished, tmp_path / "p")
+    for path in (tmp_path / "p").glob("*.yaml"):
+        path.write_text(path.read_text().replace(str(finished), str(tmp_path / "p")), encoding="utf-8")
+    return tmp_path / "p"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((folder / "run").rglob("*"))
+        if path.is_file() and ".partial" not in str(path)
+    }
+
+
+def fails(project: Path, stage: str, *arguments: str) -> str:
+    """Run a stage that must fail: exit code 2, no traceback, the finished stages untouched; returns stderr."""
+    before = digests(project)
+    result = CliRunner().invoke(app, [stage, "--config", str(project / f"{stage}.yaml"), "--quiet", *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+    assert digests(project) == before
+    return result.stderr.strip().removeprefix("error: ")
+
+
+# ----------------------------------------------------------------------------------------- configs
+
+
+def test_all_mistakes_of_a_config_at_once_with_file_and_line(project: Path) -> None:
+    path = project / "sft.yaml"
+    path.write_text(
+        "artifacts: a\n"
+        "model:\n"
+        "  path: x\n"
+        "  pth: y\n"
+        "data:\n"
+        "  train: d.jsonl\n"
+        "  max_length: long\n"
+        "training:\n"
+        "  num_steps: 3\n"
+        "  num_steps: 4\n"
+        "optimzer:\n"
+        "  learning_rate: 1e-3\n",
+        encoding="utf-8",
+    )
+    message = fails(project, "sft")
+    for line in (
+        f"{path}:1: optimizer: required key is missing",
+        f"{path}:4: model.pth: unknown key; did you mean path?",
+        f"{path}:7: data.max_length: found the text 'long', must be a whole number",
+        f"{path}:10: training.num_steps: written twice, first on line 9",
+        f"{path}:11: optimzer: unknown key; did you mean optimizer?",
+    ):
+        assert line in message
+
+
+def test_missing_keys(project: Path) -> None:
+    (project / "sft.yaml").write_text("artifacts: a\nmodel: {path: x}\n", encoding="utf-8")
+    lines = fails(project, "sft").splitlines()
+    assert len(lines) == 3
+    for key in ("data", "training", "optimizer"):
+        assert any(key in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ""])
+def test_no_config_file(project: Path, name: str) -> None:
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / name)])
+    assert result.exit_code == 2
+    assert str(project / name) in result.stderr
+
+
+# -------------------------------------------------------------------------------------- stage order
+
+
+@pytest.mark.parametrize(("stage", "missing"), [("rm", "sft"), ("ppo", "sft"), ("ppo", "rm")])
+def test_a_missing_stage_is_named_with_the_command_that_makes_it(project: Path, stage: str, missing: str) -> None:
+    shutil.rmtree(project / "run" / missing)
+    message = fails(project, stage)
+    assert f"no finished '{missing}' stage. Run: rlhf {missing} --config {project / missing}.yaml" in message
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def broken(project: Path, stage: str, line: int, text: str) -> str:
+    """Line `line` (from 1) of the stage's data replaced by `text`."""
+    path = project / ("pref.jsonl" if stage == "rm" else "sft.jsonl")
+    lines = path.read_text().splitlines()
+    lines[line - 1] = text
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{path}:{line}: {fails(project, stage).removeprefix(f'{path}:{line}: ')}"
+
+
+def test_data_file_missing(project: Path) -> None:
+    (project / "sft.jsonl").unlink()
+    assert "no such file" in fails(project, "sft")
+
+
+def test_data_file_empty(project: Path) -> None:
+    (project / "sft.jsonl").write_text("\n\n")
+    assert "no rows" in fails(project, "sft")
+
+
+def test_data_line_not_json(project: Path) -> None:
+    message = broken(project, "sft", 7, '{"prompt": "a", ')
+    assert "sft.jsonl:7: not JSON" in message
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_data_line_not_an_object(project: Path, stage: str) -> None:
+    assert "every row is an object" in broken(project, stage, 3, "[1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "message"),
+    [
+        ("sft", {"prompt": "a", "respones": "b"}, "one of response, completion, answer is needed"),
+        ("sft", {"prompt": "a", "response": ""}, "`response` is empty"),
+        ("sft", {"prompt": "a", "response": 3}, "`response` is a int, it must be text"),
+        ("sft", {"prompt": "a", "response": None}, "`response` is a NoneType, it must be text"),
+        ("rm", {"prompt": "a", "chosen": "b"}, "`rejected` is needed"),
+        ("rm", {"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
+        ("rm", {"prompt": "a", "chosen": "b", "rejected": "b"}, "the same text"),
+        ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
+    ],
+)
+def test_a_bad_row_is_named(project: Path, stage: str, row: dict[str, Any], message: str) -> None:
+    import re
+
+    if stage == "ppo":
+        row = {"text": "a"}
+    assert re.search(message, broken(project, stage, 5, json.dumps(row)))
+
+
+def test_a_first_row_of_the_wrong_kind(project: Path) -> None:
+    write_rows(project / "sft.jsonl", [{"instruction": "a", "output": "b"}])
+    message = fails(project, "sft")
+    assert "sft.jsonl:1: found the keys instruction, output" in message
+    assert "prompt + response" in message
+
+
+def test_everything_too_long(project: Path) -> None:
+    message = fails(project, "sft", "--set", "data.max_length=3")
+    assert "longer than 3 tokens" in message
+    assert "longer than 2 tokens" in fails(project, "rm", "--set", "data.max_length=2")
+    assert "longer than 1 tokens" in fails(project, "ppo", "--set", "data.max_prompt_length=1")
+
+
+def test_longer_than_the_models_positions(project: Path) -> None:
+    assert "the model has 128 positions" in fails(project, "sft", "--set", "data.max_length=500")
+    assert "the model has 128 positions" in fails(project, "ppo", "--set", "rollout.max_new_tokens=500")
+
+
+def test_hub_dataset_out_of_reach(project: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(project / "sft.yaml"), "--quiet"]
+        + ["--set", "data.train=nobody/no-such-dataset"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "error: nobody/no-such-dataset: neither a file here nor a hub dataset" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def copy_model(project: Path, stage: str) -> Path:
+    copy = project / "copy"
+    shutil.copytree(project / "run" / stage / "model", copy)
+    return copy
+
+
+def test_model_directory_without_weights(project: Path) -> None:
+    model = copy_model(project, "sft")
+    (model / "model.safetensors").unlink()
+    assert "no weights, *.safetensors is needed" in fails(project, "ppo", "--set", f"policy.path={model}")
+    (model / "pytorch_model.bin").write_bytes(b"not read")
+    assert "a pickle is never read" in fails(project, "ppo", "--set", f"policy.path={model}")
+    (model / "config.json").unlink()
+    assert "no config.json" in fails(project, "rm", "--set", f"model.path={model}")
+
+
+def test_model_directory_missing(project: Path) -> None:
+    assert "no such directory" in fails(project, "ppo", "--set", "policy.path=./no/such/model")
+
+
+def test_truncated_weights(project: Path) -> None:
+    model = copy_model(project, "sft")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "no model can be loaded" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_reward_model_without_its_head(project: Path) -> None:
+    model = project / "run" / "sft" / "model"
+    message = fails(project, "ppo", "--set", f"rewards=[{{type: reward_model, path: {model}}}]")
+    assert "score.weight" in message
+    assert "would be random" in message
+
+
+def test_policy_without_its_head(project: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = copy_model(project, "sft")
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_vocabulary_that_does_not_fit_the_tokenizer(project: Path) -> None:
+    model = copy_model(project, "sft")
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    size = max(tokenizer["model"]["vocab"].values())
+    tokenizer["model"]["vocab"] |= {f"extra{i}": size + 1 + i for i in range(50)}
+    path.write_text(json.dumps(tokenizer))
+    assert "the model embeds" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_unknown_architecture_and_settings(project: Path) -> None:
+    assert "no model type 'lama'" in fails(project, "sft", "--set", "model.scratch.architecture=lama")
+    assert "llama has no hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
+    message = fails(project, "sft", "--set", "model.scratch.config.num_attention_heads=3")
+    assert "no such model can be built" in message
+
+
+def test_reward_function_missing(project: Path) -> None:
+    missing = "rewards=[{type: function, function: nowhere.py:f}]"
+    assert "no such file" in fails(project, "ppo", "--set", missing)
+    (project / "f.py").write_text("def g(prompts, responses, rows):\n    return [1.0] * len(prompts)\n")
+    assert "has no function f" in fails(project, "ppo", "--set", missing.replace("nowhere", str(project / "f")))
+
+
+# --------------------------------------------------------------------------------------------- disk
+
+
+def run_limited(project: Path, stage: str, prelude: str) -> subprocess.CompletedProcess[str]:
+    """A stage in a process of its own, after `prelude` (Python)."""
+    code = f"{prelude}\nimport sys\nfrom rlhf_cli.cli import main\nsys.argv = ['rlhf', *sys.argv[1:]]\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code, stage, "--config", str(project / f"{stage}.yaml"), "--restart", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_full_disk(project: Path, stage: str) -> None:
+    """No file may grow beyond 8 kB, so the weights can't be written: as on a disk that fills up."""
+    before = digests(project)
+    result = run_limited(project, stage, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "can't be written" in result.stderr
+    assert digests(project) == before
+
+
+def test_unwritable_directory(project: Path) -> None:
+    (project / "file").write_text("in the way")
+    assert "can't be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
+
+
+# ------------------------------------------------------------------------------------------- the run
+
+
+def test_loss_that_is_not_a_number_stops_with_exit_code_1(project: Path) -> None:
+    before = digests(project)
+    arguments = ["--set", "optimizer.learning_rate=1e30", "--set", "training.num_steps=20"]
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--quiet", *arguments])
+    assert result.exit_code == 1
+    assert "nothing was stepped" in result.stderr
+    assert digests(project) == before
+
+
+def test_reward_function_that_fails_stops_with_exit_code_1(project: Path) -> None:
+    (project / "f.py").write_text("def f(prompts, responses, rows):\n    return [float('nan')] * len(prompts)\n")
+    overrides = ["--set", f"rewards=[{{type: function, function: {project}/f.py:f}}]"]
+    result = CliRunner().invoke(app, ["ppo", "--config", str(project / "ppo.yaml"), "--quiet", *overrides])
+    assert result.exit_code == 1
+    assert "response 1: returned nan" in result.stderr

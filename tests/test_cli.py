@@ -1,0 +1,205 @@
+"""The command line: quick answers without torch, skipping, status, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_bad_input import digests, finished, project, write_project
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+
+__all__ = ["finished", "project"]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rlhf(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlhf_cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload]
+
+
+ANSWERED_AT_ONCE = {
+    "help": (["--help"], 0),
+    "stage help": (["ppo", "--help"], 0),
+    "wrong key": (["sft", "--config", "configs/support/sft.yaml", "--set", "traning.num_steps=1"], 2),
+    "wrong option": (["sft", "--confg", "x"], 2),
+    "config check": (["config", "check", "configs/support"], 0),
+    "config show": (["config", "show", "configs/support/ppo.yaml"], 0),
+    "config schema": (["config", "schema", "rm"], 0),
+    "status": (["status", "configs"], 0),
+    "missing stage": (["ppo", "--config", "configs/support/ppo.yaml", "--set", "artifacts=/nowhere/run"], 2),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED_AT_ONCE)
+def test_answers_without_importing_torch(name: str) -> None:
+    arguments, code = ANSWERED_AT_ONCE[name]
+    check = (
+        "import sys, runpy\n"
+        f"sys.argv = ['rlhf', *{arguments!r}]\n"
+        "try:\n    runpy.run_module('rlhf_cli', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "    print('HEAVY', sorted(heavy), stop.code or 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert f"HEAVY [] {code}" in result.stdout, result.stdout + result.stderr
+
+
+def test_help_takes_less_than_a_third_of_a_second() -> None:
+    """The best of a few: a loaded machine makes any one of them slow."""
+    seconds = []
+    for _ in range(7):
+        start = time.monotonic()
+        assert rlhf("--help").returncode == 0
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < 0.3
+
+
+def test_config_show_can_be_run_again(tmp_path: Path) -> None:
+    shown = rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7", cwd=ROOT)
+    (tmp_path / "sft.yaml").write_text(shown.stdout)
+    again = rlhf("config", "show", str(tmp_path / "sft.yaml"))
+    assert again.stdout == shown.stdout
+    assert "seed: 7" in shown.stdout
+
+
+def test_config_check_reports_every_file(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("artifacts: a\nmodl: 1\n")
+    (tmp_path / "rm.yaml").write_text("artifacts: a\nlos: mse\n")
+    result = rlhf("config", "check", str(tmp_path))
+    assert result.returncode == 2
+    assert "did you mean model?" in result.stderr
+    assert "did you mean loss?" in result.stderr
+    (tmp_path / "other.yaml").write_text("artifacts: a\n")
+    assert "does not say which stage" in rlhf("config", "check", str(tmp_path / "other.yaml")).stderr
+
+
+def test_schema_is_json() -> None:
+    schema = json.loads(rlhf("config", "schema", "ppo").stdout)
+    assert "num_iterations" in json.dumps(schema)
+    assert rlhf("config", "schema", "ppoo").returncode == 2
+
+
+# ------------------------------------------------------------------------------- skipping, status
+
+
+def pipeline(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["pipeline", str(folder), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> None:
+    # The copy of the project stands elsewhere, so its first run is a new one; the second finds all done.
+    pipeline(project)
+    before = digests(project)
+    output = pipeline(project)
+    assert output.count("is finished, and config, data and inputs are unchanged: skipped") == 3
+    assert "SFT against PPO" in output
+    assert digests(project) == before
+
+
+def test_a_changed_stage_and_all_behind_it_run_again(project: Path) -> None:
+    pipeline(project)
+    output = pipeline(project, "--set", "rm:zero_mean_coef=0.05")
+    assert "sft: " in output
+    assert output.count(": skipped") == 1
+    assert "runs again (changed: config.zero_mean_coef)" in output
+    assert "changed: inputs.rewards.0" in output
+
+
+def test_changed_data_runs_again(project: Path) -> None:
+    pipeline(project)
+    with (project / "pref.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "a new", "chosen": " one", "rejected": " two"}) + "\n")
+    output = pipeline(project)
+    assert output.count(": skipped") == 1
+    assert "changed: data.train" in output
+
+
+def test_restart_runs_again_to_the_same_weights(project: Path) -> None:
+    pipeline(project)
+    weights = {k: v for k, v in digests(project).items() if k.endswith(".safetensors")}
+    output = pipeline(project, "--restart")
+    assert ": skipped" not in output
+    assert {k: v for k, v in digests(project).items() if k.endswith(".safetensors")} == weights
+
+
+def test_the_resolved_config_of_an_artifact_runs_the_stage_again(project: Path) -> None:
+    pipeline(project)
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "run" / "sft" / "config.yaml")])
+    assert result.exit_code == 0
+    assert "skipped" in result.stdout
+
+
+def test_all_configs_are_checked_before_the_first_stage_runs(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    (tmp_path / "ppo.yaml").write_text("artifacts: a\n")
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path)])
+    assert result.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_status(project: Path) -> None:
+    run = str(project / "run")
+    pipeline(project)
+    rows = {line.split()[0]: line for line in rlhf("status", run).stdout.splitlines() if line.split()}
+    assert all("finished" in rows[stage] for stage in ("sft", "rm", "ppo"))
+    with (project / "pref.jsonl").open("a") as file:
+        file.write("\n")
+    shutil.rmtree(project / "run" / "ppo")
+    (project / "run" / ".ppo.partial").mkdir()
+    rows = {line.split()[0]: line for line in rlhf("status", run).stdout.splitlines() if line.split()}
+    assert "finished" in rows["sft"]
+    assert "stale" in rows["rm"]
+    assert "unfinished" in rows["ppo"]
+    assert rlhf("status", str(project / "nowhere")).returncode == 2
+
+
+def test_quiet_prints_nothing(project: Path) -> None:
+    assert pipeline(project, "--quiet", "--restart") == ""
+
+
+def test_interrupted(project: Path) -> None:
+    before = digests(project)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(project / "sft.yaml"), "--restart"]
+        + ["--set", "training.num_steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = project / "run" / ".sft.partial" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.is_file() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert digests(project) == before
+    shown = " ".join(rlhf("status", str(project / "run"), env={**os.environ, "COLUMNS": "300"}).stdout.split())
+    assert "unfinished run beside it" in shown
+
+
+def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "__init__.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import rlhf_cli.cli as cli\n"
+        "from rlhf_cli.errors import ConfigError\n"
+        "try:\n    cli._load_stage('sft')\nexcept ConfigError as error:\n    print('REFUSED', error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "REFUSED" in result.stdout, result.stderr

@@ -1,0 +1,149 @@
+"""The schemas: shipped configs are good, every field is read by the code, cross-field rules speak."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from rlhf_cli.config import schemas
+from rlhf_cli.config.loader import config_schema, dump_config, load_config
+from rlhf_cli.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = sorted(ROOT.glob("configs/*/*.yaml"))
+
+
+def stage_of(path: Path) -> str:
+    return next(stage for stage in schemas.STAGES if stage in path.stem.split("_"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_load_and_dump_back(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, schemas.CONFIGS[stage_of(path)])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(copy, schemas.CONFIGS[stage_of(path)]) == config
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_open_with_the_command_that_runs_them(path: Path) -> None:
+    comment = path.read_text(encoding="utf-8").split("artifacts:")[0]
+    assert f"rlhf {stage_of(path)} --config configs/{path.parent.name}/{path.name}" in comment
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_fit_the_json_schema(path: Path) -> None:
+    config = load_config(path, schemas.CONFIGS[stage_of(path)])
+    schema = config_schema(schemas.CONFIGS[stage_of(path)])
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(json.loads(config.model_dump_json()), schema)
+
+
+def sections() -> list[type[BaseModel]]:
+    found = [v for v in vars(schemas).values() if isinstance(v, type) and issubclass(v, schemas.Section)]
+    return [section for section in found if section is not schemas.Section]
+
+
+def test_every_field_is_read_by_something() -> None:
+    """A key that nothing reads would be a promise that is not kept; reading is `.field` outside the schema
+    or in a property of it."""
+    read: set[str] = set()
+    for path in [*ROOT.glob("rlhf_cli/**/*.py"), *ROOT.glob("stages/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+    fields = {field for section in sections() for field in section.model_fields} - {"type"}
+    assert fields - read == set()
+
+
+def test_every_field_says_what_it_is() -> None:
+    silent = {
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, info in section.model_fields.items()
+        if not info.description and name in section.__annotations__
+    }
+    # A nested section has its own docstring, and these few names say it all.
+    plain = {"device", "betas", "eps", "weight", "temperature", "type", "train", "label", "revision"}
+    nested = {
+        "tokenizer",
+        "model",
+        "data",
+        "training",
+        "optimizer",
+        "evaluation",
+        "policy",
+        "rollout",
+        "ppo",
+        "value_model",
+    }
+    assert {name for name in silent if name.split(".")[1] not in plain | nested} == set()
+
+
+def test_configs_are_frozen() -> None:
+    config = load_config(ROOT / "configs/support/sft.yaml", schemas.SFTConfig)
+    with pytest.raises(Exception, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+
+
+SFT: dict[str, Any] = {
+    "artifacts": "a",
+    "model": {"path": "m"},
+    "data": {"train": "d.jsonl"},
+    "training": {"num_steps": 1},
+    "optimizer": {"learning_rate": 1e-3},
+}
+PPO: dict[str, Any] = {
+    "artifacts": "a",
+    "data": {"train": "d.jsonl"},
+    "ppo": {"num_iterations": 1, "rollout_batch_size": 8, "minibatch_size": 4},
+    "optimizer": {"learning_rate": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "base", "overrides", "message"),
+    [
+        ("sft", SFT, ["training.num_epochs=1"], "exactly one of num_epochs and num_steps"),
+        ("sft", SFT, ["training.num_steps=null"], "exactly one of num_epochs and num_steps"),
+        ("sft", SFT, ["model.scratch={}"], "exactly one of path"),
+        ("sft", SFT, ["data.prompt_template=hello"], "must be `chat` or hold {prompt} exactly once"),
+        ("rm", {**SFT, "loss": "mse"}, ["zero_mean_coef=0.1"], "does nothing with loss: mse"),
+        ("rm", {**SFT, "loss": "mse"}, ["data.margin_column=m"], "does nothing with loss: mse"),
+        ("ppo", PPO, ["ppo.minibatch_size=3"], "must divide rollout_batch_size"),
+        ("ppo", PPO, ["rewards=[]"], "at least 1"),
+        ("ppo", PPO, ["rewards.0={type: function, function: nope}"], "function"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    stage: str, base: dict[str, Any], overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{stage}.yaml"
+    path.write_text(yaml.safe_dump(base), encoding="utf-8")
+    load_config(path, schemas.CONFIGS[stage])
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("}", r"\}")):
+        load_config(path, schemas.CONFIGS[stage], overrides)
+
+
+def test_derived_numbers() -> None:
+    training = schemas.Training(num_epochs=2.0, minibatch_size=16)
+    assert training.total_steps(100) == 12
+    assert schemas.Training(num_steps=7).total_steps(100) == 7
+    ppo = schemas.PPO(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
+    assert ppo.steps_per_iteration == 4
+
+
+def test_a_stage_knows_what_it_stands_on() -> None:
+    rm = load_config(ROOT / "configs/support/rm.yaml", schemas.RMConfig)
+    assert rm.needs == ("sft",)
+    assert rm.inputs["model"] == ("artifacts/support/sft", None)
+    ppo = load_config(ROOT / "configs/support/ppo.yaml", schemas.PPOConfig)
+    assert ppo.needs == ("sft", "rm")
+    assert set(ppo.inputs) == {"policy", "rewards.0", "evaluation.gold"}

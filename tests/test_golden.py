@@ -1,0 +1,283 @@
+"""The formulas against numbers from public implementations (golden/golden.json names each source).
+
+A case is either checked by a function below or listed in NOT_OFFERED; a case in neither fails the suite.
+Every key of a case's outputs is checked, unless it is in NOT_A_TARGET.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.advantages import gae, token_rewards
+from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.policy import policy_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
+from rlhf_cli.algorithms.value import value_loss
+from rlhf_cli.tensor_ops import masked_mean, masked_sum, masked_whiten, token_entropy, token_logprobs
+
+CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "golden/golden.json").read_text())["cases"]}
+
+NOT_OFFERED = {
+    "kl_abs",
+    "kl_full",
+    "token_rewards_score_clip",
+    "variant_trl_score_one_later",
+    "ppo_policy_loss_seq_mean_token_mean",
+    "ppo_policy_loss_seq_mean_token_sum",
+    "ppo_policy_loss_seq_mean_token_sum_norm",
+    "ppo_policy_loss_dual_clip",
+    "ppo_policy_loss_asymmetric_clip",
+    "clip_fraction_by_ratio_only",
+    "value_loss_clipped_seq_mean",
+    "policy_loss_with_entropy_bonus_and_kl_term",
+    "adaptive_kl_ziegler",
+    "rloo_advantages",
+    "grpo_advantages_eps1e-6",
+    "grpo_advantages_eps1e-4",
+    "grpo_advantages_eps1e-9",
+    "dr_grpo_advantages",
+    "remax_advantages",
+    "reinforce_pp_bessel_gamma1.0",
+    "reinforce_pp_bessel_gamma0.97",
+    "reinforce_pp_population_gamma1.0",
+    "reinforce_pp_population_gamma0.97",
+    "reinforce_pp_baseline_population_gamma1.0",
+    "reinforce_pp_baseline_bessel",
+    "rm_kwise_instructgpt",
+    "rm_softmax_best_of_k",
+    "rm_tokenwise_deepspeed_chat",
+    "ptx_combined",
+    "ppo_penalty_adaptive_beta",
+    "ema_update",
+    "running_moments",
+    "running_moments_trl_float32",
+    "lr_cosine",
+    "lr_cosine_with_min_lr",
+    "lr_linear",
+    "lr_constant_with_warmup",
+    "best_of_n_kl",
+    "bradley_terry_and_calibration",
+}
+
+NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # the wrong number, given for contrast
+
+BOOLS, INTS = {"mask"}, {"labels", "sequence"}
+
+
+def tensors(case):
+    """The inputs of a case: float64 tensors that carry a gradient, bool masks, int ids, plain numbers."""
+    result = {}
+    for key, value in case["inputs"].items():
+        if not isinstance(value, list):
+            result[key] = value
+        elif key in BOOLS:
+            result[key] = torch.tensor(value, dtype=torch.bool)
+        elif key in INTS:
+            result[key] = torch.tensor(value)
+        elif key in ("microbatches", "split"):
+            result[key] = value
+        else:
+            result[key] = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    return result
+
+
+def gradient(loss, of):
+    return torch.autograd.grad(loss, of, retain_graph=True)[0]
+
+
+def check_token_logprobs_entropy(x):
+    logprobs = token_logprobs(x["logits"], x["labels"], temperature=x["temperature"])
+    entropy = token_entropy(x["logits"], temperature=x["temperature"])
+    return {
+        "logprobs": logprobs,
+        "entropy": entropy,
+        "grad_logits_of_weighted_logprob": gradient((x["w"] * logprobs).sum(), x["logits"]),
+        "grad_logits_of_weighted_entropy": gradient((x["w"] * entropy).sum(), x["logits"]),
+    }
+
+
+def check_response_logprobs_shift(x):
+    start = x["context_length"]
+    return {"logprobs": token_logprobs(x["logits"][:, start - 1 : -1], x["sequence"][:, start:])}
+
+
+def check_kl(estimator):
+    def check(x):
+        kl = kl_estimate(x["logprobs"], x["ref_logprobs"], estimator=estimator)
+        token_mean = masked_mean(kl, x["mask"])
+        return {
+            "per_token": kl.where(x["mask"], 0),
+            "token_mean": token_mean,
+            "seq_sum_mean": masked_sum(kl, x["mask"]) / len(kl),
+            "grad_logprobs_of_token_mean": gradient(token_mean, x["logprobs"]),
+        }
+
+    return check
+
+
+def check_token_rewards(x):
+    kl = kl_estimate(x["logprobs"], x["ref_logprobs"], estimator="k1")
+    return {"rewards": token_rewards(x["scores"], kl, x["mask"], kl_coef=x["kl_coef"])}
+
+
+def check_gae(x):
+    advantages, returns = gae(x["rewards"], x["values"], x["mask"], gamma=x["gamma"], gae_lambda=x["lam"])
+    whitened = masked_whiten(advantages, x["mask"])
+    return {"advantages": advantages, "returns": returns, "advantages_whitened": whitened}
+
+
+def check_monte_carlo_returns(x):
+    values = torch.full_like(x["rewards"], 123.0)  # with lambda = 1 the returns don't depend on them
+    return {"returns": gae(x["rewards"], values, x["mask"], gamma=x["gamma"], gae_lambda=1.0)[1]}
+
+
+def check_masked_whiten(bessel):
+    def check(x):
+        return {"whitened": masked_whiten(x["x"], x["mask"], shift_mean=x["shift_mean"], bessel=bessel)}
+
+    return check
+
+
+def policy_inputs(x):
+    return x["logprobs"], x["old_logprobs"], x["advantages"], x["mask"]
+
+
+def check_policy_loss(x):
+    loss, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
+    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"])}
+
+
+def check_policy_microbatches(x):
+    parts = zip(*(tensor.split(x["split"]) for tensor in policy_inputs(x)), strict=True)
+    losses = [policy_loss(*part, clip_range=x["clip_eps"], num_tokens=x["batch_num_tokens"])[0] for part in parts]
+    return {"micro_losses": torch.stack(losses), "total": sum(losses)}
+
+
+def check_policy_stats(x):
+    _, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
+    k1, k2 = (
+        masked_mean(kl_estimate(x["old_logprobs"], x["logprobs"], estimator=name), x["mask"]) for name in ("k1", "k2")
+    )
+    return {"clip_fraction": stats["policy/clip_fraction"], "approx_kl_k2": k2, "policy_kl_k1": k1}
+
+
+def check_approx_kl(x):
+    return {"approx_kl": policy_loss(*policy_inputs(x), clip_range=0.2)[1]["policy/approx_kl"]}
+
+
+def check_value_loss(x):
+    loss, stats = value_loss(x["values"], x["old_values"], x["returns"], x["mask"], value_clip_range=x.get("clip_eps"))
+    result = {"loss": loss, "grad_values": gradient(loss, x["values"])}
+    return result | ({"clip_fraction": stats["value/clip_fraction"]} if "clip_eps" in x else {})
+
+
+def check_pairwise(kind):
+    def check(x):
+        loss, _ = pairwise_loss(
+            x["chosen"],
+            x["rejected"],
+            margin=x.get("margin"),
+            loss=kind,
+            zero_mean_coef=x.get("centre_coef", 0.0),
+        )
+        return {
+            "loss": loss,
+            "grad_chosen": gradient(loss, x["chosen"]),
+            "grad_rejected": gradient(loss, x["rejected"]),
+        }
+
+    return check
+
+
+def check_score_loss(x):
+    loss, _ = score_loss(x["predictions"], x["targets"])
+    return {"loss": loss, "grad_predictions": gradient(loss, x["predictions"])}
+
+
+def next_token_logprobs(logits, labels):
+    """Log-probabilities of the labels, which stand one to the right of their logits; -100 is masked."""
+    targets = labels[:, 1:]
+    mask = targets != -100
+    return token_logprobs(logits[:, :-1], targets.where(mask, 0)), mask
+
+
+def check_lm_loss(x):
+    logprobs, mask = next_token_logprobs(x["logits"], x["labels"])
+    loss, _ = lm_loss(logprobs, mask)
+    packed_loss, _ = lm_loss(logprobs[mask])
+    torch.testing.assert_close(packed_loss, loss)
+    return {"loss": loss, "grad_logits": gradient(loss, x["logits"]), "n_tokens": mask.sum()}
+
+
+def check_lm_microbatches(x):
+    num_tokens = next_token_logprobs(x["logits"], x["labels"])[1].sum()
+    losses = [
+        lm_loss(*next_token_logprobs(x["logits"][rows], x["labels"][rows]), num_tokens=num_tokens)[0]
+        for rows in x["microbatches"]
+    ]
+    return {"micro_losses": torch.stack(losses), "total": sum(losses), "n_tokens": num_tokens}
+
+
+CHECKS = {
+    "token_logprobs_entropy_T1.0": check_token_logprobs_entropy,
+    "token_logprobs_entropy_T0.7": check_token_logprobs_entropy,
+    "response_logprobs_shift": check_response_logprobs_shift,
+    "kl_k1": check_kl("k1"),
+    "kl_k2": check_kl("k2"),
+    "kl_k3": check_kl("k3"),
+    "token_rewards_last_token": check_token_rewards,
+    "gae_gamma1.0_lam0.95": check_gae,
+    "gae_gamma0.97_lam0.95": check_gae,
+    "gae_gamma1.0_lam1.0": check_gae,
+    "gae_gamma0.97_lam1.0": check_gae,
+    "gae_gamma1.0_lam0.0": check_gae,
+    "gae_gamma0.97_lam0.0": check_gae,
+    "mc_returns_gamma1.0": check_monte_carlo_returns,
+    "mc_returns_gamma0.97": check_monte_carlo_returns,
+    "masked_whiten_bessel_shift_True": check_masked_whiten(bessel=True),
+    "masked_whiten_population_shift_True": check_masked_whiten(bessel=False),
+    "masked_whiten_bessel_shift_False": check_masked_whiten(bessel=True),
+    "masked_whiten_population_shift_False": check_masked_whiten(bessel=False),
+    "ppo_policy_loss_token_mean": check_policy_loss,
+    "ppo_policy_loss_microbatches": check_policy_microbatches,
+    "ppo_clip_fraction_and_approx_kl": check_policy_stats,
+    "ppo_approx_kl_k3": check_approx_kl,
+    "value_loss_clipped": check_value_loss,
+    "value_loss_unclipped": check_value_loss,
+    "rm_pairwise_logsigmoid": check_pairwise("logsigmoid"),
+    "rm_pairwise_margin": check_pairwise("logsigmoid"),
+    "rm_logexp": check_pairwise("logexp"),
+    "rm_centre_regulariser": check_pairwise("logsigmoid"),
+    "rm_margin_and_centre": check_pairwise("logsigmoid"),
+    "rm_mse": check_score_loss,
+    "sft_cross_entropy": check_lm_loss,
+    "sft_global_token_mean": check_lm_microbatches,
+    "sft_global_token_mean_hf_float32": check_lm_microbatches,
+}
+
+
+def test_every_case_is_checked_or_listed_as_not_offered():
+    assert len(CASES) == 73
+    assert not NOT_OFFERED & set(CHECKS)
+    assert NOT_OFFERED | set(CHECKS) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_golden(name):
+    case = CASES[name]
+    x = tensors(case)
+    found = CHECKS[name](x)
+    targets = {key: value for key, value in case["outputs"].items() if (name, key) not in NOT_A_TARGET}
+    assert not set(targets) - set(found), "an output of the case that isn't checked"
+    for key, value in targets.items():
+        wanted = torch.tensor(value, dtype=torch.float64)
+        assert found[key].shape == wanted.shape, key
+        assert key == "n_tokens" or found[key].dtype == torch.float64, key
+        if wanted.ndim == 2 and "mask" in x:
+            assert (found[key][~x["mask"]] == 0).all(), f"{key}: not 0 under padding"
+        tolerance = 1e-6 if key.startswith("grad_") else case["tol"]
+        excess = (found[key] - wanted).abs() - tolerance * wanted.abs().clamp(min=1)
+        assert excess.max() <= 0, f"{key}: {found[key]} is not {wanted}"
