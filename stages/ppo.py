@@ -80,6 +80,16 @@ from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.optimizer import Stepper, build_stepper
 from rlhf_cli.training.stage_run import StageRun
 
+STATISTICS = (
+    "loss/policy",
+    "loss/value",
+    "policy/approx_kl",
+    "policy/clip_fraction",
+    "policy/ratio",
+    "value/clip_fraction",
+    "value/error",
+)
+"""What a minibatch reports; each adds up over its microbatches and processes."""
 SHOWN = ("objective/score", "objective/kl", "response/length", "value/explained_variance")
 
 
@@ -243,11 +253,12 @@ def _update(
     steps: list[dict[str, float]] = []
     for epoch in range(ppo.ppo_epochs):
         draw = generator(config.seed, "ppo minibatches", iteration, epoch)
-        order = torch.randperm(len(rollout.responses), generator=draw).tolist()
-        for minibatch in chunks(order, math.ceil(ppo.minibatch_size / world.size)):
-            rows = sorted(minibatch)
-            num_tokens = world.sum(rollout.response_mask[rows].sum().double()).item()
-            sums: dict[str, float] = {}
+        order = torch.randperm(ppo.rollout_batch_size, generator=draw).tolist()
+        for minibatch in chunks(order, ppo.minibatch_size):
+            # The minibatch is the same however many processes there are; this one has its own rows of it.
+            rows = sorted(i // world.size for i in minibatch if i % world.size == world.rank)
+            num_tokens = world.sum(rollout.response_mask[rows].sum()).item()
+            sums = dict.fromkeys(STATISTICS, 0.0)
             for part in chunks(rows, ppo.microbatch_size):
                 prompts, responses = [rollout.prompts[i] for i in part], [rollout.responses[i] for i in part]
                 mask, lengths = rollout.response_mask[part], [len(r.ids) for r in responses]
@@ -279,7 +290,7 @@ def _update(
                 (ppo.vf_coef * error).backward()
                 stats = {"loss/policy": loss, "loss/value": error, **policy_stats, **value_stats}
                 for key, value in stats.items():
-                    sums[key] = sums.get(key, 0.0) + value.item()
+                    sums[key] += value.item()
             sums = world.sum_floats(sums)
             if not (math.isfinite(sums["loss/policy"]) and math.isfinite(sums["loss/value"])):
                 raise RunError(
@@ -329,18 +340,18 @@ def _metrics(
     returns: torch.Tensor,
     world: World,
 ) -> dict[str, float]:
-    """The iteration's figures over all processes' responses; every one from real tokens only."""
+    """The iteration's figures over all processes' responses, from real tokens only; what is no plain mean (the
+    explained variance, the largest gap) is each process's own, averaged."""
     mask = rollout.response_mask
-    lengths = mask.sum(1).double()
     rows = {
-        "objective/score": score.double(),
-        "objective/kl": kl.sum(1).double(),
-        "objective/reward": token_reward.sum(1).double(),
-        "response/length": lengths,
-        "response/eos_fraction": torch.tensor([r.ended for r in rollout.responses], dtype=torch.float64),
-        **{f"reward/{name}": values.double() for name, values in each.items()},
+        "objective/score": score,
+        "objective/kl": kl.sum(1),
+        "objective/reward": token_reward.sum(1),
+        "response/length": mask.sum(1),
+        "response/eos_fraction": torch.tensor([r.ended for r in rollout.responses]),
+        **{f"reward/{name}": values for name, values in each.items()},
     }
-    sums = world.sum_floats({"rows": float(len(score)), **{k: v.sum().item() for k, v in rows.items()}})
+    sums = world.sum_floats({"rows": float(len(score)), **{k: v.cpu().double().sum().item() for k, v in rows.items()}})
     metrics = {key: sums[key] / sums["rows"] for key in rows}
     gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item()
     local = {

@@ -185,9 +185,9 @@ def _evaluate(
                 stop=stop_ids(model, tokenizer),
             )
         for prompt, response in zip(prompts, responses, strict=True):
-            text = tokenizer.decode(response.ids, skip_special_tokens=True)
+            text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
             stage.sample({"step": step, "prompt": prompt, "response": text, "ended": response.ended})
-            stage.display.text(f"  [step {step}] {prompt_text(prompt, template, tokenizer).strip()}{text}")
+            stage.display.exchange(prompt_text(prompt, template, tokenizer), {f"step {step}": text})
     model.train()
     return metrics
 

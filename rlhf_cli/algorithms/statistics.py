@@ -3,7 +3,7 @@
 They are computed in float64 on the CPU and returned as plain floats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import sqrt
 
 import torch
@@ -96,7 +96,7 @@ def _average_ranks(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.nan, rank[group])
 
 
-def distinct_n(sequences: Sequence[Sequence[int]], n: int) -> float:
+def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
     """The share of different n-grams among all n-grams of all the sequences together.
 
     ``number of different n-grams / number of n-grams``
@@ -105,7 +105,7 @@ def distinct_n(sequences: Sequence[Sequence[int]], n: int) -> float:
     no n-gram; if none has any, the share is 0.
 
     Args:
-        sequences: lists of token ids; an n-gram doesn't run from one into the next.
+        sequences: lists of words or token ids; an n-gram doesn't run from one into the next.
         n: 1 or more.
 
     Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 STAGES = ("sft", "rm", "ppo")
 
@@ -53,6 +53,15 @@ def _path_alone(value: Any) -> Any:
 Source = Annotated[DataSource, BeforeValidator(_path_alone, json_schema_input_type=str | DataSource)]
 
 
+def _holds_prompt(template: str) -> str:
+    if template != "chat" and template.count("{prompt}") != 1:
+        raise ValueError("must be `chat` or hold {prompt} exactly once")
+    return template
+
+
+PromptTemplate = Annotated[str, AfterValidator(_holds_prompt)]
+
+
 class Data(Section):
     """Where the rows come from and how they become text."""
 
@@ -63,19 +72,12 @@ class Data(Section):
     prompt, so that a prompt never stands on both sides."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of the training rows held out where `test` is not given; 0 holds out nothing."""
-    prompt_template: str | None = None
+    prompt_template: PromptTemplate | None = None
     """How a prompt is written, with `{prompt}` in it; `chat` takes the tokenizer's chat template; null takes
     the prompt as it stands (and the chat template for rows of messages where the tokenizer has one)."""
     max_length: PositiveInt = 512
     """Longest sequence in tokens, EOS included. A longer row is dropped and counted, never cut, since a cut
     answer would teach that answers end anywhere."""
-
-    @model_validator(mode="after")
-    def _template(self) -> Self:
-        template = self.prompt_template
-        if template is not None and template != "chat" and template.count("{prompt}") != 1:
-            raise ValueError("prompt_template must be `chat` or hold {prompt} exactly once")
-        return self
 
 
 class SFTData(Data):
@@ -100,19 +102,12 @@ class PromptData(Section):
     """Held-out prompts of the evaluation. Without them `test_fraction` of the training prompts is held out."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of the prompts held out where `test` is not given, by a hash of the prompt."""
-    prompt_template: str | None = None
+    prompt_template: PromptTemplate | None = None
     """As in the SFT stage; use the same."""
     prompt_words: NonNegativeInt = 0
     """For rows that are plain text: this many first words are the prompt."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens; a longer one is dropped and counted."""
-
-    @model_validator(mode="after")
-    def _template(self) -> Self:
-        template = self.prompt_template
-        if template is not None and template != "chat" and template.count("{prompt}") != 1:
-            raise ValueError("prompt_template must be `chat` or hold {prompt} exactly once")
-        return self
 
 
 # -------------------------------------------------------------------------------------------- models

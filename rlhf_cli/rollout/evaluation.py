@@ -55,10 +55,11 @@ def evaluate(
 
     The KL of a reply is the sum over its tokens of log policy - log ref_policy, in nats; its mean over
     replies estimates KL(policy || ref_policy) without bias, and is exactly 0 for ref_policy itself.
+    distinct_2 counts pairs of words (Li et al. 2016), so that it does not depend on the tokenizer.
     """
     start = time.monotonic()
     numbers = world.shard(list(range(len(prompts))))
-    mine: list[tuple[str, float, float, int, bool, list[int]]] = []
+    mine: list[tuple[str, float, float, int, bool]] = []
     for part in chunks(numbers, batch_size):
         some = [prompts[i] for i in part]
         rollout = collect(
@@ -76,9 +77,9 @@ def evaluate(
         ids, ended = [r.ids for r in rollout.responses], [r.ended for r in rollout.responses]
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         scores = score(some, texts, ids, ended)
-        mine += list(zip(texts, scores, kl, map(len, ids), ended, ids, strict=True))
+        mine += list(zip(texts, scores, kl, map(len, ids), ended, strict=True))
     rows = world.interleave(world.gather(mine))
-    replies, scores, kls, lengths, endings, all_ids = map(list, zip(*rows, strict=True))
+    replies, scores, kls, lengths, endings = map(list, zip(*rows, strict=True))
     gold = judge(prompts, replies, endings) if judge is not None else []
     metrics = {
         "score_mean": statistics.fmean(scores),
@@ -87,7 +88,7 @@ def evaluate(
         "kl": statistics.fmean(kls),
         "length": statistics.fmean(lengths),
         "eos_fraction": statistics.fmean(endings),
-        "distinct_2": distinct_n(all_ids, 2),
+        "distinct_2": distinct_n([reply.split() for reply in replies], 2),
         "seconds": time.monotonic() - start,
     }
     return Evaluation(metrics, replies, scores, gold)

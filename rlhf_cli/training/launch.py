@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,18 +44,19 @@ def run_stage(
     `load_run` imports the stage's `run`, and is called once the config is known to be right.
     """
     config = load_stage_config(stage, config_path, overrides)
+    silent = quiet or os.environ.get("RANK", "0") != "0"
     with explained(config_path, config.artifacts):
         require_inputs(config)
         why = artifacts.why_run(config.artifacts, stage, identity(config))
         place = artifacts.stage_directory(config.artifacts, stage)
         if why is None and not restart:
-            if not quiet:
+            if not silent:
                 print(
                     f"{stage}: {place} is finished, and config, data and inputs are unchanged: skipped",
                     flush=True,
                 )
             return False
-        if not quiet and (why or restart):
+        if not silent and (why or restart):
             reason = why or "--restart"
             print(
                 f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",

@@ -91,17 +91,20 @@ class Display:
             [[key, f"{sft[key]:.3f}", f"{ppo[key]:.3f}"] for key in sft],
         )
         for example in evaluation["examples"]:
-            self.text(f"\n{example['prompt'].strip()}")
+            replies = {}
             for name in ("sft", "ppo"):
                 reply = example[name]
                 gold = f", gold {reply['gold']:g}" if "gold" in reply else ""
-                self.text(f"  {name.upper()} (score {reply['score']:+.2f}{gold}) {reply['reply'].strip()}")
-        self.text("")
+                replies[f"{name.upper()} (score {reply['score']:+.2f}{gold})"] = reply["reply"]
+            self.exchange(example["prompt"], replies)
 
-    def text(self, text: str) -> None:
-        """Free text."""
-        if not self.quiet:
-            self.console.print(text, markup=False)
+    def exchange(self, prompt: str, replies: dict[str, str]) -> None:
+        """A prompt and what was said to it, a line each: line breaks and runs of blanks become one blank."""
+        if self.quiet:
+            return
+        self.console.print("  " + " ".join(prompt.split()), style="dim", markup=False)
+        for name, reply in replies.items():
+            self.console.print(f"    {name}> {' '.join(reply.split())}", markup=False)
 
 
 def _short(value: float) -> str:
