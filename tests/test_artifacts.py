@@ -1,0 +1,100 @@
+"""The artifact directory: complete or not there, and never worse than before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli import artifacts
+from rlhf_cli.errors import ArtifactError
+
+FACTS: dict[str, Any] = {
+    "identity": {"config": {"seed": 0}, "data": {"train": "x"}, "inputs": {}},
+    "metrics": {"eval/loss": 1.0},
+    "seed": 0,
+    "versions": {},
+    "device": "cpu",
+    "num_processes": 1,
+    "seconds": 1.0,
+    "finished": "2026-01-01T00:00:00+00:00",
+}
+
+
+def make(root: Path, text: str = "weights") -> artifacts.Manifest:
+    partial = artifacts.open_partial(root, "sft")
+    (partial / "model").mkdir()
+    (partial / "model" / "model.safetensors").write_text(text)
+    return artifacts.publish(root, "sft", **FACTS)
+
+
+def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    place = artifacts.stage_directory(tmp_path, "sft")
+    assert manifest.files == {"model/model.safetensors": artifacts.digest_file(place / "model/model.safetensors")}
+    assert artifacts.read_manifest(place) == manifest
+    assert not artifacts.partial_directory(tmp_path, "sft").exists()
+    assert artifacts.require_stage(tmp_path, "sft") == place
+    assert artifacts.model_directory(str(place)) == str(place / "model")
+    assert artifacts.model_directory(str(place / "model")) == str(place / "model")
+
+
+def test_the_old_one_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    make(tmp_path, "old")
+    partial = artifacts.open_partial(tmp_path, "sft")
+    (partial / "half").write_text("half")
+    weights = tmp_path / "sft" / "model" / "model.safetensors"
+    assert weights.read_text() == "old"
+    make(tmp_path, "new")
+    assert weights.read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sft"]
+
+
+def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> None:
+    make(tmp_path, "old")
+    (tmp_path / "sft").rename(tmp_path / ".sft.old")
+    assert artifacts.require_stage(tmp_path, "sft") == tmp_path / "sft"
+    assert (tmp_path / "sft" / "model" / "model.safetensors").read_text() == "old"
+
+
+def test_why_run(tmp_path: Path) -> None:
+    assert artifacts.why_run(tmp_path, "sft", FACTS["identity"]) == ""
+    make(tmp_path)
+    assert artifacts.why_run(tmp_path, "sft", FACTS["identity"]) is None
+    changed = {**FACTS["identity"], "config": {"seed": 1, "new": 2}}
+    assert artifacts.why_run(tmp_path, "sft", changed) == "changed: config.new, config.seed"
+
+
+def test_a_missing_stage_is_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(artifacts.MissingStageError, match="no finished 'rm' stage") as error:
+        artifacts.require_stage(tmp_path, "rm")
+    assert error.value.stage == "rm"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"contract": 99}', '{"contract": 1}'])
+def test_a_broken_manifest_is_said(tmp_path: Path, text: str) -> None:
+    make(tmp_path)
+    (tmp_path / "sft" / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError, match="Run the stage again with --restart"):
+        artifacts.read_manifest(tmp_path / "sft")
+
+
+def test_fingerprints_change_with_what_they_stand_for(tmp_path: Path) -> None:
+    file, folder = tmp_path / "a.jsonl", tmp_path / "model"
+    file.write_text("1")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = [artifacts.fingerprint(str(path)) for path in (file, folder)]
+    assert before == [artifacts.fingerprint(str(path)) for path in (file, folder)]
+    file.write_text("2")
+    (folder / "model.safetensors").write_text("w")
+    after = [artifacts.fingerprint(str(path)) for path in (file, folder)]
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    assert artifacts.fingerprint("org/name", "v1") == "hub:org/name@v1"
+    make(tmp_path)
+    stage = artifacts.fingerprint(str(tmp_path / "sft"))
+    manifest = json.loads((tmp_path / "sft" / "manifest.json").read_text())
+    (tmp_path / "sft" / "manifest.json").write_text(json.dumps({**manifest, "seed": 5}))
+    assert artifacts.fingerprint(str(tmp_path / "sft")) != stage
