@@ -36,22 +36,3 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Means:
-    """Running means of metrics whose values add up: each `add` is one optimizer step."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, values: dict[str, float]) -> None:
-        for key, value in values.items():
-            self._sums[key] = self._sums.get(key, 0.0) + float(value)
-            self._counts[key] = self._counts.get(key, 0) + 1
-
-    def take(self) -> dict[str, float]:
-        """The means since the last call."""
-        means = {key: self._sums[key] / self._counts[key] for key in self._sums}
-        self._sums, self._counts = {}, {}
-        return means

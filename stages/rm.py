@@ -208,6 +208,8 @@ def _read_pairs(config: RMConfig, stage: StageRun) -> tuple[list[Preference], li
     train, test = read_split(config.data)
     rows, kind = _preferences(train, config, "train")
     stage.display.note(f"{config.data.train.path}: rows of {kind}")
+    if kind != "labelled" and len(rows) < len(train):
+        stage.display.note(f"data.train: {len(train) - len(rows)} rows with two equal answers left out")
     return rows, _preferences(test, config, "test")[0] if test else []
 
 

@@ -227,7 +227,6 @@ def test_data_line_not_an_object(project: Path, stage: str) -> None:
         ("sft", {"prompt": "a", "response": None}, "`response` is a NoneType, it must be text"),
         ("rm", {"prompt": "a", "chosen": "b"}, "`rejected` is needed"),
         ("rm", {"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
-        ("rm", {"prompt": "a", "chosen": "b", "rejected": "b"}, "the same text"),
         ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
     ],
 )

@@ -110,6 +110,15 @@ def test_transcripts_without_a_common_prompt_are_refused() -> None:
         formats.preferences(rows_of(row), generator=torch.Generator())
 
 
+def test_a_pair_of_equal_answers_is_no_preference() -> None:
+    equal, good = ({"prompt": "a", "chosen": "b", "rejected": x} for x in ("b", "c"))
+    pairs, _ = formats.preferences(rows_of(equal, good), generator=torch.Generator())
+    assert [pair.rejected for pair in pairs] == ["c"]
+    with pytest.raises(DataError, match="the same text in all 2 rows"):
+        formats.preferences(rows_of(equal, equal), generator=torch.Generator())
+    assert len(formats.demonstrations(rows_of(equal, good))[0]) == 2
+
+
 def test_messages_keep_their_turns() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},

@@ -103,6 +103,9 @@ def preferences(
 ) -> tuple[list[Preference], str]:
     """Rows for the pairwise losses, and the name of their kind.
 
+    A row whose two answers are the same text holds no preference and is left out (HH-RLHF has some); the
+    caller says how many.
+
     Labelled texts are paired at random: each text of a higher label with one of a lower label, in the order
     that `generator` draws.
     """
@@ -110,7 +113,11 @@ def preferences(
     if kind == "labelled":
         return _pairs_of_labels(rows, generator), kind
     read = _preference if kind == "preference" else _transcripts
-    return [read(row, margin_column) for row in rows], kind
+    pairs = [read(row, margin_column) for row in rows]
+    different = [pair for pair in pairs if pair.chosen != pair.rejected]
+    if not different:
+        raise DataError(f"{rows[0].where}: chosen and rejected are the same text in all {len(rows)} rows from here on")
+    return different, kind
 
 
 def scored(rows: list[Row]) -> tuple[list[Scored], str]:
@@ -275,8 +282,6 @@ def _as_demonstration(pair: Preference) -> Demonstration:
 def _preference(row: Row, margin_column: str | None) -> Preference:
     prompt = _string(row, _first_key(row, PROMPT_KEYS), empty=True)
     chosen, rejected = _string(row, "chosen"), _string(row, "rejected")
-    if chosen == rejected:
-        raise DataError(f"{row.where}: chosen and rejected are the same text, no preference. Remove the row")
     margin = _number(row, margin_column) if margin_column else 0.0
     return Preference(prompt, chosen, rejected, row.where, margin, row.values)
 
@@ -291,8 +296,6 @@ def _transcripts(row: Row, margin_column: str | None) -> Preference:
             "Give the prompt in a column of its own"
         )
     prompt, a, b = chosen[:cut], chosen[cut:], rejected[cut:]
-    if a == b:
-        raise DataError(f"{row.where}: chosen and rejected are the same text, no preference. Remove the row")
     # An answer of no words happens in HH-RLHF as published: it is a worse answer, not a broken row.
     margin = _number(row, margin_column) if margin_column else 0.0
     return Preference(prompt, a or " ", b or " ", row.where, margin, row.values)
