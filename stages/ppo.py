@@ -74,7 +74,7 @@ from rlhf_cli.rollout.experience import (
 )
 from rlhf_cli.rollout.sampling import Response, check_positions, stop_ids, uniforms
 from rlhf_cli.seeding import generator
-from rlhf_cli.tensor_ops import masked_mean, masked_whiten, pad_rows
+from rlhf_cli.tensor_ops import masked_whiten, pad_rows
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.optimizer import Stepper, build_stepper
@@ -340,8 +340,11 @@ def _metrics(
     returns: torch.Tensor,
     world: World,
 ) -> dict[str, float]:
-    """The iteration's figures over all processes' responses, from real tokens only; what is no plain mean (the
-    explained variance, the largest gap) is each process's own, averaged."""
+    """The iteration's figures over all processes' responses, from real tokens only.
+
+    policy/entropy is the estimate from the sampled tokens; policy/sampler_gap is the largest difference
+    between a log-probability as the sampler saw it and as training computes it.
+    """
     mask = rollout.response_mask
     rows = {
         "objective/score": score,
@@ -354,14 +357,14 @@ def _metrics(
     sums = world.sum_floats({"rows": float(len(score)), **{k: v.cpu().double().sum().item() for k, v in rows.items()}})
     metrics = {key: sums[key] / sums["rows"] for key in rows}
     gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item()
-    local = {
-        "value/explained_variance": explained_variance(rollout.values, returns, mask).item(),
-        "value/mean": masked_mean(rollout.values, mask).item(),
-        "policy/entropy": -masked_mean(rollout.logprobs, mask).item(),
-        "policy/sampler_gap": gap,
+    everyone = world.gather([t[mask].cpu() for t in (rollout.values, returns, rollout.logprobs)])
+    values, all_returns, logprobs = (torch.cat([own[i] for own in everyone]) for i in range(3))
+    return metrics | {
+        "value/explained_variance": explained_variance(values, all_returns, torch.ones_like(values).bool()).item(),
+        "value/mean": values.mean().item(),
+        "policy/entropy": -logprobs.mean().item(),
+        "policy/sampler_gap": max(world.gather(gap)),
     }
-    local_sums = world.sum_floats(local)
-    return metrics | {key: value / world.size for key, value in local_sums.items()}
 
 
 def _before_and_after(
@@ -453,8 +456,6 @@ def _prompts(
         prompts, kind = read_prompts(rows, prompt_words=data.prompt_words)
         if what == "train":
             stage.display.note(f"{data.train.path}: rows of {kind}")
-        else:
-            prompts = prompts[: config.evaluation.num_prompts]
         ids = encode_prompts(tokenizer, [p.prompt for p in prompts], data.prompt_template)
         items = [
             PromptRow(prompt_text(p.prompt, data.prompt_template, tokenizer), i, p)
@@ -466,7 +467,7 @@ def _prompts(
                 f"data.{what}: {dropped} of {len(items)} prompts longer than {data.max_prompt_length} dropped"
             )
         sides.append(kept)
-    return sides[0], sides[1]
+    return sides[0], sides[1][: config.evaluation.num_prompts]
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
-from rlhf_cli.algorithms.statistics import pearson, spearman, wilson_interval
+from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.config.schemas import RMConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import encode_pairs, encode_prompts, prompt_text, require_eos
-from rlhf_cli.data.formats import Preference, Scored, preferences, scored
+from rlhf_cli.data.formats import Preference, Scored, first_words, preferences, scored
 from rlhf_cli.data.sources import Row, read_rows
 from rlhf_cli.data.split import read_split
 from rlhf_cli.errors import DataError, RunError
@@ -46,8 +46,8 @@ from rlhf_cli.models.load import (
     same_tokenizer,
     save,
 )
-from rlhf_cli.rewards.sources import encode_texts, score_sequences, sequence_scores
-from rlhf_cli.rollout.sampling import check_positions, sample, stop_ids, uniforms
+from rlhf_cli.rewards.sources import encode_texts, longest_input, score_sequences, sequence_scores
+from rlhf_cli.rollout.sampling import check_length, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
@@ -98,7 +98,7 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
         ensure_pad_token(model, tokenizer)
         if note := prepare(model, world.device):
             display.note(note)
-        check_positions(model, config.data.max_length, "data.max_length")
+        check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
 
         # 2. Rows to tokens.
         encode = Encoder(model, tokenizer, config)
@@ -108,13 +108,13 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
         if pairwise:
             train_pairs, test_pairs = _read_pairs(config, stage)
             train = encode.pairs(train_pairs, stage, "train")
-            test = encode.pairs(test_pairs[: config.evaluation.max_rows], stage, "test")
+            test = encode.pairs(test_pairs, stage, "test")[: config.evaluation.max_rows]
         else:
             train_scored, test_scored = _read_scored(config, stage)
             targets = torch.tensor([row.score for row in train_scored], dtype=torch.float64)
             scale = TargetScale(targets.mean().item(), max(targets.std(correction=0).item(), 1e-8))
             train = encode.scored(train_scored, scale, stage, "train")
-            test = encode.scored(test_scored[: config.evaluation.max_rows], scale, stage, "test")
+            test = encode.scored(test_scored, scale, stage, "test")[: config.evaluation.max_rows]
         probes: list[Pair] = []
         if config.data.probes is not None:
             probes = encode.pairs(_read_probes(config), stage, "probes")
@@ -301,6 +301,7 @@ def _evaluate(
             "eval/target_variance": target.var(correction=0).item(),
             "eval/pearson": pearson(predicted, target),
             "eval/spearman": spearman(predicted, target),
+            "eval/pair_accuracy": pair_accuracy(predicted, target),
         }
     else:
         pairs = [item for item in test if isinstance(item, Pair)]
@@ -374,9 +375,9 @@ def _normalization(
     config: RMConfig,
     stage: StageRun,
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the score over fresh samples of the SFT model.
+    """Mean and standard deviation of the score over fresh samples of the SFT model (`_sft_model` says which).
 
-    Where the run has no SFT model (the backbone came from elsewhere) the answers of the data stand in.
+    Where there is none, the answers of the data stand in, and a line says so.
     """
     count = config.evaluation.num_normalization_samples
     if count == 0:
@@ -388,33 +389,38 @@ def _normalization(
     if policy_path is not None:
         policy_tokenizer, policy = load_tokenizer(policy_path), load_policy(policy_path)
         prepare(policy, world.device)
-        prompts = encode_prompts(policy_tokenizer, [row.prompt for row in rows], config.data.prompt_template)
+        words = config.evaluation.prompt_words
+        texts = [row.prompt or first_words(_answer(row), words)[0] for row in rows]
+        prompts = encode_prompts(policy_tokenizer, texts, config.data.prompt_template)
         with autocast(world.device, config.precision):
             responses = sample(
                 policy,
                 prompts,
                 uniforms(config.seed, "rm normalization", 0, count, config.evaluation.max_new_tokens),
-                temperature=1.0,
+                temperature=config.evaluation.temperature,
                 stop=stop_ids(policy, policy_tokenizer),
             )
         if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
             sequences = [p + r.ids for p, r in zip(prompts, responses, strict=True)]
         else:
-            texts = [
+            whole = [
                 str(policy_tokenizer.decode(p + r.ids, skip_special_tokens=True))
                 for p, r in zip(prompts, responses, strict=True)
             ]
-            sequences = encode_texts(model, tokenizer, texts, [r.ended for r in responses])
-        for row, response in zip(rows[:8], responses, strict=False):
+            sequences = encode_texts(model, tokenizer, whole, [r.ended for r in responses])
+        for start, response in zip(texts[:8], responses, strict=False):
             text = policy_tokenizer.decode(response.ids, skip_special_tokens=True)
-            stage.sample({"prompt": row.prompt, "response": text, "ended": response.ended})
+            stage.sample({"prompt": start, "response": text, "ended": response.ended})
     else:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
-        answers = [row.chosen if isinstance(row, Preference) else row.response for row in rows]
-        sequences = encode([row.prompt for row in rows], answers)
+        sequences = encode([row.prompt for row in rows], [_answer(row) for row in rows])
     model.eval()
     scores = score_sequences(model, sequences, config.precision)
-    return scores.mean().item(), max(scores.std().item(), 1e-6)
+    return scores.mean().item(), max(scores.std(correction=0).item(), 1e-6)
+
+
+def _answer(row: Preference | Scored) -> str:
+    return row.chosen if isinstance(row, Preference) else row.response
 
 
 def _sft_model(config: RMConfig) -> str | None:

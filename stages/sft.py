@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.schemas import SFTConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import (
@@ -63,7 +64,7 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
             display.note(note)
         check_positions(model, config.data.max_length, "data.max_length")
         train = _encode(config, tokenizer, train_rows, stage, "train")
-        test = _encode(config, tokenizer, test_rows[: config.evaluation.max_rows], stage, "test")
+        test = _encode(config, tokenizer, test_rows, stage, "test")[: config.evaluation.max_rows]
         prompts = [row.prompt for row in test_rows[: config.evaluation.num_samples]]
 
         # 3. Training.
@@ -224,10 +225,10 @@ def _model_and_tokenizer(
         new_tokenizer = train_tokenizer((row.prompt + row.response for row in rows), scratch.tokenizer)
         return new_model(scratch, new_tokenizer, config.seed), new_tokenizer
     assert config.model.path is not None
-    tokenizer = load_tokenizer(config.model.path, config.model.revision)
-    model = load_policy(config.model.path, config.model.revision)
-    check_vocabulary(model, tokenizer, config.model.path)
-    require_eos(tokenizer, config.model.path)
+    path = model_directory(config.model.path)
+    tokenizer, model = load_tokenizer(path, config.model.revision), load_policy(path, config.model.revision)
+    check_vocabulary(model, tokenizer, path)
+    require_eos(tokenizer, path)
     return model, tokenizer
 
 

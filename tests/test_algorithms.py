@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
-from rlhf_cli.algorithms.statistics import distinct_n, pearson, spearman, wilson_interval
+from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.algorithms.value import explained_variance, value_loss
 from rlhf_cli.tensor_ops import (
     flatten_rows,
@@ -799,3 +799,12 @@ def test_distinct_n():
     assert distinct_n(sequences, 3) == 1.0
     assert distinct_n(sequences, 4) == 0.0
     assert distinct_n([], 1) == 0.0
+
+
+def test_pair_accuracy_counts_the_pairs_that_the_targets_tell_apart() -> None:
+    x = torch.tensor([0.3, 0.1, 0.4, 0.4, -2.0], dtype=torch.float64)
+    y = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    right = sum(1.0 if x[i] > x[j] else 0.5 if x[i] == x[j] else 0.0 for i in range(5) for j in range(5) if y[i] > y[j])
+    assert pair_accuracy(x, y) == pytest.approx(right / 6)
+    assert pair_accuracy(-x, y) == pytest.approx(1 - right / 6)
+    assert pair_accuracy(x, torch.ones(5)) == 0.5

@@ -128,9 +128,9 @@ def mixed_reply(rng: random.Random, slots: dict[str, str]) -> Reply:
         reply["filler"] = pick(rng, gold.FILLER, slots)
 
     remedy = rng.random()
-    if remedy < 0.495:
+    if remedy < 0.42:
         reply["remedy"] = pick(rng, gold.REMEDIES[slots["issue"]], said)
-    elif remedy < 0.74:
+    elif remedy < 0.70:
         reply["remedy"] = wrong_remedy(rng, said)
     elif remedy < 0.93 or not reply:
         reply["remedy"] = pick(rng, gold.VAGUE, slots)

@@ -89,6 +89,28 @@ def spearman(x: Tensor, y: Tensor) -> float:
     return pearson(_average_ranks(x), _average_ranks(y))
 
 
+def pair_accuracy(x: Tensor, y: Tensor) -> float:
+    """How often x puts two rows in the order that y puts them in, over the pairs that y tells apart.
+
+    ``mean over pairs with y[i] > y[j] of (1 if x[i] > x[j], 1/2 if x[i] == x[j], else 0)``
+
+    With two values in y this is the area under the ROC curve. 1/2 where y tells no pair apart.
+
+    Args:
+        x: [n] predictions.
+        y: [n] targets, in the same order.
+
+    Returns:
+        0 to 1.
+
+    >>> pair_accuracy(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0.0, 1.0, 1.0]))
+    1.0
+    """
+    apart = y[:, None] > y[None, :]
+    order = ((x[:, None] - x[None, :]).sign() + 1) / 2
+    return order[apart].mean().item() if bool(apart.any()) else 0.5
+
+
 def _average_ranks(x: Tensor) -> Tensor:
     """Ranks from 1, equal numbers with the mean of theirs; nan stays nan, since it has no rank."""
     _, group, size = x.unique(return_inverse=True, return_counts=True)

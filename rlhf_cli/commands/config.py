@@ -40,9 +40,9 @@ def schema(stage: str) -> None:
 def _expand(files: Sequence[Path]) -> list[Path]:
     found = []
     for file in files:
-        inside = [file / f"{stage}.yaml" for stage in STAGES if (file / f"{stage}.yaml").is_file()]
+        inside = sorted(file.glob("*.yaml")) if file.is_dir() else []
         if file.is_dir() and not inside:
-            raise ConfigError(f"{file}: no sft.yaml, rm.yaml or ppo.yaml in it")
+            raise ConfigError(f"{file}: no .yaml file in it")
         found += inside or [file]
     return found
 

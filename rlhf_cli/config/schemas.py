@@ -35,6 +35,8 @@ class DataSource(Section):
     """A file (.jsonl, .json, .csv, .parquet; .gz too), a folder of such files, or a hub dataset's id."""
     name: str | None = None
     """The subset of a hub dataset."""
+    data_dir: str | None = None
+    """A folder inside a hub dataset, where it has several (HH-RLHF: helpful-base, harmless-base, ...)."""
     split: str = "train"
     """The split of a hub dataset."""
     revision: str | None = None
@@ -293,6 +295,10 @@ class RMEvaluation(Section):
     by; 0 leaves the score as it is."""
     max_new_tokens: PositiveInt = 64
     """Longest of those samples."""
+    temperature: PositiveFloat = 1.0
+    """Their sampling temperature; take PPO's."""
+    prompt_words: NonNegativeInt = 0
+    """For rows that are plain text: the samples start from this many first words; take PPO's."""
 
 
 class RMConfig(Stage):

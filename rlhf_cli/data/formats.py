@@ -314,15 +314,23 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
 
 def _text(row: Row, prompt_words: int) -> Demonstration:
     text = _string(row, "text")
+    prompt, rest = first_words(text, prompt_words)
+    return Demonstration(prompt, rest, row.where) if rest.strip() else Demonstration("", text, row.where)
+
+
+def first_words(text: str, count: int) -> tuple[str, str]:
+    """The first `count` words with the blanks before them, and what follows.
+
+    >>> first_words("a slow film, but good", 3)
+    ('a slow film,', ' but good')
+    """
     end = 0
-    for _ in range(prompt_words):
+    for _ in range(count):
         while end < len(text) and text[end].isspace():
             end += 1
         while end < len(text) and not text[end].isspace():
             end += 1
-    if not text[end:].strip():
-        return Demonstration("", text, row.where)
-    return Demonstration(text[:end], text[end:], row.where)
+    return text[:end], text[end:]
 
 
 def _pairs_of_labels(rows: list[Row], generator: torch.Generator) -> list[Preference]:

@@ -156,7 +156,9 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
 
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
+        rows = datasets.load_dataset(
+            source.path, source.name, data_dir=source.data_dir, split=source.split, revision=source.revision
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise DataError(

@@ -84,6 +84,8 @@ def choose_attention(model: PreTrainedModel) -> str | None:
     reason = "its attention does not take packed rows"
     with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
         model.set_attn_implementation(attention.NAME)
+        if not is_packed(model):
+            raise ValueError("transformers keeps this model's own attention")
         packed = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
         gap = ((packed - plain).abs().max() / plain.abs().max().clamp_min(1.0)).item()
         if gap <= TOLERANCE:

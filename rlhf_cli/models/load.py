@@ -80,6 +80,9 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
         torch.nn.init.zeros_(head.weight)
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
+    # It may come from a reward model, but its values are not scores to be normalised.
+    for key in ("score_mean", "score_std"):
+        vars(model.config).pop(key, None)
     return model
 
 
@@ -148,7 +151,8 @@ def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
         if len(tokenizer) > vocabulary_rows(model):
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            with seeded(0, "padding token"):
+                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -173,9 +177,10 @@ def set_dropout_off(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        dropout = getattr(module, "attention_dropout", None)
-        if isinstance(dropout, float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        # Others keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:

@@ -38,7 +38,14 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrain
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS)
+    # Byte-level BPE never meets an unknown token, but for some families transformers loads a tokenizer of its
+    # own class, which would add one to a vocabulary that names none.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        unk_token=SPECIAL_TOKENS["pad_token"],
+        **SPECIAL_TOKENS,
+    )
 
 
 def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
@@ -60,6 +67,8 @@ def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: in
         model_config = AutoConfig.for_model(config.architecture, **settings)
         with seeded(seed, "model init"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        with torch.no_grad():  # Some settings that don't fit together are only met in the forward pass.
+            model.eval()(torch.tensor([[0, 1, 2]]))
     except Exception as error:
         # Everything in here is transformers building what the user described; its complaints have many types.
         reason = str(error).strip().splitlines()

@@ -186,14 +186,23 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence)
         mask[row, : len(sequence)] = 1
-    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
+    # Whole in float32: its head can't be told from its backbone as a causal model's can.
+    with torch.autocast(device.type, enabled=False):
+        output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
+    return output.logits.float()
+
+
+def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The tokens that a classifier takes at most: RoBERTa has 514 positions and takes 512 of them."""
+    limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
 
 
 def encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
 ) -> list[list[int]]:
     """Texts for a reward model with its own tokenizer; a causal one gets EOS where the response ended."""
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = longest_input(model, tokenizer)
     sequences = encode_for_classifier(tokenizer, texts, longest)
     eos = tokenizer.eos_token_id
     if reads_last_token(model) and eos is not None:

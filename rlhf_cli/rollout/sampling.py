@@ -47,11 +47,15 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
 
 def check_positions(model: PreTrainedModel, longest: int, key: str) -> None:
     """Raise ConfigError where prompt and response together are longer than the model's positions."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    check_length(longest, getattr(model.config, "max_position_embeddings", None), key)
+
+
+def check_length(longest: int, limit: int | None, key: str) -> None:
+    """Raise ConfigError where sequences may be longer than a model takes."""
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"{key}: prompt and response may have {longest} tokens together, the model has {limit} positions. "
-            f"Lower {key} or the longest prompt"
+            f"{key}: sequences may have {longest} tokens, prompt and response together, the model has {limit} "
+            f"positions. Lower {key} or the longest prompt"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import platform
 import time
 from pathlib import Path
@@ -82,7 +83,7 @@ class StageRun:
                 self.config.artifacts,
                 self.stage,
                 identity=self.identity,
-                metrics={key: round(value, 6) for key, value in metrics.items()},
+                metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
                 seed=self.config.seed,
                 versions={
                     "rlhf": rlhf_cli.__version__,
