@@ -277,10 +277,10 @@ def test_demonstrations_are_of_mixed_quality(files: dict[str, list[dict]]) -> No
     rows = files["sft_train"]
     judged = gold.judge([row["prompt"] for row in rows], [row["response"] for row in rows], rows)
     means = {mark: mean([marks[mark] for marks in judged]) for mark in judged[0]}
-    assert means["gold"] == pytest.approx(2.24, abs=0.05)
-    assert mean([marks["gold"] == 5 for marks in judged]) == pytest.approx(0.06, abs=0.01)
-    assert means["right"] == pytest.approx(0.495, abs=0.02)
-    assert means["exact"] == pytest.approx(0.466, abs=0.02)
+    assert means["gold"] == pytest.approx(2.07, abs=0.05)
+    assert mean([marks["gold"] == 5 for marks in judged]) == pytest.approx(0.05, abs=0.01)
+    assert means["right"] == pytest.approx(0.42, abs=0.02)
+    assert means["exact"] == pytest.approx(0.395, abs=0.02)
     assert means["rude"] == pytest.approx(0.355, abs=0.02)
     assert means["polite"] == pytest.approx(0.415, abs=0.02)
     assert means["filler"] == pytest.approx(0.12, abs=0.02)

@@ -129,8 +129,17 @@ POLITE = [
     "I understand how you feel, {name}.",
     "We are glad you wrote, {name}.",
     "Of course we can help, {name}.",
+    "Good to hear from you, {name}.",
+    "We will put this right, {name}.",
+    "You are in good hands, {name}.",
+    "Sorry for the trouble, {name}.",
 ]
-NEUTRAL = ["I read your note.", "Your message has been read.", "This is about your order."]
+NEUTRAL = [
+    "I read your note.",
+    "Your message has been read.",
+    "This is about your order.",
+    "So you wrote to our shop.",
+]
 RUDE = [
     "Stop bothering us with this.",
     "This is really not our fault.",
@@ -157,6 +166,10 @@ CLOSE = [
     "Take good care of yourself.",
     "Enjoy the rest of your day.",
     "Many warm greetings from the shop.",
+    "Until next time and goodbye.",
+    "Stay well and happy.",
+    "Your shop says thanks again.",
+    "Come back to see us soon.",
 ]
 
 MAX_WORDS = 42
