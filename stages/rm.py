@@ -385,12 +385,13 @@ def _normalization(
     world = stage.world
     rows = [item.row for item in items]
     rows = [rows[i % len(rows)] for i in range(count)]
+    answers = [_answer(row, number) for number, row in enumerate(rows)]
     policy_path = _sft_model(config)
     if policy_path is not None:
         policy_tokenizer, policy = load_tokenizer(policy_path), load_policy(policy_path)
         prepare(policy, world.device)
         words = config.evaluation.prompt_words
-        texts = [row.prompt or first_words(_answer(row), words)[0] for row in rows]
+        texts = [row.prompt or first_words(answer, words)[0] for row, answer in zip(rows, answers, strict=True)]
         prompts = encode_prompts(policy_tokenizer, texts, config.data.prompt_template)
         with autocast(world.device, config.precision):
             responses = sample(
@@ -413,14 +414,17 @@ def _normalization(
             stage.sample({"prompt": start, "response": text, "ended": response.ended})
     else:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
-        sequences = encode([row.prompt for row in rows], [_answer(row) for row in rows])
+        sequences = encode([row.prompt for row in rows], answers)
     model.eval()
     scores = score_sequences(model, sequences, config.precision)
     return scores.mean().item(), max(scores.std(correction=0).item(), 1e-6)
 
 
-def _answer(row: Preference | Scored) -> str:
-    return row.chosen if isinstance(row, Preference) else row.response
+def _answer(row: Preference | Scored, number: int) -> str:
+    """One of the row's answers; of a pair now the better, now the worse one, so that neither kind prevails."""
+    if isinstance(row, Scored):
+        return row.response
+    return row.rejected if number % 2 else row.chosen
 
 
 def _sft_model(config: RMConfig) -> str | None:
