@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Manifest:
     finished: str
     """UTC, ISO 8601."""
     contract: int = CONTRACT_VERSION
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def stage_directory(root: str | Path, stage: str) -> Path:

@@ -124,7 +124,7 @@ def config_show(
 
 @config_app.command("schema")
 def config_schema(
-    stage: Annotated[str, typer.Argument(help="sft, rm or ppo.")],
+    stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo; all three without it.")] = None,
 ) -> None:
     """Print the JSON Schema of a stage's config, for completion in editors."""
 

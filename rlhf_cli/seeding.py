@@ -26,7 +26,8 @@ def generator(seed: int, purpose: str, *counters: int) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, purpose: str, *counters: int) -> Iterator[None]:
-    """torch's global generators seeded for a while, for library code that draws from them (weight init)."""
-    with torch.random.fork_rng():
+    """torch's global generators seeded for a while, for library code that draws from them on the CPU
+    (weight init)."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, purpose, *counters))
         yield

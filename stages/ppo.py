@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,10 +41,11 @@ from rlhf_cli.algorithms.value import explained_variance, value_loss
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.schemas import ModelReward, PPOConfig
 from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.data.encode import drop_too_long, encode_prompts, prompt_text, require_eos
+from rlhf_cli.data.encode import drop_too_long, encode_rows, prompt_text, require_eos
 from rlhf_cli.data.formats import prompts as read_prompts
 from rlhf_cli.data.split import read_split
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
     check_vocabulary,
     load_policy,
@@ -72,12 +73,12 @@ from rlhf_cli.rollout.experience import (
     response_logprobs,
     response_values,
 )
-from rlhf_cli.rollout.sampling import Response, check_positions, stop_ids, uniforms
+from rlhf_cli.rollout.sampling import Response, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import masked_whiten, pad_rows
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
-from rlhf_cli.training.optimizer import Stepper, build_stepper
+from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
 
 STATISTICS = (
@@ -118,7 +119,9 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
                 display.note(line)
         train, test = _prompts(config, tokenizer, stage)
         longest = max(len(p.ids) for p in train + test) + config.rollout.max_new_tokens
-        check_positions(policy, longest, "rollout.max_new_tokens")
+        readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
+        for model in (policy, value_model, *readers):
+            check_positions(model, longest, "rollout.max_new_tokens")
         stop = stop_ids(policy, tokenizer)
 
         steps = ppo.num_iterations * ppo.steps_per_iteration
@@ -132,6 +135,15 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
             f"{ppo.steps_per_iteration} optimizer steps each = {ppo.ppo_epochs} ppo_epochs x "
             f"{ppo.rollout_batch_size // ppo.minibatch_size} minibatches of {ppo.minibatch_size}"
         )
+
+        if config.optimizer.warmup_steps >= steps:
+            display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
+
+        # SFT on the held-out prompts: before training, so that a judge that fails does so now.
+        measure = _measurement(ref_policy, tokenizer, test, rewards, config, stage, stop)
+        before = measure(ref_policy) if test else None
+        if before is None:
+            display.note("no held-out prompts, so no figures of SFT against PPO")
 
         display.begin(ppo.num_iterations, "iteration")
         for iteration in range(ppo.num_iterations):
@@ -217,18 +229,17 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
             )
         display.end()
 
-        # The product, and what it was before.
+        # The product is saved before anything else can fail; then what it was before, and what it is now.
         policy.generation_config.update(
-            do_sample=True,
-            temperature=config.rollout.temperature,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=sorted(stop),
+            do_sample=True, temperature=config.rollout.temperature, top_k=0, top_p=1.0, eos_token_id=sorted(stop)
         )
-        final = _before_and_after(policy, ref_policy, tokenizer, test, rewards, config, stage, stop)
         if world.is_main:
             save(policy, tokenizer, stage.directory / "model")
             save(value_model, tokenizer, stage.directory / "value_model")
+        for line in dict.fromkeys(source.report() for source in rewards):
+            if line:
+                display.note(line)
+        final = _compare(before, measure(policy), test, config, stage) if before is not None else {}
         stage.publish(final)
 
 
@@ -367,8 +378,7 @@ def _metrics(
     }
 
 
-def _before_and_after(
-    policy: PreTrainedModel,
+def _measurement(
     ref_policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     test: list[PromptRow],
@@ -376,13 +386,10 @@ def _before_and_after(
     config: PPOConfig,
     stage: StageRun,
     stop: set[int],
-) -> dict[str, float]:
-    """The table of the end: the same prompts and the same uniforms for SFT and PPO."""
-    if not test:
-        stage.display.note("no held-out prompts, so no figures of SFT against PPO")
-        return {}
-    settings = config.evaluation
-    gold = load_function(settings.gold) if settings.gold is not None else None
+) -> Callable[[PreTrainedModel], Evaluation]:
+    """How a policy is measured on the held-out prompts: the same prompts and uniforms whenever it is called."""
+    gold_name = config.evaluation.gold
+    gold = load_function(gold_name) if gold_name is not None else None
 
     def score(prompts: Sequence[PromptRow], texts: list[str], ids: list[list[int]], ended: list[bool]) -> list[float]:
         values: list[float] = total_score(rewards, _judged(prompts, texts, ids, ended))[0].tolist()
@@ -390,12 +397,11 @@ def _before_and_after(
 
     def judge(prompts: Sequence[PromptRow], texts: list[str], ended: list[bool]) -> list[dict[str, float]]:
         assert gold is not None
-        assert settings.gold is not None
-        return call(settings.gold, gold, _judged(prompts, texts, [[]] * len(texts), ended), named_numbers)
+        return call(str(gold_name), gold, _judged(prompts, texts, [[]] * len(texts), ended), named_numbers)
 
-    def measure(model: PreTrainedModel) -> Evaluation:
+    def measure(policy: PreTrainedModel) -> Evaluation:
         return evaluate(
-            model,
+            policy,
             ref_policy,
             tokenizer,
             test,
@@ -409,11 +415,17 @@ def _before_and_after(
             precision=config.precision,
         )
 
-    before, after = measure(ref_policy), measure(policy)
+    return measure
+
+
+def _compare(
+    before: Evaluation, after: Evaluation, test: list[PromptRow], config: PPOConfig, stage: StageRun
+) -> dict[str, float]:
+    """The table of the end, SFT against PPO, for the eye and as evaluation.json."""
     sides = {"sft": before, "ppo": after}
     examples = [
         {"prompt": test[i].text, **{name: side.example(i) for name, side in sides.items()}}
-        for i in range(min(settings.num_examples, len(test)))
+        for i in range(min(config.evaluation.num_examples, len(test)))
     ]
     whole = {"num_prompts": len(test), "sft": before.metrics, "ppo": after.metrics, "examples": examples}
     stage.display.before_and_after(whole)
@@ -456,11 +468,9 @@ def _prompts(
         prompts, kind = read_prompts(rows, prompt_words=data.prompt_words)
         if what == "train":
             stage.display.note(f"{data.train.path}: rows of {kind}")
-        ids = encode_prompts(tokenizer, [p.prompt for p in prompts], data.prompt_template)
-        items = [
-            PromptRow(prompt_text(p.prompt, data.prompt_template, tokenizer), i, p)
-            for p, i in zip(prompts, ids, strict=True)
-        ]
+        ids = encode_rows(tokenizer, prompts, data.prompt_template)
+        texts = [prompt_text(p.prompt, data.prompt_template, tokenizer, p.messages) for p in prompts]
+        items = [PromptRow(text, i, p) for text, i, p in zip(texts, ids, prompts, strict=True)]
         kept, dropped = drop_too_long(items, lambda p: len(p.ids), data.max_prompt_length, f"data.{what}")
         if dropped:
             stage.display.note(

@@ -28,12 +28,13 @@ from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wil
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.config.schemas import RMConfig
 from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.data.encode import encode_pairs, encode_prompts, prompt_text, require_eos
+from rlhf_cli.data.encode import encode_for_classifier, encode_pairs, encode_prompts, prompt_text, require_eos
 from rlhf_cli.data.formats import Preference, Scored, first_words, preferences, scored
 from rlhf_cli.data.sources import Row, read_rows
 from rlhf_cli.data.split import read_split
 from rlhf_cli.errors import DataError, RunError
 from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.limits import check_length, longest_input, positions
 from rlhf_cli.models.load import (
     check_vocabulary,
     ensure_pad_token,
@@ -45,13 +46,14 @@ from rlhf_cli.models.load import (
     reads_last_token,
     same_tokenizer,
     save,
+    save_facts,
 )
-from rlhf_cli.rewards.sources import encode_texts, longest_input, score_sequences, sequence_scores
-from rlhf_cli.rollout.sampling import check_length, sample, stop_ids, uniforms
+from rlhf_cli.rewards.sources import encode_texts, score_sequences, sequence_scores
+from rlhf_cli.rollout.sampling import sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
-from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
 
 
@@ -126,6 +128,8 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
             f"({steps * config.training.minibatch_size / len(train):.2f} epochs); "
             f"{sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
         )
+        if config.optimizer.warmup_steps >= steps:
+            display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
         stepper = build_stepper(model, config.optimizer, steps)
         shown = ("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")
         model.train()
@@ -141,19 +145,26 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
                 stage.log(step + 1, _evaluate(model, test, scale, config, world))
         display.end()
 
-        # 4. Held-out figures, and what the model can and can't tell apart.
+        # 4. Held-out figures, and what the model can and can't tell apart; what is trained is saved before.
+        if world.is_main:
+            save(model, tokenizer, stage.directory / "model")
         final = _evaluate(model, test, scale, config, world)
         final |= _probe(model, probes, config, world)
         stage.log(steps, final)
+        if not test:
+            display.note("no held-out rows, so no figures")
         if final:
             display.table("RM, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
 
         # 5. What the SFT model's answers score.
         mean, std = _normalization(model, tokenizer, encode, test or train, config, stage)
         final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
-        model.config.score_mean, model.config.score_std = mean, std
+        facts = {"score_mean": mean, "score_std": std}
+        if not pairwise:
+            # The head predicts targets of mean 0 and deviation 1: target = score * target_std + target_mean.
+            facts |= {"target_mean": scale.mean, "target_std": scale.std}
         if world.is_main:
-            save(model, tokenizer, stage.directory / "model")
+            save_facts(model, facts, stage.directory / "model")
         stage.publish(final)
 
 
@@ -174,7 +185,7 @@ class Encoder:
             return [p + a for p, a in encode_pairs(self.tokenizer, prompts, answers, template, start=False)]
         texts = [prompt_text(p, template, self.tokenizer) + a for p, a in zip(prompts, answers, strict=True)]
         # Not cut at the model's longest input: what is too long is dropped and counted.
-        return [list(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
+        return encode_for_classifier(self.tokenizer, texts, None)
 
     def pairs(self, rows: list[Preference], stage: StageRun, what: str) -> list[Pair]:
         prompts = [row.prompt for row in rows]
@@ -382,42 +393,54 @@ def _normalization(
     count = config.evaluation.num_normalization_samples
     if count == 0:
         return 0.0, 1.0
-    world = stage.world
-    rows = [item.row for item in items]
-    rows = [rows[i % len(rows)] for i in range(count)]
+    rows = [items[i % len(items)].row for i in range(count)]
     answers = [_answer(row, number) for number, row in enumerate(rows)]
-    policy_path = _sft_model(config)
-    if policy_path is not None:
-        policy_tokenizer, policy = load_tokenizer(policy_path), load_policy(policy_path)
-        prepare(policy, world.device)
-        words = config.evaluation.prompt_words
-        texts = [row.prompt or first_words(answer, words)[0] for row, answer in zip(rows, answers, strict=True)]
-        prompts = encode_prompts(policy_tokenizer, texts, config.data.prompt_template)
-        with autocast(world.device, config.precision):
-            responses = sample(
-                policy,
-                prompts,
-                uniforms(config.seed, "rm normalization", 0, count, config.evaluation.max_new_tokens),
-                temperature=config.evaluation.temperature,
-                stop=stop_ids(policy, policy_tokenizer),
-            )
-        if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
-            sequences = [p + r.ids for p, r in zip(prompts, responses, strict=True)]
-        else:
-            whole = [
-                str(policy_tokenizer.decode(p + r.ids, skip_special_tokens=True))
-                for p, r in zip(prompts, responses, strict=True)
-            ]
-            sequences = encode_texts(model, tokenizer, whole, [r.ended for r in responses])
-        for start, response in zip(texts[:8], responses, strict=False):
-            text = policy_tokenizer.decode(response.ids, skip_special_tokens=True)
-            stage.sample({"prompt": start, "response": text, "ended": response.ended})
-    else:
+    sequences = _sampled(model, tokenizer, rows, answers, config, stage)
+    if not sequences:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
         sequences = encode([row.prompt for row in rows], answers)
     model.eval()
     scores = score_sequences(model, sequences, config.precision)
     return scores.mean().item(), max(scores.std(correction=0).item(), 1e-6)
+
+
+def _sampled(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Preference | Scored],
+    answers: list[str],
+    config: RMConfig,
+    stage: StageRun,
+) -> list[list[int]]:
+    """The rows' prompts with fresh samples of the SFT model, as the reward model reads them; empty where there
+    is no such model or none of the prompts leaves room for a sample in its positions."""
+    path, settings = _sft_model(config), config.evaluation
+    if path is None:
+        return []
+    policy_tokenizer, policy = load_tokenizer(path), load_policy(path)
+    prepare(policy, stage.world.device)
+    texts = [row.prompt or first_words(a, settings.prompt_words)[0] for row, a in zip(rows, answers, strict=True)]
+    prompts = encode_prompts(policy_tokenizer, texts, config.data.prompt_template)
+    fits = [i for i, prompt in enumerate(prompts) if len(prompt) + settings.max_new_tokens <= positions(policy)]
+    if not fits:
+        return []
+    texts, prompts = [texts[i] for i in fits], [prompts[i] for i in fits]
+    with autocast(stage.world.device, config.precision):
+        responses = sample(
+            policy,
+            prompts,
+            uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens),
+            temperature=settings.temperature,
+            stop=stop_ids(policy, policy_tokenizer),
+        )
+    for text, response in zip(texts[:8], responses, strict=False):
+        reply = policy_tokenizer.decode(response.ids, skip_special_tokens=True)
+        stage.sample({"prompt": text, "response": reply, "ended": response.ended})
+    whole = [p + r.ids for p, r in zip(prompts, responses, strict=True)]
+    if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
+        return whole
+    decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in whole]
+    return encode_texts(model, tokenizer, decoded, [r.ended for r in responses])
 
 
 def _answer(row: Preference | Scored, number: int) -> str:

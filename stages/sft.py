@@ -10,8 +10,7 @@ Writes  <artifacts>/sft/model, metrics.jsonl, samples.jsonl
  2. rows to token sequences; the prompt's tokens are not learnt, EOS is
  3. for each step: the batch's cross-entropy, summed over its learnt tokens and divided by their number in
     the whole batch, so that the gradient does not depend on how the batch was cut into microbatches
- 4. held-out loss, perplexity and token accuracy; samples to read
- 5. the model is saved and published
+ 4. the model is saved; held-out loss, perplexity and token accuracy, and samples to read; it is published
 
 The loss is eq. 1 of Stiennon et al. 2020 without its reward terms, the usual next-token cross-entropy.
 """
@@ -19,6 +18,7 @@ The loss is eq. 1 of Stiennon et al. 2020 without its reward terms, the usual ne
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,9 +29,10 @@ from rlhf_cli.config.schemas import SFTConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import (
     Example,
+    before_answer,
     drop_too_long,
     encode_demonstrations,
-    encode_prompts,
+    encode_rows,
     prompt_text,
     require_eos,
 )
@@ -39,14 +40,15 @@ from rlhf_cli.data.formats import Demonstration, demonstrations
 from rlhf_cli.data.split import read_split
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import autocast, logits_at
+from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.packing import pack
-from rlhf_cli.rollout.sampling import check_positions, sample, stop_ids, uniforms
+from rlhf_cli.rollout.sampling import sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World
-from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
 
 SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm")
@@ -65,7 +67,7 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
         check_positions(model, config.data.max_length, "data.max_length")
         train = _encode(config, tokenizer, train_rows, stage, "train")
         test = _encode(config, tokenizer, test_rows, stage, "test")[: config.evaluation.max_rows]
-        prompts = [row.prompt for row in test_rows[: config.evaluation.num_samples]]
+        questions = _questions(config, model, tokenizer, test_rows, stage)
 
         # 3. Training.
         steps = config.training.total_steps(len(train))
@@ -75,6 +77,8 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
             f"{config.training.minibatch_size} rows ({steps * config.training.minibatch_size / len(train):.2f} "
             f"epochs); {sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
         )
+        if config.optimizer.warmup_steps >= steps:
+            display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
         stepper = build_stepper(model, config.optimizer, steps)
         abnormal = config.warn_loss_above or math.log(model.config.vocab_size)
         warned = False
@@ -95,17 +99,17 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
                 )
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
-                _evaluate(model, tokenizer, test, prompts, config, stage, step + 1)
+                _evaluate(model, tokenizer, test, questions, config, stage, step + 1)
         display.end()
 
-        # 4. Held-out figures.
-        final = _evaluate(model, tokenizer, test, prompts, config, stage, steps)
-        if final:
-            display.table("SFT, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
-
-        # 5. The product.
+        # 4. The product, saved before anything else can fail; then held-out figures.
         if world.is_main:
             save(model, tokenizer, stage.directory / "model")
+        final = _evaluate(model, tokenizer, test, questions, config, stage, steps)
+        if final:
+            display.table("SFT, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
+        else:
+            display.note("no held-out rows, so no figures")
         stage.publish(final)
 
 
@@ -148,7 +152,7 @@ def _evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     test: list[Example],
-    prompts: list[str],
+    questions: list[Question],
     config: SFTConfig,
     stage: StageRun,
     step: int,
@@ -163,7 +167,7 @@ def _evaluate(
     for part in chunks(range(len(mine)), config.training.microbatch_size or config.training.minibatch_size):
         with autocast(world.device, config.precision):
             logprobs, correct = _learnt_logprobs(model, [mine[i] for i in part])
-        sums["nll"] -= logprobs.double().sum().item()
+        sums["nll"] -= logprobs.cpu().double().sum().item()
         sums["correct"] += correct.sum().item()
         sums["tokens"] += len(logprobs)
     sums = world.sum_floats(sums)
@@ -174,23 +178,52 @@ def _evaluate(
         "eval/token_accuracy": sums["correct"] / sums["tokens"],
     }
     stage.log(step, metrics)
-    if prompts and world.is_main:
+    if questions and world.is_main:
         settings = config.evaluation
-        template = config.data.prompt_template
         with autocast(world.device, config.precision):
             responses = sample(
                 model,
-                encode_prompts(tokenizer, prompts, template),
-                uniforms(config.seed, "sft samples", step, len(prompts), settings.max_new_tokens),
+                [question.ids for question in questions],
+                uniforms(config.seed, "sft samples", step, len(questions), settings.max_new_tokens),
                 temperature=settings.temperature,
                 stop=stop_ids(model, tokenizer),
             )
-        for prompt, response in zip(prompts, responses, strict=True):
+        for question, response in zip(questions, responses, strict=True):
             text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
-            stage.sample({"step": step, "prompt": prompt, "response": text, "ended": response.ended})
-            stage.display.exchange(prompt_text(prompt, template, tokenizer), {f"step {step}": text})
+            stage.sample({"step": step, "prompt": question.text, "response": text, "ended": response.ended})
+            stage.display.exchange(question.text, {f"step {step}": text})
     model.train()
     return metrics
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out prompt that is answered now and then, to be read."""
+
+    text: str
+    ids: list[int]
+
+
+def _questions(
+    config: SFTConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Demonstration],
+    stage: StageRun,
+) -> list[Question]:
+    """The first held-out prompts that leave room for an answer in the model's positions."""
+    settings, template = config.evaluation, config.data.prompt_template
+    room = positions(model) - settings.max_new_tokens
+    found: list[Question] = []
+    for row in rows:
+        if len(found) == settings.num_samples:
+            return found
+        ids = encode_rows(tokenizer, [row], template)[0]
+        if len(ids) <= room:
+            found.append(Question(prompt_text(row.prompt, template, tokenizer, before_answer(row)), ids))
+    if rows and settings.num_samples and not found:
+        stage.display.note(f"no held-out prompt leaves room for {settings.max_new_tokens} tokens, so no samples")
+    return found
 
 
 def _read(config: SFTConfig, stage: StageRun) -> tuple[list[Demonstration], list[Demonstration]]:

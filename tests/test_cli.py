@@ -203,3 +203,59 @@ def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "REFUSED" in result.stdout, result.stderr
+
+
+# ------------------------------------------------------------------------------- found by review
+
+
+def test_a_broken_manifest_is_said_and_restart_mends_it(project: Path) -> None:
+    pipeline(project)
+    manifest = project / "run" / "sft" / "manifest.json"
+    manifest.write_text("{")
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml")])
+    assert result.exit_code == 2
+    assert "--restart" in result.stderr
+    assert "broken" in rlhf("status", str(project / "run")).stdout
+    assert CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--restart"]).exit_code == 0
+    assert json.loads(manifest.read_text())["stage"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo:data.train=nowhere.jsonl", "no such file"),
+        ("ppo:evaluation.gold=nowhere.py:f", "no such file"),
+        ("rm:model.path=out/other/sft", "no finished 'sft' stage. Run: rlhf sft --config"),
+        ("sfft:seed=1", "the prefix is sft:, rm: or ppo:"),
+    ],
+)
+def test_what_a_later_stage_misses_is_said_before_the_first_runs(tmp_path: Path, override: str, message: str) -> None:
+    write_project(tmp_path)
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", override])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_restart_of_what_never_ran_does_not_speak_of_an_old_one(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    result = CliRunner().invoke(app, ["sft", "--config", str(tmp_path / "sft.yaml"), "--restart"])
+    assert result.exit_code == 0
+    assert "runs again" not in result.stdout
+
+
+def test_status_of_the_folder_above_names_the_runs_in_it(project: Path) -> None:
+    result = rlhf("status", str(project))
+    assert result.returncode == 2
+    assert str(project / "run") in result.stderr
+
+
+def test_all_schemas_at_once() -> None:
+    assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    command = ["sft", "--config", str(tmp_path / "sft.yaml"), "--quiet", "--set", "optimizer.warmup_steps=50"]
+    result = CliRunner().invoke(app, command)
+    assert "never reaches its peak" in " ".join(result.stdout.split())

@@ -119,6 +119,8 @@ PPO: dict[str, Any] = {
         ("rm", {**SFT, "loss": "mse"}, ["data.margin_column=m"], "does nothing with loss: mse"),
         ("ppo", PPO, ["ppo.minibatch_size=3"], "must divide rollout_batch_size"),
         ("ppo", PPO, ["rewards=[]"], "at least 1"),
+        ("sft", SFT, ["optimizer.betas=[1, 0.9]"], "less than 1"),
+        ("sft", SFT, ["data.train={path: d.jsonl, select: 3/3}"], "part 3/3 does not exist"),
         ("ppo", PPO, ["rewards.0={type: function, function: nope}"], "function"),
     ],
 )

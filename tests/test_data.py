@@ -76,6 +76,7 @@ def test_the_line_of_a_row_counts_blank_lines(tmp_path: Path) -> None:
         ("a.jsonl", b'\xff\xfe{"a": 1}', "not UTF-8"),
         ("a.jsonl.gz", b"not gzip", "can't be read"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 500)[:60], "can't be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 500)[:30] + b"\xff" * 40, "can't be read"),
         ("a.csv", b"a,b\n1,2,3\n", "not as many cells"),
         ("a.parquet", b"nothing", "not Parquet"),
         ("a.jsonl", b"[" * 100_000, "not JSON"),

@@ -639,7 +639,7 @@ def test_ppo_gradients_however_the_minibatch_is_cut(rollout_and_models, write_co
         model.zero_grad()
     num_tokens = int(rollout.response_mask.sum())
     policy_total, value_total, cut_tokens = 0.0, 0.0, 0
-    for b, sequence in enumerate(rollout.sequences):
+    for b, sequence in enumerate([p.ids + r.ids for p, r in zip(rollout.prompts, rollout.responses, strict=True)]):
         at = len(rollout.prompts[b].ids)
         logprobs = (wanted_policy(input_ids=torch.tensor([sequence])).logits[0] / 0.8).log_softmax(-1)
         hidden = wanted_values.base_model(input_ids=torch.tensor([sequence])).last_hidden_state[0]

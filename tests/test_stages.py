@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import torch
 from conftest import ARCHITECTURES, BAD, GOOD, WORDS, read_jsonl, write_jsonl
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -27,10 +29,14 @@ from transformers import (
 
 from rlhf_cli.artifacts import digest_file, read_manifest
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS
+from rlhf_cli.config.schemas import CONFIGS, ScratchModel
+from rlhf_cli.data import formats
+from rlhf_cli.data.encode import encode_demonstrations, encode_rows
+from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
-from rlhf_cli.rewards.sources import encode_texts, score_sequences
+from rlhf_cli.models.scratch import new_model
+from rlhf_cli.rewards.sources import encode_texts, load_function, score_sequences
 from stages import ppo as ppo_stage
 from stages import sft as sft_stage
 
@@ -624,3 +630,95 @@ def test_kl_coef_holds_the_policy_back(make_model, run_stage, tmp_path):
         )
         kl[coef] = json.loads((root / "ppo/evaluation.json").read_text())["ppo"]["kl"]
     assert kl[5.0] < 0.5 * kl[0.0], kl
+
+
+# ------------------------------------------------------------------------------- found by review
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
+    """GPT-2's config has 0.1 by default: training would draw from generators that nobody seeds."""
+    small = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+        "gpt_neox": {"hidden_size": 32, "intermediate_size": 32},
+    }
+    extra = {"gpt_neox": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout": 0.3}, "gpt2": {}}
+    config = ScratchModel(architecture=architecture, config=small[architecture] | extra[architecture])
+    model = new_model(config, tokenizer, 0).train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_ppo_and_sfts_samples_start_from_the_ids_that_sft_learnt_to_answer(tokenizer):
+    """Conversations in a chat template: the ids of the rollout's prompt are those before the learnt answer."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = ["hello there", "hi", "and the tent?", "it is late"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    rows = [Row({"messages": messages}, "file:1"), Row({"messages": messages[:2]}, "file:2")]
+    demonstrations, _ = formats.demonstrations(rows)
+    prompts, _ = formats.prompts(rows)
+    for template in (None, "chat"):
+        examples = encode_demonstrations(own, demonstrations, template, learn_all=False)
+        starts = encode_rows(own, prompts, template)
+        assert starts == encode_rows(own, demonstrations, template)
+        for example, start in zip(examples, starts, strict=True):
+            last = len(example.learnt) - example.learnt[::-1].index(False)
+            assert start == example.ids[:last]
+
+
+def test_prompts_that_leave_no_room_are_not_sampled(tmp_path, make_model, run_stage):
+    """Held-out prompts of any length; GPT-2 has 64 positions and would fail behind them."""
+    path = make_model("gpt2")
+    limit = AutoConfig.from_pretrained(path).max_position_embeddings
+    longest = {"max_new_tokens": limit, "num_samples": 2, "every_steps": None}
+    run_stage("sft", tmp_path, model={"path": str(path)}, evaluation=longest)
+    samples = (tmp_path / "sft/samples.jsonl").read_text()
+    assert samples == ""
+    run_stage("rm", tmp_path, evaluation={"max_new_tokens": limit})
+    assert (tmp_path / "rm/manifest.json").is_file()
+
+
+def test_a_judge_that_fails_does_so_before_training(tmp_path, make_model, run_stage):
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\ndef judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
+    )
+    with pytest.raises(RunError, match="raised KeyError"):
+        run_stage(
+            "ppo",
+            tmp_path / "run",
+            policy={"path": str(make_model("llama"))},
+            rewards=[{"type": "function", "function": f"{judge}:ones"}],
+            evaluation={"gold": f"{judge}:judge"},
+        )
+    assert read_jsonl(tmp_path / "run/.ppo.partial/metrics.jsonl") == []
+
+
+def test_what_was_trained_is_saved_before_the_last_figures(tmp_path, make_model, run_stage, monkeypatch):
+    monkeypatch.setattr(sft_stage, "_evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, evaluation={"every_steps": None})
+    assert (tmp_path / ".sft.partial/model/model.safetensors").is_file()
+
+
+def test_a_reward_function_may_use_dataclasses_and_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 2.5\n")
+    (tmp_path / "reward.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport neighbour_of_reward\n\n\n"
+        "@dataclass\nclass Two:\n    value: float\n\n\n"
+        "def f(prompts, responses, rows):\n    return [Two(neighbour_of_reward.VALUE).value for _ in prompts]\n"
+    )
+    assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
+
+
+def test_the_scale_of_scored_targets_is_stored_with_the_model(tmp_path, make_model, data, run_stage):
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
+    run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"])})
+    config = AutoConfig.from_pretrained(tmp_path / "rm/model")
+    assert config.target_std > 0
+    assert config.score_std > 0
+    assert math.isfinite(config.target_mean)

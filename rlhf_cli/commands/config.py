@@ -32,15 +32,18 @@ def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
     print(dump_config(load_stage_config(_stage_of(file, stage), file, overrides)), end="")
 
 
-def schema(stage: str) -> None:
-    """Print the JSON Schema."""
-    print(json.dumps(config_schema(CONFIGS[_known(stage)]), indent=2))
+def schema(stage: str | None) -> None:
+    """Print the JSON Schema of a stage, or of all by name."""
+    if stage is not None:
+        print(json.dumps(config_schema(CONFIGS[_known(stage)]), indent=2))
+    else:
+        print(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
 
 
 def _expand(files: Sequence[Path]) -> list[Path]:
     found = []
     for file in files:
-        inside = sorted(file.glob("*.yaml")) if file.is_dir() else []
+        inside = (sorted(file.glob("*.yaml")) or sorted(file.glob("*/*.yaml"))) if file.is_dir() else []
         if file.is_dir() and not inside:
             raise ConfigError(f"{file}: no .yaml file in it")
         found += inside or [file]
@@ -58,5 +61,5 @@ def _stage_of(file: Path, stage: str | None) -> str:
 
 def _known(stage: str) -> str:
     if stage not in STAGES:
-        raise ConfigError(f"--stage {stage}: unknown, must be one of {', '.join(STAGES)}")
+        raise ConfigError(f"stage {stage}: unknown, must be one of {', '.join(STAGES)}")
     return stage

@@ -9,7 +9,8 @@ from pathlib import Path
 from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.config.schemas import STAGES
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.training.launch import Run, load_stage_config, run_stage
+from rlhf_cli.training.identity import require_files
+from rlhf_cli.training.launch import Run, explained, load_stage_config, run_stage
 from rlhf_cli.training.progress import Display
 
 
@@ -23,14 +24,19 @@ def run_pipeline(
 ) -> None:
     """Run `sft.yaml`, `rm.yaml`, `ppo.yaml` of `directory`, those that are there.
 
-    All configs are read before the first stage starts. A stage that is finished and whose config, data and
-    inputs are unchanged is skipped; one that runs gives the stages behind it a new input, so they run too.
+    All configs are read, and the files that they name looked for, before the first stage starts. A stage that
+    is finished and whose config, data and inputs are unchanged is skipped; one that runs gives the stages
+    behind it a new input, so they run too.
     """
     configs = {stage: directory / f"{stage}.yaml" for stage in STAGES if (directory / f"{stage}.yaml").is_file()}
     if not configs:
         raise ConfigError(f"{directory}: no sft.yaml, rm.yaml or ppo.yaml in it, a folder of configs is needed")
     chosen = {stage: overrides_for(stage, overrides) for stage in configs}
-    roots = {load_stage_config(stage, path, chosen[stage]).artifacts for stage, path in configs.items()}
+    loaded = {stage: load_stage_config(stage, path, chosen[stage]) for stage, path in configs.items()}
+    for stage, config in loaded.items():
+        with explained(configs[stage], config.artifacts):
+            require_files(config)
+    roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
     root = roots.pop()
@@ -58,6 +64,8 @@ def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
     chosen = []
     for text in overrides:
         head, colon, rest = text.partition(":")
+        if colon and head.isalpha() and head not in STAGES:
+            raise ConfigError(f"--set {text}: {head}: is no stage, the prefix is sft:, rm: or ppo:")
         if colon and head in STAGES:
             if head == stage:
                 chosen.append(rest)

@@ -24,7 +24,11 @@ def show_status(root: Path) -> None:
         raise ArtifactError(f"{root}: no such artifact root. Give the `artifacts` of the configs")
     rows = []
     for stage in STAGES:
-        manifest = read_manifest(stage_directory(root, stage))
+        try:
+            manifest = read_manifest(stage_directory(root, stage))
+        except ArtifactError as error:
+            rows.append([stage, f"broken: {error}", "", "", ""])
+            continue
         unfinished = partial_directory(root, stage).is_dir()
         if manifest is None:
             rows.append([stage, "unfinished" if unfinished else "not run", "", "", ""])
@@ -32,6 +36,10 @@ def show_status(root: Path) -> None:
         state = _state(root, stage, manifest) + (" (and an unfinished run beside it)" if unfinished else "")
         figures = [f"{k.split('/', 1)[-1]} {manifest.metrics[k]:.4g}" for k in SHOWN[stage] if k in manifest.metrics]
         rows.append([stage, state, manifest.finished, f"{manifest.seconds:.0f}", ", ".join(figures)])
+    if all(row[1] == "not run" for row in rows):
+        runs = sorted(path.parent.parent for path in root.glob("*/*/manifest.json"))
+        if runs:
+            raise ArtifactError(f"{root}: no run, but runs are in it: {', '.join(map(str, dict.fromkeys(runs)))}")
     Display("status", quiet=False).table(str(root), ["stage", "state", "finished", "seconds", "figures"], rows)
 
 

@@ -16,7 +16,16 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _parts(select: str) -> str:
+    for part in select.split(","):
+        k, n = map(int, part.split("/"))
+        if k >= n:
+            raise ValueError(f"part {part} does not exist, the {n} parts are 0/{n} to {max(n - 1, 0)}/{n}")
+    return select
 
 
 class Section(BaseModel):
@@ -42,8 +51,8 @@ class DataSource(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
     limit: PositiveInt | None = None
-    """Read only the first rows."""
-    select: Annotated[str, Field(pattern=r"^\d+/\d+(,\d+/\d+)*$")] | None = None
+    """Read only the first rows (before `select` chooses among them)."""
+    select: Annotated[str, Field(pattern=r"^\d+/\d+(,\d+/\d+)*$"), AfterValidator(_parts)] | None = None
     """Parts of the file by a hash of each row's prompt, "0/10" the first tenth, "1/10,2/10" two more: one
     file serves as train and test rows, or several stages, and no prompt stands in two parts."""
 
@@ -72,7 +81,7 @@ class Data(Section):
     test: Source | None = None
     """The held-out rows. Without them `test_fraction` of the training rows is held out, by a hash of the
     prompt, so that a prompt never stands on both sides."""
-    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    test_fraction: BelowOne = 0.05
     """The share of the training rows held out where `test` is not given; 0 holds out nothing."""
     prompt_template: PromptTemplate | None = None
     """How a prompt is written, with `{prompt}` in it; `chat` takes the tokenizer's chat template; null takes
@@ -102,7 +111,7 @@ class PromptData(Section):
     """The prompts that rollouts start from."""
     test: Source | None = None
     """Held-out prompts of the evaluation. Without them `test_fraction` of the training prompts is held out."""
-    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    test_fraction: BelowOne = 0.05
     """The share of the prompts held out where `test` is not given, by a hash of the prompt."""
     prompt_template: PromptTemplate | None = None
     """As in the SFT stage; use the same."""
@@ -173,7 +182,7 @@ class ValueModel(Model):
 
 
 class Optimizer(Section):
-    """AdamW (fused where the device has it) with a warm-up and a schedule."""
+    """AdamW (torch's fused one) with a warm-up and a schedule."""
 
     learning_rate: PositiveFloat
     """Peak learning rate."""
@@ -181,9 +190,9 @@ class Optimizer(Section):
     """What follows the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up; the first step after a warm-up's begin has learning rate 0."""
-    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_lr_ratio: BelowOne = 0.0
     """Where cosine and linear end, as a share of the peak."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     """On matrices only; biases and norms are never decayed."""
@@ -201,7 +210,8 @@ class Training(Section):
     minibatch_size: PositiveInt = 16
     """Rows of one optimizer step, over all processes."""
     microbatch_size: PositiveInt | None = None
-    """Rows of one backward pass; less memory, the same gradient. Null takes the whole minibatch."""
+    """Rows of one backward pass of a process; less memory, the same gradient. Null takes all of its share of
+    the minibatch."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -225,6 +235,7 @@ class Stage(Section):
     seed: int = 0
     """Every random draw is counted from this."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a CUDA GPU where torch sees one, else the CPU."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward passes; weights stay float32. auto takes bfloat16 on a GPU that
     has it and float32 elsewhere."""
@@ -382,7 +393,7 @@ class PPO(Section):
     minibatch_size: PositiveInt
     """Responses of one optimizer step, over all processes."""
     microbatch_size: PositiveInt | None = None
-    """Responses of one forward and backward pass; null takes the whole minibatch."""
+    """Responses of one forward and backward pass of a process; null takes all of its share of the minibatch."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout."""
     kl_coef: NonNegativeFloat = 0.05

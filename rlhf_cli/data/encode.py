@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.formats import Demonstration
+from rlhf_cli.data.formats import Demonstration, Message, Prompt
 from rlhf_cli.errors import ArtifactError, DataError
 
 
@@ -29,18 +29,23 @@ def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def prompt_text(prompt: str, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as the model reads it."""
+def prompt_text(
+    prompt: str, template: str | None, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] = ()
+) -> str:
+    """The prompt as the model reads it; `messages` are those of a conversation, before the answer."""
+    if is_chat(messages, template, tokenizer):
+        return _chat_text(tokenizer, messages, generation=True)
     if template is None:
         return prompt
     if template == "chat":
         require_chat_template(tokenizer)
-        return str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-        )
+        return _chat_text(tokenizer, [Message("user", prompt)], generation=True)
     return template.replace("{prompt}", prompt)
+
+
+def is_chat(messages: Sequence[Message], template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Is a row written in the tokenizer's chat template? A conversation is, where there is one."""
+    return bool(messages) and (template == "chat" or (template is None and bool(tokenizer.chat_template)))
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -64,6 +69,26 @@ def encode_prompts(
         first = eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
         encoded.append(bare or ([first] if start else []))
     return encoded
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration | Prompt], template: str | None
+) -> list[list[int]]:
+    """The ids that a response to each row follows: those that SFT has before the row's last answer."""
+    plain = iter(
+        encode_prompts(tokenizer, [r.prompt for r in rows if not _row_is_chat(r, template, tokenizer)], template)
+    )
+    return [
+        _encode_turns(tokenizer, before_answer(row), row.where)[0]
+        if _row_is_chat(row, template, tokenizer)
+        else next(plain)
+        for row in rows
+    ]
+
+
+def before_answer(row: Demonstration | Prompt) -> tuple[Message, ...]:
+    """The messages of a conversation that come before its last answer; none for other rows."""
+    return row.messages if isinstance(row, Prompt) else row.messages[:-1]
 
 
 def encode_pairs(
@@ -103,11 +128,11 @@ def encode_demonstrations(
     learn_all: bool,
 ) -> list[Example]:
     """Rows to training sequences; the prompt is not learnt unless `learn_all`."""
-    plain = [row for row in rows if not _is_chat(row, template, tokenizer)]
+    plain = [row for row in rows if not _row_is_chat(row, template, tokenizer)]
     pairs = iter(encode_pairs(tokenizer, [r.prompt for r in plain], [r.response for r in plain], template))
     examples = []
     for row in rows:
-        if _is_chat(row, template, tokenizer):
+        if _row_is_chat(row, template, tokenizer):
             ids, learnt = _encode_conversation(tokenizer, row)
         else:
             prompt, response = next(pairs)
@@ -122,8 +147,15 @@ def encode_demonstrations(
 def encode_for_classifier(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None
 ) -> list[list[int]]:
-    """Whole texts to ids with the special tokens that an encoder expects, cut at its longest input."""
-    encoded = tokenizer(list(texts), truncation=max_length is not None, max_length=max_length)
+    """Whole texts to ids with the special tokens that an encoder expects.
+
+    One longer than `max_length` loses its beginning: the response that is judged stands at the end.
+    """
+    if not texts:
+        return []
+    tokenizer.truncation_side = "left"
+    limit = max_length if max_length is not None and max_length < 10**9 else None
+    encoded = tokenizer(list(texts), truncation=limit is not None, max_length=limit, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
 
 
@@ -142,33 +174,47 @@ def drop_too_long(items: list[T], length: Callable[[T], int], max_length: int, w
     return kept, len(items) - len(kept)
 
 
-def _is_chat(row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(row.messages) and (template == "chat" or (template is None and bool(tokenizer.chat_template)))
+def _row_is_chat(row: Demonstration | Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return is_chat(row.messages, template, tokenizer)
 
 
-def _encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Demonstration) -> tuple[list[int], list[bool]]:
-    """A conversation in the chat template; every assistant turn is learnt, with the token that ends it."""
+def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation: bool) -> str:
+    plain = [{"role": m.role, "content": m.content} for m in messages]
+    return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
+
+
+def _encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str
+) -> tuple[list[int], list[bool]]:
+    """A conversation in the chat template, turn by turn; every assistant turn is learnt, with what ends it.
+
+    One that ends before an answer ends with the template's invitation to answer, in the very ids that it has
+    when the answer follows.
+    """
     require_chat_template(tokenizer)
-    messages = [{"role": m.role, "content": m.content} for m in row.messages]
+    cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
+    if messages[-1].role != "assistant":
+        cuts.append((len(messages), "before"))
     ids: list[int] = []
     learnt: list[bool] = []
     text = ""
-    for turn, message in enumerate(row.messages):
-        if message.role != "assistant":
-            continue
-        for upto, generation, is_learnt in ((turn, True, False), (turn + 1, False, True)):
-            longer = str(
-                tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=generation)
+    for end, kind in cuts:
+        answered = kind == "answer"
+        longer = _chat_text(tokenizer, messages[: end + answered], generation=not answered)
+        if not longer.startswith(text):
+            raise DataError(
+                f"{where}: the chat template rewrites earlier turns, so the turns can't be told apart. "
+                "Split the conversation into rows of one answer each"
             )
-            if not longer.startswith(text):
-                raise DataError(
-                    f"{row.where}: the chat template rewrites earlier turns, so the turns can't be told apart. "
-                    "Split the conversation into rows of one answer each"
-                )
-            part = _encode(tokenizer, [longer[len(text) :]], special=False)[0]
-            ids += part
-            learnt += [is_learnt] * len(part)
-            text = longer
+        part = _encode(tokenizer, [longer[len(text) :]], special=False)[0]
+        ids += part
+        learnt += [answered] * len(part)
+        text = longer
+    return ids, learnt
+
+
+def _encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Demonstration) -> tuple[list[int], list[bool]]:
+    ids, learnt = _encode_turns(tokenizer, row.messages, row.where)
     eos = int(tokenizer.eos_token_id)
     if eos not in ids[-3:]:
         # Templates end a turn with the EOS token, some with a newline behind it; one that has none gets it.

@@ -78,6 +78,8 @@ class Prompt:
     prompt: str
     where: str
     columns: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    """Of a conversation, all that comes before its last answer."""
 
 
 # ----------------------------------------------------------------------------------------- each stage
@@ -134,17 +136,21 @@ def scored(rows: list[Row]) -> tuple[list[Scored], str]:
 def prompts(rows: list[Row], *, prompt_words: int = 0) -> tuple[list[Prompt], str]:
     """Rows for PPO, and the name of their kind."""
     kind = _kind(rows[0], "ppo")
-    read: Callable[[Row], str] = {
+    read: dict[str, Callable[[Row], str]] = {
         "demonstration": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
         "scored": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
         "prompt": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
-        "conversation": lambda row: _conversation(row).prompt,
         "preference": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
         "transcript pair": lambda row: _transcripts(row, None).prompt,
         "labelled": lambda row: _text(row, prompt_words).prompt,
         "text": lambda row: _text(row, prompt_words).prompt,
-    }[kind]
-    return [Prompt(read(row), row.where, row.values) for row in rows], kind
+    }
+    if kind == "conversation":
+        conversations = [_conversation(row) for row in rows]
+        return [
+            Prompt(c.prompt, c.where, row.values, c.messages[:-1]) for c, row in zip(conversations, rows, strict=True)
+        ], kind
+    return [Prompt(read[kind](row), row.where, row.values) for row in rows], kind
 
 
 def row_key(row: Row) -> str:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
                 yield from _jsonl_rows(path, file)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start} of a block. Convert the file") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: can't be read ({error})") from None
 
 

@@ -6,6 +6,7 @@ directory is said in one line.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.seeding import seeded
 
@@ -81,7 +83,7 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
     # It may come from a reward model, but its values are not scores to be normalised.
-    for key in ("score_mean", "score_std"):
+    for key in ("score_mean", "score_std", "target_mean", "target_std"):
         vars(model.config).pop(key, None)
     return model
 
@@ -172,15 +174,16 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
         model.set_attn_implementation(implementation)
 
 
-def set_dropout_off(model: PreTrainedModel) -> None:
-    """Every dropout probability to zero, so that train() and eval() compute the same."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        # Others keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+def save_facts(model: PreTrainedModel, facts: dict[str, float], directory: Path) -> None:
+    """Add numbers to the config of a saved model, as attributes that `from_pretrained` gives back."""
+    path = directory / "config.json"
+    for key, value in facts.items():
+        setattr(model.config, key, value)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) | facts
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(f"{path}: can't be written ({error.strerror or error})") from None
 
 
 def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_cli.config.schemas import ScratchModel, TokenizerTraining
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.seeding import seeded
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
@@ -73,5 +74,6 @@ def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: in
         # Everything in here is transformers building what the user described; its complaints have many types.
         reason = str(error).strip().splitlines()
         raise ConfigError(f"{where}: no such model can be built ({reason[-1] if reason else error!r})") from None
+    set_dropout_off(model)
     model.generation_config.update(**special)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory
+from rlhf_cli.artifacts import fingerprint, model_directory
 from rlhf_cli.config.schemas import FunctionReward, ModelReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores
+from rlhf_cli.models.limits import longest_input
 from rlhf_cli.models.load import (
     check_vocabulary,
     load_reward_model,
@@ -55,6 +57,14 @@ class RewardModel:
     mean: float
     std: float
     precision: str
+    num_cut: int = 0
+    """Texts so far that were longer than the model takes and lost their beginning."""
+
+    def report(self) -> str:
+        """A line about what was cut, or ""."""
+        return (
+            f"{self.name}: {self.num_cut} texts lost their beginning, the model takes no more" if self.num_cut else ""
+        )
 
     def score(self, judged: Judged) -> torch.Tensor:
         """Normalised scores, [B] float32 on the CPU, each read at the last token of its response."""
@@ -67,6 +77,8 @@ class RewardModel:
                 [p + r for p, r in zip(judged.prompts, judged.responses, strict=True)],
                 judged.ended,
             )
+            longest = longest_input(self.model, self.tokenizer)
+            self.num_cut += sum(len(ids) >= longest for ids in sequences)
         scores = score_sequences(self.model, sequences, self.precision, label=self.label)
         return (scores - self.mean) / self.std
 
@@ -78,6 +90,9 @@ class PythonFunction:
     name: str
     weight: float
     function: Callable[..., Any]
+
+    def report(self) -> str:
+        return ""
 
     def score(self, judged: Judged) -> torch.Tensor:
         """Its numbers, [B] float32; raises RunError where they are not one finite number a row."""
@@ -192,27 +207,20 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
     return output.logits.float()
 
 
-def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The tokens that a classifier takes at most: RoBERTa has 514 positions and takes 512 of them."""
-    limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
-    return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
-
-
 def encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
 ) -> list[list[int]]:
     """Texts for a reward model with its own tokenizer; a causal one gets EOS where the response ended."""
     longest = longest_input(model, tokenizer)
-    sequences = encode_for_classifier(tokenizer, texts, longest)
     eos = tokenizer.eos_token_id
-    if reads_last_token(model) and eos is not None:
-        sequences = [
-            [*ids, int(eos)] if end and ids[-1:] != [int(eos)] else ids
-            for ids, end in zip(sequences, ended, strict=True)
-        ]
-        if longest is not None:
-            sequences = [ids[-longest:] for ids in sequences]
-    return [ids or [int(eos or 0)] for ids in sequences]
+    if not reads_last_token(model) or eos is None:
+        return encode_for_classifier(tokenizer, texts, longest)
+    # A causal one gets an EOS of its own where the response ended.
+    sequences = []
+    for ids, end in zip(encode_for_classifier(tokenizer, texts, longest - 1), ended, strict=True):
+        bare = ids[:-1] if ids[-1:] == [int(eos)] else ids
+        sequences.append([*bare, int(eos)] if end or not bare else bare)
+    return sequences
 
 
 # ------------------------------------------------------------------------------------- user's functions
@@ -223,14 +231,20 @@ def load_function(reference: str) -> Callable[..., Any]:
     path, _, name = reference.rpartition(":")
     if not Path(path).is_file():
         raise ConfigError(f"{reference}: no such file (looked from {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"rlhf_user_{Path(path).stem}", path)
+    place = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"rlhf_user_{place.stem}_{fingerprint(path)[:8]}", place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up, and the file may import its neighbours.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(place.parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path}: can't be imported ({type(error).__name__}: {error})") from error
+    finally:
+        sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{reference}: {path} has no function {name}")

@@ -47,11 +47,6 @@ class Rollout:
     score_s: float
     """Seconds that the log-probabilities and values took."""
 
-    @property
-    def sequences(self) -> list[list[int]]:
-        """Prompt and response ids together, [B] lists."""
-        return [p.ids + r.ids for p, r in zip(self.prompts, self.responses, strict=True)]
-
 
 def collect(
     prompts: Sequence[PromptRow],

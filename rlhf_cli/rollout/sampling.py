@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.errors import ConfigError
 from rlhf_cli.seeding import generator
 
 COMPACT_BELOW = 0.75
@@ -43,20 +42,6 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = set(found) if isinstance(found, list | tuple) else {found}
     return {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
-
-
-def check_positions(model: PreTrainedModel, longest: int, key: str) -> None:
-    """Raise ConfigError where prompt and response together are longer than the model's positions."""
-    check_length(longest, getattr(model.config, "max_position_embeddings", None), key)
-
-
-def check_length(longest: int, limit: int | None, key: str) -> None:
-    """Raise ConfigError where sequences may be longer than a model takes."""
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"{key}: sequences may have {longest} tokens, prompt and response together, the model has {limit} "
-            f"positions. Lower {key} or the longest prompt"
-        )
 
 
 @torch.no_grad()

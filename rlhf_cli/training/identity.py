@@ -5,10 +5,12 @@ No torch here: `rlhf pipeline` and `rlhf status` ask this of every stage before 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import fingerprint, require_stage
-from rlhf_cli.config.schemas import Stage
+from rlhf_cli.artifacts import MissingStageError, fingerprint, require_stage
+from rlhf_cli.config.schemas import STAGES, Stage
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
 NOT_PART = {"artifacts", "device"}
 """Keys that say where a stage runs and not what it computes."""
@@ -27,3 +29,34 @@ def require_inputs(config: Stage) -> None:
     """Raise MissingStageError for the first stage of the run that this one stands on and that is not there."""
     for stage in config.needs:
         require_stage(config.artifacts, stage)
+
+
+def require_files(config: Stage) -> None:
+    """Raise for the first path of a config that can only mean a file here and is not there.
+
+    A path that could be a hub id is left to whoever loads it. One that ends in a stage's name is taken for a
+    finished stage that has yet to run.
+    """
+    for role, source in config.sources.items():
+        if is_local(source.path) and not Path(source.path).exists():
+            raise DataError(
+                f"data.{role}: {source.path}: no such file (looked from {Path.cwd()}). "
+                "Give a path that exists or a hub dataset's id"
+            )
+    own = {f"{config.artifacts}/{stage}" for stage in STAGES}
+    for role, (path, _) in config.inputs.items():
+        place = Path(path)
+        if place.exists() or path in own:
+            continue
+        if place.suffix == ".py":
+            raise ConfigError(f"{role}: {path}: no such file (looked from {Path.cwd()})")
+        if place.name in STAGES and len(place.parts) > 2:
+            raise MissingStageError(place.parent, place.name)
+        if is_local(path):
+            raise ArtifactError(f"{role}: {path}: no such directory (looked from {Path.cwd()})")
+
+
+def is_local(path: str) -> bool:
+    """Can this path only mean a place on this machine? A hub id is a name or owner/name without an ending."""
+    endings = (".jsonl", ".json", ".csv", ".parquet", ".gz")
+    return path.startswith((".", "/", "~")) or path.endswith(endings) or path.count("/") > 1

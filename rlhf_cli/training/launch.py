@@ -1,7 +1,7 @@
 """From a command line to a stage and to an exit code, for `rlhf <stage>` and `torchrun -m stages.<stage>`.
 
-0 done, 1 the run's or ours, 2 the user's mistake, 130 interrupted. The config is read and checked before
-anything heavy is imported.
+0 done, 1 the run's or ours, 2 the user's mistake, 130 interrupted. `rlhf <stage>` reads and checks the config
+before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_cli import artifacts
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import CONFIGS, Stage
 from rlhf_cli.errors import ArtifactError, RunError, UserError
-from rlhf_cli.training.identity import identity, require_inputs
+from rlhf_cli.training.identity import identity, require_files, require_inputs
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -47,8 +47,14 @@ def run_stage(
     silent = quiet or os.environ.get("RANK", "0") != "0"
     with explained(config_path, config.artifacts):
         require_inputs(config)
-        why = artifacts.why_run(config.artifacts, stage, identity(config))
+        require_files(config)
         place = artifacts.stage_directory(config.artifacts, stage)
+        try:
+            why = artifacts.why_run(config.artifacts, stage, identity(config))
+        except ArtifactError:
+            if not restart:
+                raise
+            why = "its manifest can't be read"
         if why is None and not restart:
             if not silent:
                 print(
@@ -56,7 +62,7 @@ def run_stage(
                     flush=True,
                 )
             return False
-        if not silent and (why or restart):
+        if not silent and why != "":
             reason = why or "--restart"
             print(
                 f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",
@@ -108,8 +114,11 @@ def main(stage: str, run: Run) -> None:
     parser.add_argument("--restart", action="store_true", help="run again even if finished and unchanged")
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args()
-    sys.exit(
-        exit_code(
-            lambda: run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)
-        )
+    code = exit_code(
+        lambda: run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)
     )
+    if code == 0:
+        from rlhf_cli.training import distributed
+
+        distributed.stop()
+    sys.exit(code)

@@ -44,6 +44,14 @@ class Stepper:
         return norm.item()
 
 
+def warmup_warning(warmup_steps: int, steps: int) -> str:
+    """What to say where the warm-up outlasts the run."""
+    return (
+        f"optimizer.warmup_steps is {warmup_steps} and the run has {steps} steps: the learning rate never reaches "
+        "its peak. Shorten the warm-up"
+    )
+
+
 def build_stepper(
     model: torch.nn.Module, config: Optimizer, total_steps: int, *, learning_rate: float | None = None
 ) -> Stepper:

@@ -16,8 +16,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class Display:
     """Progress, notes and tables of one stage; says nothing on processes other than the first or when quiet."""
 
-    def __init__(self, stage: str, *, quiet: bool):
-        self.stage, self.quiet = stage, quiet
+    def __init__(self, stage: str, *, quiet: bool, silent: bool = False):
+        self.stage, self.quiet, self.silent = stage, quiet or silent, silent
         self.console = Console(highlight=False, soft_wrap=not Console().is_terminal)
         self._live: Progress | None = None
         self._task: Any = None
@@ -68,7 +68,9 @@ class Display:
             self.console.print(f"{self.stage}: {text}", markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that is printed even when quiet."""
+        """A line that is printed even when quiet (and by one process only)."""
+        if self.silent:
+            return
         self.console.print(f"{self.stage}: warning: {text}", markup=False, style="yellow")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -35,7 +35,7 @@ class StageRun:
         require_inputs(config)
         self.identity = identity(config)
         self.world = distributed.start(config.device)
-        self.display = Display(stage, quiet=quiet or not self.world.is_main)
+        self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
         self.started = time.monotonic()
 
@@ -74,8 +74,12 @@ class StageRun:
     def publish(self, metrics: dict[str, float]) -> None:
         """Make what was built the finished stage; `metrics` are its final figures."""
         self.world.barrier()
-        if not self.world.is_main:
-            return
+        if self.world.is_main:
+            self._publish(metrics)
+        # Nobody goes on to a stage that stands on this one before it is there.
+        self.world.barrier()
+
+    def _publish(self, metrics: dict[str, float]) -> None:
         self._metrics.close()
         self._samples.close()
         try:
