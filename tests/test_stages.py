@@ -685,7 +685,8 @@ def test_prompts_that_leave_no_room_are_not_sampled(tmp_path, make_model, run_st
 def test_a_judge_that_fails_does_so_before_training(tmp_path, make_model, run_stage):
     judge = tmp_path / "judge.py"
     judge.write_text(
-        "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\ndef judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
+        "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\n"
+        "def judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
     )
     with pytest.raises(RunError, match="raised KeyError"):
         run_stage(
@@ -717,7 +718,7 @@ def test_a_reward_function_may_use_dataclasses_and_its_neighbours(tmp_path):
 
 def test_the_scale_of_scored_targets_is_stored_with_the_model(tmp_path, make_model, data, run_stage):
     run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
-    run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"])})
+    run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"]), "test": str(data["scored"])})
     config = AutoConfig.from_pretrained(tmp_path / "rm/model")
     assert config.target_std > 0
     assert config.score_std > 0
