@@ -34,7 +34,7 @@ def show_status(root: Path) -> None:
             rows.append([stage, "unfinished" if unfinished else "not run", "", "", ""])
             continue
         state = _state(root, stage, manifest) + (" (and an unfinished run beside it)" if unfinished else "")
-        figures = [f"{k.split('/', 1)[-1]} {manifest.metrics[k]:.4g}" for k in SHOWN[stage] if k in manifest.metrics]
+        figures = [f"{k.removeprefix('eval/')} {manifest.metrics[k]:.4g}" for k in SHOWN[stage] if k in manifest.metrics]
         rows.append([stage, state, manifest.finished, f"{manifest.seconds:.0f}", ", ".join(figures)])
     if all(row[1] == "not run" for row in rows):
         runs = sorted(path.parent.parent for path in root.glob("*/*/manifest.json"))
