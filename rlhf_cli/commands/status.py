@@ -34,13 +34,16 @@ def show_status(root: Path) -> None:
             rows.append([stage, "unfinished" if unfinished else "not run", "", "", ""])
             continue
         state = _state(root, stage, manifest) + (" (and an unfinished run beside it)" if unfinished else "")
-        figures = [f"{k.removeprefix('eval/')} {manifest.metrics[k]:.4g}" for k in SHOWN[stage] if k in manifest.metrics]
-        rows.append([stage, state, manifest.finished, f"{manifest.seconds:.0f}", ", ".join(figures)])
+        known = [key for key in SHOWN[stage] if key in manifest.metrics]
+        figures = [f"{key.removeprefix('eval/')} {manifest.metrics[key]:.4g}" for key in known]
+        rows.append(
+            [stage, state, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", ", ".join(figures)]
+        )
     if all(row[1] == "not run" for row in rows):
         runs = sorted(path.parent.parent for path in root.glob("*/*/manifest.json"))
         if runs:
             raise ArtifactError(f"{root}: no run, but runs are in it: {', '.join(map(str, dict.fromkeys(runs)))}")
-    Display("status", quiet=False).table(str(root), ["stage", "state", "finished", "seconds", "figures"], rows)
+    Display("status", quiet=False).table(str(root), ["stage", "state", "finished (UTC)", "seconds", "figures"], rows)
 
 
 def _state(root: Path, stage: str, manifest: Manifest) -> str:
