@@ -4,93 +4,82 @@
     torchrun --nproc-per-node 2 -m stages.ppo --config configs/support/ppo.yaml
 
 Reads   prompts, the SFT model (policy and ref_policy), the reward model (and value_model's start)
-Writes  <artifacts>/ppo/model, value_model, metrics.jsonl, samples.jsonl, evaluation.json
+Writes  <artifacts>/ppo/model, value_model, metrics.jsonl, health.jsonl, samples.jsonl, evaluation.json;
+        where asked for ema_model, best_model, evaluations.jsonl
 
 Each iteration:
 
- 1. rollout: sample a response to each prompt at the temperature that every log-probability is taken at
- 2. score: the rewards' weighted sum, read at the last real token; a missing EOS costs a penalty
- 3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last token
+ 1. rollout: sample responses to prompts; ratio, KL and entropy are of the very distribution that was sampled
+    from, its temperature and filters included
+ 2. score: the rewards' weighted sum, normalised, clipped, less the penalties (missing EOS, length)
+ 3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last real token
     (Ziegler et al. 2019, eq. 2)
  4. advantages by GAE (Schulman et al. 2016, eq. 16), returns = advantages + values; advantages are whitened
-    over the whole rollout
- 5. ppo_epochs x minibatches x microbatches: clipped policy loss (Schulman et al. 2017, eq. 7) and clipped
-    value loss, each a sum over response tokens divided by their number in the whole minibatch
+    over the whole rollout. Without a value model: reward to go, or a comparison of a prompt's responses
+ 5. update: ppo_epochs x minibatches x microbatches: clipped policy loss (Schulman et al. 2017, eq. 7) and
+    clipped value loss, each a sum over response tokens divided by their number in the whole minibatch
+ 6. health: what went wrong is said by name, with what to try
 
-and at the end SFT against PPO on held-out prompts.
+and at the end SFT against PPO on held-out prompts. docs/ppo.md has each detail's reason and its test.
 
-Left out on purpose: sampling filters (they would sample from another distribution than the one that is
-scored), dropout (the ratio would not be 1 before the first step), a KL term in the loss beside the one in the
-reward (it would be counted twice).
+Left out on purpose: dropout (the ratio would not be 1 before the first step), a KL in the reward and in the
+loss at once (it would be counted twice), the value model's Huber loss (not shown to help).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.advantages import gae, token_rewards
-from rlhf_cli.algorithms.kl import kl_estimate
-from rlhf_cli.algorithms.policy import policy_loss
-from rlhf_cli.algorithms.value import explained_variance, value_loss
-from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.schemas import ModelReward, PPOConfig
+from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.aggregation import loss_weights
+from rlhf_cli.algorithms.controllers import adaptive_kl_coef, adaptive_policy_kl_coef
+from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss, truncated_importance
+from rlhf_cli.algorithms.value import value_loss
+from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.data.encode import drop_too_long, encode_rows, prompt_text, require_eos
-from rlhf_cli.data.formats import prompts as read_prompts
-from rlhf_cli.data.split import read_split
-from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.models.limits import check_positions
-from rlhf_cli.models.load import (
-    check_vocabulary,
-    load_policy,
-    load_tokenizer,
-    new_value_model,
-    prepare,
-    save,
+from rlhf_cli.learner.figures import (
+    Best,
+    compare,
+    gold_of,
+    iteration_metrics,
+    judged,
+    keep_samples,
+    measure_reference,
+    measurement,
+    save_policy,
+    save_value_model,
+    stop_at_bad_batch,
 )
+from rlhf_cli.learner.setup import Learner, load_learner, new_health, plan
+from rlhf_cli.models.forward import autocast, target_logits
+from rlhf_cli.rewards.score import shaped_score
 from rlhf_cli.rewards.sources import (
-    Judged,
-    RewardModel,
-    RewardSource,
-    call,
-    load_function,
-    load_rewards,
-    named_numbers,
+    Scores,
     total_score,
 )
-from rlhf_cli.rollout.evaluation import Evaluation, evaluate
 from rlhf_cli.rollout.experience import (
-    PromptRow,
+    Experience,
     Rollout,
     collect,
-    decode_responses,
-    response_logprobs,
-    response_values,
+    merge,
+    score_tokens,
 )
-from rlhf_cli.rollout.sampling import Response, stop_ids, uniforms
+from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
 from rlhf_cli.seeding import generator
-from rlhf_cli.tensor_ops import masked_whiten, pad_rows
+from rlhf_cli.tensor_ops import masked_whiten, pad_rows, token_logprobs
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
-from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
 
-STATISTICS = (
-    "loss/policy",
-    "loss/value",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "policy/ratio",
-    "value/clip_fraction",
-    "value/error",
-)
-"""What a minibatch reports; each adds up over its microbatches and processes."""
 SHOWN = ("objective/score", "objective/kl", "response/length", "value/explained_variance")
 
 
@@ -99,385 +88,463 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
     with StageRun("ppo", config, quiet=quiet) as stage:
         world, display, ppo = stage.world, stage.display, config.ppo
         require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
-
-        # The four models and the prompts.
-        path = model_directory(config.stage_model(config.policy.path, "sft"))
-        tokenizer = load_tokenizer(path, config.policy.revision)
-        policy, ref_policy = (
-            load_policy(path, config.policy.revision),
-            load_policy(path, config.policy.revision),
-        )
-        check_vocabulary(policy, tokenizer, path)
-        require_eos(tokenizer, path)
-        rewards, notes = load_rewards(config.rewards, config.artifacts, tokenizer, world.device, config.precision)
-        value_model, note = _value_model(config, path, rewards)
-        models = (policy, ref_policy, value_model)
-        lines = [*notes, note, *(prepare(model, world.device) for model in models)]
-        ref_policy.requires_grad_(False)
-        for line in dict.fromkeys(lines):
-            if line:
-                display.note(line)
-        train, test = _prompts(config, tokenizer, stage)
-        longest = max(len(p.ids) for p in train + test) + config.rollout.max_new_tokens
-        readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
-        for model in (policy, value_model, *readers):
-            check_positions(model, longest, "rollout.max_new_tokens")
-        stop = stop_ids(policy, tokenizer)
-
-        steps = ppo.num_iterations * ppo.steps_per_iteration
-        policy_stepper = build_stepper(policy, config.optimizer, steps)
-        value_stepper = build_stepper(
-            value_model, config.optimizer, steps, learning_rate=config.value_model.learning_rate
-        )
-        display.note(
-            f"{len(train)} prompts; {ppo.num_iterations} iterations of {ppo.rollout_batch_size} responses "
-            f"({ppo.num_iterations * ppo.rollout_batch_size / len(train):.2f} epochs); "
-            f"{ppo.steps_per_iteration} optimizer steps each = {ppo.ppo_epochs} ppo_epochs x "
-            f"{ppo.rollout_batch_size // ppo.minibatch_size} minibatches of {ppo.minibatch_size}"
-        )
-
-        if config.optimizer.warmup_steps >= steps:
-            display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
+        learner = load_learner(config, stage)
+        health = new_health(learner)
+        display.block("plan", plan(learner))
 
         # SFT on the held-out prompts: before training, so that a judge that fails does so now.
-        measure = _measurement(ref_policy, tokenizer, test, rewards, config, stage, stop)
-        before = measure(ref_policy) if test else None
+        measure = measurement(learner)
+        before = measure() if learner.test else None
         if before is None:
             display.note("no held-out prompts, so no figures of SFT against PPO")
+        else:
+            health.check_evaluation(0, before.scores, gold_of(before))
+        best = Best(config, before)
+        if ppo.score_normalization == "reference":
+            measure_reference(learner)
 
+        recent: deque[tuple[int, Experience]] = deque(maxlen=ppo.num_rollouts_per_update)
         display.begin(ppo.num_iterations, "iteration")
         for iteration in range(ppo.num_iterations):
             # 1. Rollout: this process's share of the iteration's prompts and uniforms.
-            numbers = stream(len(train), ppo.rollout_batch_size, iteration, config.seed, "ppo prompts")
-            table = uniforms(
-                config.seed, "ppo rollout", iteration, ppo.rollout_batch_size, config.rollout.max_new_tokens
-            )
-            mine = world.shard(list(range(ppo.rollout_batch_size)))
-            rollout = collect(
-                [train[numbers[i]] for i in mine],
-                table[mine],
-                policy,
-                ref_policy,
-                value_model,
-                temperature=config.rollout.temperature,
-                stop=stop,
-                microbatch_size=ppo.microbatch_size or ppo.minibatch_size,
-                precision=config.precision,
-            )
+            rollout = _rollout(learner, iteration)
 
             # 2. Score.
             started = time.monotonic()
-            texts = decode_responses(tokenizer, rollout.responses)
-            score, raw_score, score_metrics = _score(rewards, rollout.prompts, texts, rollout.responses, config)
-            score = score.to(world.device)
+            texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
+            scores = total_score(learner.rewards, judged(learner, rollout.prompts, texts, rollout.responses))
+            score, dense = _score(learner, scores, rollout.responses)
             reward_s = time.monotonic() - started
 
             # 3. Token rewards.
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator="k1")
-            token_reward = token_rewards(score, kl, rollout.response_mask, kl_coef=ppo.kl_coef)
+            token_reward = _token_rewards(learner, rollout, score, dense)
 
             # 4. Advantages.
-            advantages, returns = gae(
-                token_reward,
-                rollout.values,
-                rollout.response_mask,
-                gamma=ppo.gamma,
-                gae_lambda=ppo.gae_lambda,
-            )
-            if ppo.whiten_advantages:
-                advantages = masked_whiten(advantages, rollout.response_mask, reduce=world.sum)
+            advantages, returns = _advantages(learner, rollout, token_reward)
 
-            # 5. Update.
+            # 5. Update: on this rollout and the ones kept before it.
             started = time.monotonic()
-            rates = {
-                "policy/learning_rate": policy_stepper.learning_rate,
-                "value/learning_rate": value_stepper.learning_rate,
-            }
-            update = _update(
-                policy,
-                value_model,
-                policy_stepper,
-                value_stepper,
-                rollout,
+            experience = Experience(
+                rollout.prompts,
+                rollout.responses,
+                rollout.response_mask,
+                rollout.logprobs,
+                rollout.ref_logprobs,
+                rollout.values,
                 advantages,
                 returns,
-                config,
-                world,
-                iteration,
             )
+            recent.append((iteration, experience if ppo.num_rollouts_per_update == 1 else experience.to("cpu")))
+            batch = merge([_refreshed(learner, part, made < iteration) for made, part in recent])
+            update = _update(learner, batch, iteration)
             update_s = time.monotonic() - started
 
-            metrics = _metrics(rollout, raw_score, score_metrics, kl, token_reward, returns, world)
-            metrics |= (
-                update
-                | rates
-                | {
-                    "time/sample_s": rollout.sample_s,
-                    "time/score_s": rollout.score_s + reward_s,
-                    "time/update_s": update_s,
-                }
-            )
+            # 6. Figures and health; then the coefficients that follow the KL.
+            metrics = iteration_metrics(learner, rollout, texts, scores, kl, token_reward, returns)
+            metrics |= update | {
+                "objective/kl_coef": learner.kl_coef,
+                "time/sample_s": rollout.sample_s,
+                "time/score_s": rollout.score_s + reward_s,
+                "time/update_s": update_s,
+            }
+            _follow_kl(learner, experience, metrics)
             stage.log(iteration + 1, metrics, SHOWN)
-            stage.sample(
-                {
-                    "step": iteration + 1,
-                    "prompt": rollout.prompts[0].text,
-                    "response": texts[0],
-                    "score": raw_score[0].item(),
-                    "kl": kl[0].sum().item(),
-                }
-            )
+            keep_samples(learner, rollout, texts, scores, kl, iteration)
+            findings = health.check(iteration + 1, metrics)
+            stage.report(iteration + 1, findings, health.line(findings, metrics))
+            every = config.evaluation.every_iterations
+            if before is not None and every is not None and (iteration + 1) % every == 0:
+                now = measure()
+                stage.record("evaluations", {"step": iteration + 1, **now.metrics})
+                findings = health.check_evaluation(iteration + 1, now.scores, gold_of(now))
+                stage.report(iteration + 1, findings, None)
+                if best.is_better(iteration + 1, now) and world.is_main:
+                    save_policy(learner, "best_model")
         display.end()
 
         # The product is saved before anything else can fail; then what it was before, and what it is now.
-        policy.generation_config.update(
-            do_sample=True, temperature=config.rollout.temperature, top_k=0, top_p=1.0, eos_token_id=sorted(stop)
-        )
         if world.is_main:
-            save(policy, tokenizer, stage.directory / "model")
-            save(value_model, tokenizer, stage.directory / "value_model")
-        for line in dict.fromkeys(source.report() for source in rewards):
+            save_policy(learner, "model")
+            save_value_model(learner)
+            if learner.average is not None:
+                with learner.average.applied():
+                    save_policy(learner, "ema_model")
+        for line in dict.fromkeys(source.report() for source in learner.rewards):
             if line:
                 display.note(line)
-        final = _compare(before, measure(policy), test, config, stage) if before is not None else {}
+        final = {} if before is None else compare(learner, before, measure(), best)
         stage.publish(final)
 
 
-def _update(
-    policy: PreTrainedModel,
-    value_model: PreTrainedModel,
-    policy_stepper: Stepper,
-    value_stepper: Stepper,
-    rollout: Rollout,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    config: PPOConfig,
-    world: World,
-    iteration: int,
-) -> dict[str, float]:
-    """`ppo_epochs` passes over the rollout, in minibatches drawn anew each time; returns mean statistics.
-
-    A minibatch is one optimizer step of each model; its microbatches' losses are sums over tokens divided by
-    the tokens of the whole minibatch over all processes, so their gradients add up to the minibatch's own.
-    """
-    ppo = config.ppo
-    steps: list[dict[str, float]] = []
-    for epoch in range(ppo.ppo_epochs):
-        draw = generator(config.seed, "ppo minibatches", iteration, epoch)
-        order = torch.randperm(ppo.rollout_batch_size, generator=draw).tolist()
-        for minibatch in chunks(order, ppo.minibatch_size):
-            # The minibatch is the same however many processes there are; this one has its own rows of it.
-            rows = sorted(i // world.size for i in minibatch if i % world.size == world.rank)
-            num_tokens = world.sum(rollout.response_mask[rows].sum()).item()
-            sums = dict.fromkeys(STATISTICS, 0.0)
-            for part in chunks(rows, ppo.microbatch_size):
-                prompts, responses = [rollout.prompts[i] for i in part], [rollout.responses[i] for i in part]
-                mask, lengths = rollout.response_mask[part], [len(r.ids) for r in responses]
-                new_logprobs = pad_rows(
-                    response_logprobs(policy, prompts, responses, config.rollout.temperature, config.precision),
-                    lengths,
-                )
-                new_values = pad_rows(response_values(value_model, prompts, responses, config.precision), lengths)
-                width = new_logprobs.shape[1]
-                mask = mask[:, :width]
-                loss, policy_stats = policy_loss(
-                    new_logprobs,
-                    rollout.logprobs[part, :width],
-                    advantages[part, :width],
-                    mask,
-                    clip_range=ppo.clip_range,
-                    num_tokens=num_tokens,
-                )
-                error, value_stats = value_loss(
-                    new_values,
-                    rollout.values[part, :width],
-                    returns[part, :width],
-                    mask,
-                    value_clip_range=ppo.value_clip_range,
-                    num_tokens=num_tokens,
-                )
-                # Two models, two graphs: neither loss reaches the other model's weights.
-                loss.backward()
-                (ppo.vf_coef * error).backward()
-                stats = {"loss/policy": loss, "loss/value": error, **policy_stats, **value_stats}
-                for key, value in stats.items():
-                    sums[key] += value.item()
-            sums = world.sum_floats(sums)
-            if not (math.isfinite(sums["loss/policy"]) and math.isfinite(sums["loss/value"])):
-                raise RunError(
-                    f"ppo iteration {iteration + 1}: the policy loss is {sums['loss/policy']}, the value loss "
-                    f"{sums['loss/value']}, nothing was stepped. Lower optimizer.learning_rate"
-                )
-            sums["policy/grad_norm"] = policy_stepper.step(world, f"ppo iteration {iteration + 1}, policy")
-            sums["value/grad_norm"] = value_stepper.step(world, f"ppo iteration {iteration + 1}, value model")
-            steps.append(sums)
-    means = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-    # Before the first step policy and sampler are the same model: anything but 1 is a bug.
-    return means | {"policy/first_ratio": steps[0]["policy/ratio"]}
+# ------------------------------------------------------------------------------------ the iteration
 
 
-def _score(
-    rewards: Sequence[RewardSource],
-    prompts: Sequence[PromptRow],
-    texts: list[str],
-    responses: Sequence[Response],
-    config: PPOConfig,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The score that is optimised, [B], the rewards' own sum before clip and penalty, [B], and each reward."""
-    ended = [response.ended for response in responses]
-    raw, each = total_score(rewards, _judged(prompts, texts, [r.ids for r in responses], ended))
-    score = raw if config.ppo.score_clip is None else raw.clamp(-config.ppo.score_clip, config.ppo.score_clip)
-    score = score - config.ppo.missing_eos_penalty * (~torch.tensor(ended)).float()
-    return score, raw, each
-
-
-def _judged(prompts: Sequence[PromptRow], texts: list[str], response_ids: list[list[int]], ended: list[bool]) -> Judged:
-    return Judged(
-        [p.text for p in prompts],
-        texts,
-        [p.ids for p in prompts],
-        response_ids,
-        ended,
-        [p.row.columns for p in prompts],
+def _rollout(learner: Learner, iteration: int) -> Rollout:
+    """This process's share of the iteration's responses, every size-th of all; a prompt's stand together."""
+    config, world = learner.config, learner.world
+    numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
+    size = config.ppo.rollout_batch_size
+    table = uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
+    mine = world.shard(list(range(size)))
+    return collect(
+        [learner.train[numbers[i // config.rollout.samples_per_prompt]] for i in mine],
+        table[mine],
+        learner.models,
+        sampling=learner.sampling,
+        tokenizer=learner.tokenizer,
+        microbatch_size=config.ppo.microbatch_size or config.ppo.minibatch_size,
+        precision=config.precision,
+        with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
     )
 
 
-def _metrics(
-    rollout: Rollout,
-    score: torch.Tensor,
-    each: dict[str, torch.Tensor],
-    kl: torch.Tensor,
-    token_reward: torch.Tensor,
-    returns: torch.Tensor,
-    world: World,
-) -> dict[str, float]:
-    """The iteration's figures over all processes' responses, from real tokens only.
+def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The score that stands at the last token, [B], and the rewards of single tokens, [B, R]."""
+    lengths = [len(r.ids) for r in responses]
+    at_end = scores.total
+    dense = None
+    if scores.dense is not None:
+        at_end = at_end - torch.tensor([sum(row) for row in scores.dense])
+        dense = pad_rows(torch.tensor([x for row in scores.dense for x in row]), lengths).to(learner.world.device)
+    if learner.scale.kind == "running":
+        learner.scale.take(at_end, learner.world)
+    score = shaped_score(
+        at_end,
+        lengths,
+        [r.ended for r in responses],
+        learner.scale,
+        learner.config.ppo,
+        max_new_tokens=learner.config.rollout.max_new_tokens,
+    )
+    return score.to(learner.world.device), dense
 
-    policy/entropy is the estimate from the sampled tokens; policy/sampler_gap is the largest difference
-    between a log-probability as the sampler saw it and as training computes it.
+
+def _token_rewards(learner: Learner, rollout: Rollout, score: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
+    """The reward of each token, [B, R]; a KL that is a term of the loss has no part in it."""
+    ppo, estimator = learner.config.ppo, learner.config.ppo.kl_estimator_used
+    if ppo.kl_in == "loss":
+        kl = torch.zeros_like(rollout.logprobs)
+    elif estimator == "full":
+        assert rollout.kl_full is not None
+        kl = rollout.kl_full
+    else:
+        assert estimator != "k2_sequence", "the config refuses it"
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator=estimator)
+    if ppo.advantage_estimator == "reinforce_pp_baseline":
+        score = _over_groups(learner, score)
+    rewards = token_rewards(score, kl, rollout.response_mask, kl_coef=learner.kl_coef, dense=dense)
+    if ppo.whiten_rewards:
+        rewards = masked_whiten(rewards, rollout.response_mask, shift_mean=False, reduce=learner.world.sum)
+    return rewards
+
+
+def _advantages(learner: Learner, rollout: Rollout, token_reward: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), [B, R] each; the returns of an estimator without values are read by nobody."""
+    ppo, mask = learner.config.ppo, rollout.response_mask
+    estimator = ppo.advantage_estimator
+    if estimator in ("gae", "monte_carlo"):
+        advantages, returns = gae(
+            token_reward,
+            rollout.values,
+            mask,
+            gamma=ppo.gamma,
+            gae_lambda=ppo.gae_lambda if estimator == "gae" else 1.0,
+            value_lambda=ppo.value_lambda,
+        )
+    else:
+        returns = reward_to_go(token_reward, mask, gamma=ppo.gamma)
+        advantages = returns
+        if estimator in ("rloo", "grpo", "dr_grpo"):
+            # The whole response's reward, its KL with it, against those of the same prompt.
+            advantages = spread(_over_groups(learner, token_reward.sum(1)), mask)
+    if ppo.whitens_advantages:
+        advantages = masked_whiten(advantages, mask, reduce=learner.world.sum)
+    return advantages, returns
+
+
+def _over_groups(learner: Learner, totals: torch.Tensor) -> torch.Tensor:
+    """Each response's number [B] against those of its prompt's other responses, which other processes may have."""
+    world, estimator = learner.world, learner.config.ppo.advantage_estimator
+    kind: Literal["rloo", "grpo", "dr_grpo"] = (
+        "rloo" if estimator == "rloo" else "grpo" if estimator == "grpo" else "dr_grpo"
+    )
+    everyone = torch.tensor(world.interleave(world.gather(totals.double().tolist())), dtype=torch.float64)
+    compared = group_advantages(everyone, samples_per_prompt=learner.config.rollout.samples_per_prompt, kind=kind)
+    return compared[world.rank :: world.size].to(totals)
+
+
+@torch.no_grad()
+def _refreshed(learner: Learner, experience: Experience, is_old: bool) -> Experience:
+    """A rollout as this update sees it, on the compute device.
+
+    One of an older policy gets the log-probabilities and values of the policy as it is now, which the ratio and
+    the value clip then start from, and its advantages the weight of its truncated importance.
     """
-    mask = rollout.response_mask
-    rows = {
-        "objective/score": score,
-        "objective/kl": kl.sum(1),
-        "objective/reward": token_reward.sum(1),
-        "response/length": mask.sum(1),
-        "response/eos_fraction": torch.tensor([r.ended for r in rollout.responses]),
-        **{f"reward/{name}": values for name, values in each.items()},
-    }
-    sums = world.sum_floats({"rows": float(len(score)), **{k: v.cpu().double().sum().item() for k, v in rows.items()}})
-    metrics = {key: sums[key] / sums["rows"] for key in rows}
-    gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item()
-    everyone = world.gather([t[mask].cpu() for t in (rollout.values, returns, rollout.logprobs)])
-    values, all_returns, logprobs = (torch.cat([own[i] for own in everyone]) for i in range(3))
-    return metrics | {
-        "value/explained_variance": explained_variance(values, all_returns, torch.ones_like(values).bool()).item(),
-        "value/mean": values.mean().item(),
-        "policy/entropy": -logprobs.mean().item(),
-        "policy/sampler_gap": max(world.gather(gap)),
-    }
+    experience = experience.to(learner.world.device)
+    if not is_old:
+        return experience
+    config, lengths = learner.config, [len(r.ids) for r in experience.responses]
+    parts = [
+        score_tokens(learner.models, experience.prompts[i : i + n], experience.responses[i : i + n], *_how(learner))
+        for n in [config.ppo.microbatch_size or config.ppo.minibatch_size]
+        for i in range(0, len(lengths), n)
+    ]
+    logprobs = pad_rows(torch.cat([part.logprobs for part in parts]), lengths)
+    values = [part.values for part in parts if part.values is not None]
+    importance = truncated_importance(
+        logprobs, experience.logprobs, experience.response_mask, cap=config.ppo.importance_ratio_cap
+    )
+    return replace(
+        experience,
+        logprobs=logprobs,
+        values=pad_rows(torch.cat(values), lengths) if values else experience.values,
+        advantages=experience.advantages * importance,
+    )
 
 
-def _measurement(
-    ref_policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    test: list[PromptRow],
-    rewards: Sequence[RewardSource],
-    config: PPOConfig,
-    stage: StageRun,
-    stop: set[int],
-) -> Callable[[PreTrainedModel], Evaluation]:
-    """How a policy is measured on the held-out prompts: the same prompts and uniforms whenever it is called."""
-    gold_name = config.evaluation.gold
-    gold = load_function(gold_name) if gold_name is not None else None
+def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, float]:
+    """`ppo_epochs` passes over the experience, in minibatches drawn anew each time; returns mean statistics.
 
-    def score(prompts: Sequence[PromptRow], texts: list[str], ids: list[list[int]], ended: list[bool]) -> list[float]:
-        values: list[float] = total_score(rewards, _judged(prompts, texts, ids, ended))[0].tolist()
-        return values
+    A minibatch is one optimizer step of each model; its microbatches' losses are sums over tokens divided by
+    the tokens of the whole minibatch over all processes, so their gradients add up to the minibatch's own.
+    Whether to step, to skip or to stop is decided by numbers summed over all processes, so by all alike.
+    """
+    config, world, ppo = learner.config, learner.world, learner.config.ppo
+    num_rows = min(iteration + 1, ppo.num_rollouts_per_update) * ppo.rollout_batch_size
+    learns_policy = iteration >= config.value_model.warmup_iterations
+    rates = {"policy/learning_rate": learner.policy_stepper.learning_rate}
+    if learner.value_stepper is not None:
+        rates["value/learning_rate"] = learner.value_stepper.learning_rate
+    step = sum(ppo.updates(i) for i in range(iteration))
+    steps: list[dict[str, float]] = []
+    first_error, num_skipped, stopped = 0.0, 0, False
+    for epoch in range(ppo.ppo_epochs):
+        draw = generator(config.seed, "ppo minibatches", iteration, epoch)
+        order = torch.randperm(num_rows, generator=draw).tolist()
+        for minibatch in chunks(order, ppo.minibatch_size):
+            step += 1
+            if stopped:
+                _step(learner, learns_policy, move=False)
+                continue
+            # The minibatch is the same however many processes there are; this one has its own rows of it.
+            rows = _own_rows(minibatch, ppo.rollout_batch_size, world)
+            sums, error = _backward(learner, batch, rows, step, learns_policy)
+            if not steps:
+                first_error = max(world.gather(error))
+            where = f"ppo iteration {iteration + 1}, step {step}"
+            norms = _norms(learner, learns_policy)
+            if not all(math.isfinite(x) for x in (*sums.values(), *norms.values())):
+                stop_at_bad_batch(learner, batch, rows, where, sums | norms)
+            steps.append(sums | norms)
+            skipped = ppo.max_ratio is not None and sums["policy/ratio"] > ppo.max_ratio
+            stopped = ppo.max_approx_kl is not None and sums["policy/approx_kl"] > ppo.max_approx_kl
+            num_skipped += skipped
+            _step(learner, learns_policy, move=not (skipped or stopped))
+    means = {key: sum(s[key] for s in steps) / len(steps) for key in steps[0]}
+    return (
+        means
+        | rates
+        | {
+            # Before the first step policy and sampler are the same model: anything but 1 is a bug.
+            "policy/first_ratio": steps[0]["policy/ratio"],
+            "policy/first_ratio_error": first_error,
+            "policy/skipped_steps": float(num_skipped),
+            "policy/stopped_early": float(stopped),
+        }
+    )
 
-    def judge(prompts: Sequence[PromptRow], texts: list[str], ended: list[bool]) -> list[dict[str, float]]:
-        assert gold is not None
-        return call(str(gold_name), gold, _judged(prompts, texts, [[]] * len(texts), ended), named_numbers)
 
-    def measure(policy: PreTrainedModel) -> Evaluation:
-        return evaluate(
-            policy,
-            ref_policy,
-            tokenizer,
-            test,
-            uniforms(config.seed, "ppo evaluation", 0, len(test), config.rollout.max_new_tokens),
-            stage.world,
-            score=score,
-            judge=judge if gold is not None else None,
-            temperature=config.rollout.temperature,
-            stop=stop,
-            batch_size=config.ppo.rollout_batch_size,
-            precision=config.precision,
+def _backward(
+    learner: Learner, batch: Experience, rows: list[int], step: int, learns_policy: bool
+) -> tuple[dict[str, float], float]:
+    """The gradients of one minibatch; returns its statistics over all processes, and this one's largest
+    |log ratio|."""
+    config, world, ppo = learner.config, learner.world, learner.config.ppo
+    estimator = ppo.kl_estimator_used
+    num_tokens = world.sum(batch.response_mask[rows].sum()).item()
+    sums: dict[str, float] = {}
+    largest = 0.0
+    for part in chunks(rows, ppo.microbatch_size):
+        prompts, responses = [batch.prompts[i] for i in part], [batch.responses[i] for i in part]
+        lengths = [len(r.ids) for r in responses]
+        mask = batch.response_mask[part, : max(lengths)]
+        logprobs, ref_logprobs, values, advantages, returns = (
+            tensor[part, : max(lengths)]
+            for tensor in (batch.logprobs, batch.ref_logprobs, batch.values, batch.advantages, batch.returns)
+        )
+        now = score_tokens(
+            learner.models,
+            prompts,
+            responses,
+            *_how(learner),
+            with_entropy=ppo.entropy_coef != 0,
+            with_full_kl=ppo.kl_in == "loss" and estimator == "full",
+            detach_backbone=not learns_policy,
+        )
+        new_logprobs = pad_rows(now.logprobs, lengths)
+        largest = max(largest, ((new_logprobs - logprobs).abs() * mask).max().item())
+        weights = loss_weights(
+            mask,
+            aggregation=ppo.loss_aggregation,
+            num_tokens=num_tokens,
+            num_sequences=ppo.minibatch_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+            dtype=new_logprobs.dtype,
         )
 
-    return measure
-
-
-def _compare(
-    before: Evaluation, after: Evaluation, test: list[PromptRow], config: PPOConfig, stage: StageRun
-) -> dict[str, float]:
-    """The table of the end, SFT against PPO, for the eye and as evaluation.json."""
-    sides = {"sft": before, "ppo": after}
-    examples = [
-        {"prompt": test[i].text, **{name: side.example(i) for name, side in sides.items()}}
-        for i in range(min(config.evaluation.num_examples, len(test)))
-    ]
-    whole = {"num_prompts": len(test), "sft": before.metrics, "ppo": after.metrics, "examples": examples}
-    stage.display.before_and_after(whole)
-    if stage.world.is_main:
-        text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
-        (stage.directory / "evaluation.json").write_text(text, encoding="utf-8")
-    return {f"{name}/{key}": v for name, e in sides.items() for key, v in e.metrics.items()}
-
-
-def _value_model(
-    config: PPOConfig, policy_path: str, rewards: Sequence[RewardSource]
-) -> tuple[PreTrainedModel, str | None]:
-    """The value model and a line about where it comes from, if the user should know."""
-    own = [
-        (model_directory(config.stage_model(reward.path, "rm")), reward.revision)
-        for reward, source in zip(config.rewards, rewards, strict=True)
-        if isinstance(reward, ModelReward) and isinstance(source, RewardModel) and source.reads_policy_tokens
-    ]
-    init = config.value_model.init
-    if init == "reward_model" and not own:
-        raise ConfigError(
-            "value_model.init: reward_model, but no reward is a model that reads the policy's tokens. Set it to policy"
-        )
-    if own and init != "policy":
-        return new_value_model(*own[0]), None
-    note = "no reward model reads the policy's tokens: the value model starts from the policy"
-    return new_value_model(policy_path, config.policy.revision), note if init == "auto" else None
-
-
-def _prompts(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> tuple[list[PromptRow], list[PromptRow]]:
-    """The training prompts and the held-out ones."""
-    data = config.data
-    sides: list[list[PromptRow]] = []
-    for what, rows in zip(("train", "test"), read_split(data), strict=True):
-        if not rows:
-            sides.append([])
-            continue
-        prompts, kind = read_prompts(rows, prompt_words=data.prompt_words)
-        if what == "train":
-            stage.display.note(f"{data.train.path}: rows of {kind}")
-        ids = encode_rows(tokenizer, prompts, data.prompt_template)
-        texts = [prompt_text(p.prompt, data.prompt_template, tokenizer, p.messages) for p in prompts]
-        items = [PromptRow(text, i, p) for text, i, p in zip(texts, ids, prompts, strict=True)]
-        kept, dropped = drop_too_long(items, lambda p: len(p.ids), data.max_prompt_length, f"data.{what}")
-        if dropped:
-            stage.display.note(
-                f"data.{what}: {dropped} of {len(items)} prompts longer than {data.max_prompt_length} dropped"
+        # The policy's loss, and what is added to it.
+        if ppo.objective == "clip":
+            policy, stats = policy_loss(
+                new_logprobs,
+                logprobs,
+                advantages,
+                mask,
+                clip_range=ppo.clip_range,
+                clip_range_high=ppo.clip_range_high,
+                dual_clip=ppo.dual_clip,
+                weights=weights,
+                num_tokens=num_tokens,
             )
-        sides.append(kept)
-    return sides[0], sides[1][: config.evaluation.num_prompts]
+        else:
+            policy, stats = penalty_loss(
+                new_logprobs,
+                logprobs,
+                advantages,
+                mask,
+                policy_kl_coef=learner.policy_kl_coef,
+                weights=weights,
+                num_tokens=num_tokens,
+            )
+        stats["loss/policy"] = policy.detach()
+        if ppo.kl_in == "loss":
+            if estimator == "k2_sequence":
+                kl, kl_stats = sequence_k2_loss(
+                    new_logprobs, ref_logprobs, mask, weights=weights, num_tokens=num_tokens
+                )
+            else:
+                if estimator == "full":
+                    assert now.kl_full is not None
+                    each = pad_rows(now.kl_full, lengths)
+                else:
+                    each = kl_estimate(new_logprobs, ref_logprobs, estimator=estimator)
+                kl, kl_stats = kl_loss(each, mask, weights=weights, num_tokens=num_tokens)
+            policy = policy + learner.kl_coef * kl
+            stats |= kl_stats | {"loss/kl": kl.detach()}
+        if now.entropy is not None:
+            bonus, entropy_stats = entropy_bonus(
+                pad_rows(now.entropy, lengths), mask, weights=weights, num_tokens=num_tokens
+            )
+            policy = policy - ppo.entropy_coef * bonus
+            stats |= entropy_stats
+        if config.ptx is not None:
+            # The rows' own loss follows below; both are linear in the mix.
+            policy = mixed_loss(policy, torch.zeros_like(policy), ptx_coef=config.ptx.coef, ptx_mode=config.ptx.mode)
+        total = policy if learns_policy else torch.zeros_like(policy)
+
+        # The value model's loss. With a model of its own the graphs are two: neither reaches the other's weights.
+        if now.values is not None:
+            error, value_stats = value_loss(
+                pad_rows(now.values, lengths),
+                values,
+                returns,
+                mask,
+                value_clip_range=ppo.value_clip_range,
+                weights=weights,
+                num_tokens=num_tokens,
+            )
+            total = total + ppo.vf_coef * error
+            stats |= value_stats | {"loss/value": error.detach()}
+        if total.requires_grad:
+            total.backward()
+        for key, value in stats.items():
+            sums[key] = sums.get(key, 0.0) + value.item()
+    if config.ptx is not None and learns_policy:
+        sums["loss/ptx"] = _ptx_backward(learner, step)
+    return _summed(sums, world), largest
+
+
+def _ptx_backward(learner: Learner, step: int) -> float:
+    """The gradients of the language-model loss on this step's own rows; returns this process's part of it."""
+    config, ptx = learner.config, learner.config.ptx
+    assert ptx is not None
+    size = ptx.minibatch_size or config.ppo.minibatch_size
+    rows = [learner.ptx[i] for i in stream(len(learner.ptx), size, step - 1, config.seed, "ppo ptx")]
+    num_tokens = sum(sum(row.learnt) for row in rows)
+    total = 0.0
+    for part in chunks(learner.world.shard(rows), config.ppo.microbatch_size):
+        with autocast(learner.world.device, config.precision):
+            logits, targets = target_logits(
+                learner.models.policy, [row.ids for row in part], [row.learnt for row in part]
+            )
+        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=num_tokens)
+        mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
+        total += loss.item()
+    return total
+
+
+def _summed(sums: dict[str, float], world: World) -> dict[str, float]:
+    """Each statistic over all processes; one without rows of the minibatch has none to give."""
+    everyone = world.gather(sums)
+    return {key: sum(own.get(key, 0.0) for own in everyone) for key in max(everyone, key=len)}
+
+
+def _norms(learner: Learner, learns_policy: bool) -> dict[str, float]:
+    """Sum the gradients over the processes and clip them; their norms before that."""
+    norms = {}
+    if learns_policy:
+        norms["policy/grad_norm"] = learner.policy_stepper.clip(learner.world)
+    if learner.value_stepper is not None:
+        norms["value/grad_norm"] = learner.value_stepper.clip(learner.world)
+    return norms
+
+
+def _step(learner: Learner, learns_policy: bool, *, move: bool) -> None:
+    """One optimizer step of each model that learns, or, without `move`, one step of the schedules only."""
+    if learns_policy:
+        learner.policy_stepper.advance(move=move)
+        if learner.average is not None and move:
+            learner.average.update()
+    if learner.value_stepper is not None:
+        learner.value_stepper.advance(move=move)
+
+
+def _own_rows(minibatch: Sequence[int], rollout_batch_size: int, world: World) -> list[int]:
+    """Where this process has its rows of a minibatch of global rows, in its own merged rollouts."""
+    own = len(range(world.rank, rollout_batch_size, world.size))
+    places = [divmod(row, rollout_batch_size) for row in minibatch]
+    return sorted(k * own + i // world.size for k, i in places if i % world.size == world.rank)
+
+
+def _how(learner: Learner) -> tuple[Sampling, str]:
+    return learner.sampling, learner.config.precision
+
+
+def _follow_kl(learner: Learner, experience: Experience, metrics: dict[str, float]) -> None:
+    """Move the adaptive coefficients by the iteration's KL, and write what they were moved by."""
+    ppo, world = learner.config.ppo, learner.world
+    if ppo.kl_controller == "adaptive":
+        assert ppo.kl_target is not None
+        learner.kl_coef = adaptive_kl_coef(
+            learner.kl_coef,
+            metrics["objective/kl"],
+            target=ppo.kl_target,
+            horizon=ppo.kl_horizon,
+            num_episodes=ppo.rollout_batch_size,
+        )
+    if ppo.objective == "penalty":
+        metrics["policy/policy_kl_coef"] = learner.policy_kl_coef
+    if ppo.policy_kl_target is not None:
+        # KL(old, new) after the update, by k3 on the newest rollout's tokens.
+        with torch.no_grad():
+            now = _refreshed(learner, experience, True)
+        mask = experience.response_mask
+        kl = kl_estimate(experience.logprobs, now.logprobs.to(experience.logprobs), estimator="k3")
+        sums = world.sum_floats({"kl": (kl * mask).sum().item(), "tokens": float(mask.sum().item())})
+        metrics["policy/kl_after_update"] = sums["kl"] / sums["tokens"]
+        learner.policy_kl_coef = adaptive_policy_kl_coef(
+            learner.policy_kl_coef, metrics["policy/kl_after_update"], target=ppo.policy_kl_target
+        )
 
 
 if __name__ == "__main__":

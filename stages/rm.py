@@ -49,7 +49,7 @@ from rlhf_cli.models.load import (
     save_facts,
 )
 from rlhf_cli.rewards.sources import encode_texts, score_sequences, sequence_scores
-from rlhf_cli.rollout.sampling import sample, stop_ids, uniforms
+from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
@@ -430,8 +430,7 @@ def _sampled(
             policy,
             prompts,
             uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens),
-            temperature=settings.temperature,
-            stop=stop_ids(policy, policy_tokenizer),
+            Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, policy_tokenizer))),
         )
     for text, response in zip(texts[:8], responses, strict=False):
         reply = policy_tokenizer.decode(response.ids, skip_special_tokens=True)

@@ -39,12 +39,11 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.formats import Demonstration, demonstrations
 from rlhf_cli.data.split import read_split
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.forward import autocast, logits_at
+from rlhf_cli.models.forward import autocast, target_logits
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-from rlhf_cli.packing import pack
-from rlhf_cli.rollout.sampling import sample, stop_ids, uniforms
+from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World
@@ -136,14 +135,10 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig,
 
 def _learnt_logprobs(model: PreTrainedModel, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every learnt token, [n], and whether it was the model's first choice, [n] bool."""
-    batch = pack([example.ids for example in examples], next(model.parameters()).device)
-    targets = torch.tensor([x for example in examples for x in example.learnt]).nonzero()[:, 0]
-    targets = targets.to(batch.ids.device)
-    # The token at index j is predicted at j - 1; the first of a sequence is never learnt.
-    logits = logits_at(model, batch, targets - 1)
-    logprobs = token_logprobs(logits, batch.ids[targets])
+    logits, targets = target_logits(model, [example.ids for example in examples], [e.learnt for e in examples])
+    logprobs = token_logprobs(logits, targets)
     with torch.no_grad():
-        correct = logits.argmax(-1) == batch.ids[targets]
+        correct = logits.argmax(-1) == targets
     return logprobs, correct
 
 
@@ -185,8 +180,7 @@ def _evaluate(
                 model,
                 [question.ids for question in questions],
                 uniforms(config.seed, "sft samples", step, len(questions), settings.max_new_tokens),
-                temperature=settings.temperature,
-                stop=stop_ids(model, tokenizer),
+                Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(model, tokenizer))),
             )
         for question, response in zip(questions, responses, strict=True):
             text = str(tokenizer.decode(response.ids, skip_special_tokens=True))

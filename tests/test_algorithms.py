@@ -2,14 +2,15 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
-from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.algorithms.policy import policy_loss
+from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
 from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.algorithms.value import explained_variance, value_loss
@@ -265,39 +266,98 @@ def test_length_mask_of_a_given_width():
 # ---- token losses: policy, value, language model
 
 
-def policy_by_loops(batch, mask, clip_range=CLIP_RANGE):
-    """The loss and stats of a batch, and its gradient: -A * ratio / N where it isn't cut."""
+def weight_of(batch, index, num_tokens):
+    return float(batch["weights"][index]) if "weights" in batch else 1 / num_tokens
+
+
+def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, dual_clip=math.inf):
+    """The loss and stats of a batch, and its gradient: -A * ratio times the weight where nothing cuts it."""
+    high = clip_range if clip_range_high is None else clip_range_high
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
-    total = kl = clipped = ratios = 0.0
+    loss = kl = clipped = capped = ratios = 0.0
     num_tokens = len(real_tokens(mask))
     for index in real_tokens(mask):
         advantage = float(batch["advantages"][index])
+        weight = weight_of(batch, index, num_tokens)
         ratio = math.exp(float(batch["new_logprobs"][index] - batch["logprobs"][index]))
-        is_cut = ratio > 1 + clip_range if advantage > 0 else ratio < 1 - clip_range
-        limit = 1 + clip_range if advantage > 0 else 1 - clip_range
-        total += -advantage * (limit if is_cut else ratio)
-        gradient[index] = 0.0 if is_cut else -advantage * ratio / num_tokens
+        is_clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - clip_range
+        is_capped = advantage < 0 and ratio > dual_clip
+        kept = (1 + high if advantage > 0 else 1 - clip_range) if is_clipped else dual_clip if is_capped else ratio
+        loss += weight * -advantage * kept
+        gradient[index] = 0.0 if is_clipped or is_capped else weight * -advantage * ratio
         kl += ratio - 1 - math.log(ratio)
-        clipped += is_cut
+        clipped += is_clipped
+        capped += is_capped
         ratios += ratio
-    stats = {"policy/approx_kl": kl, "policy/clip_fraction": clipped, "policy/ratio": ratios}
-    return total / num_tokens, {key: value / num_tokens for key, value in stats.items()}, gradient
+    stats = {
+        "policy/approx_kl": kl,
+        "policy/clip_fraction": clipped,
+        "policy/dual_clip_fraction": capped,
+        "policy/ratio": ratios,
+    }
+    return loss, {key: value / num_tokens for key, value in stats.items()}, gradient
+
+
+def penalty_by_loops(batch, mask, policy_kl_coef=0.7):
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = 0.0
+    num_tokens = len(real_tokens(mask))
+    for index in real_tokens(mask):
+        advantage = float(batch["advantages"][index])
+        weight = weight_of(batch, index, num_tokens)
+        ratio = math.exp(float(batch["new_logprobs"][index] - batch["logprobs"][index]))
+        loss += weight * (-advantage * ratio + policy_kl_coef * (ratio - 1 - math.log(ratio)))
+        gradient[index] = weight * (-advantage * ratio + policy_kl_coef * (ratio - 1))
+    stats = policy_by_loops(batch, mask)[1] | {"policy/clip_fraction": 0.0, "policy/dual_clip_fraction": 0.0}
+    return loss, stats, gradient
+
+
+def entropy_bonus_by_loops(batch, mask):
+    num_tokens = len(real_tokens(mask))
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    bonus = 0.0
+    for index in real_tokens(mask):
+        gradient[index] = weight_of(batch, index, num_tokens)
+        bonus += weight_of(batch, index, num_tokens) * float(batch["entropy"][index])
+    mean = sum(float(batch["entropy"][index]) for index in real_tokens(mask)) / num_tokens
+    return bonus, {"policy/full_entropy": mean}, gradient
+
+
+def kl_loss_by_loops(batch, mask):
+    loss, stats, gradient = entropy_bonus_by_loops(batch | {"entropy": batch["kl"]}, mask)
+    return loss, {"policy/ref_kl": stats["policy/full_entropy"]}, gradient
+
+
+def sequence_k2_by_loops(batch, mask):
+    num_tokens = len(real_tokens(mask))
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = total = 0.0
+    for b, row in enumerate(mask):
+        places = [(b, t) for t in range(len(row)) if row[t]]
+        log_ratio = sum(float(batch["new_logprobs"][index] - batch["ref_logprobs"][index]) for index in places)
+        weight = sum(weight_of(batch, index, num_tokens) for index in places) / len(places)
+        loss += weight * log_ratio**2 / 2
+        total += log_ratio
+        for index in places:
+            gradient[index] = weight * log_ratio
+    return loss, {"policy/ref_kl": total / num_tokens}, gradient
 
 
 def value_by_loops(batch, mask, value_clip_range):
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
-    total = error = clipped = 0.0
+    loss = error = clipped = 0.0
     num_tokens = len(real_tokens(mask))
     for index in real_tokens(mask):
         new, old, wanted = (float(batch[name][index]) for name in ("new_values", "values", "returns"))
+        weight = weight_of(batch, index, num_tokens)
         kept = new if value_clip_range is None else min(max(new, old - value_clip_range), old + value_clip_range)
         is_clipped = (kept - wanted) ** 2 > (new - wanted) ** 2
-        total += 0.5 * ((kept if is_clipped else new) - wanted) ** 2
-        gradient[index] = 0.0 if is_clipped else (new - wanted) / num_tokens
+        loss += weight * 0.5 * ((kept if is_clipped else new) - wanted) ** 2
+        gradient[index] = 0.0 if is_clipped else weight * (new - wanted)
         error += (new - wanted) ** 2
         clipped += is_clipped
     stats = {"value/clip_fraction": clipped / num_tokens, "value/error": error / num_tokens}
-    return total / num_tokens, stats, gradient
+    return loss, stats, gradient
 
 
 def lm_by_loops(batch, mask):
@@ -306,24 +366,32 @@ def lm_by_loops(batch, mask):
     return loss, {"lm/nll": loss}, -mask.double() / len(nll)
 
 
+POLICY, VALUE = ["new_logprobs", "logprobs", "advantages"], ["new_values", "values", "returns"]
+ALL_CLIPS = {"clip_range": CLIP_RANGE, "clip_range_high": 0.5, "dual_clip": 1.7}
 TOKEN_LOSSES = {
-    "policy": (
-        policy_loss,
-        {"clip_range": CLIP_RANGE},
-        ["new_logprobs", "logprobs", "advantages"],
-        policy_by_loops,
+    "policy": (policy_loss, {"clip_range": CLIP_RANGE}, POLICY, policy_by_loops),
+    "policy, all clips": (policy_loss, ALL_CLIPS, POLICY, partial(policy_by_loops, **ALL_CLIPS)),
+    "weighted policy": (policy_loss, ALL_CLIPS, [*POLICY, "weights"], partial(policy_by_loops, **ALL_CLIPS)),
+    "penalty": (penalty_loss, {"policy_kl_coef": 0.7}, POLICY, penalty_by_loops),
+    "weighted penalty": (penalty_loss, {"policy_kl_coef": 0.7}, [*POLICY, "weights"], penalty_by_loops),
+    "entropy": (entropy_bonus, {}, ["entropy"], entropy_bonus_by_loops),
+    "weighted entropy": (entropy_bonus, {}, ["entropy", "weights"], entropy_bonus_by_loops),
+    "kl": (kl_loss, {}, ["kl"], kl_loss_by_loops),
+    "weighted kl": (kl_loss, {}, ["kl", "weights"], kl_loss_by_loops),
+    "sequence k2": (sequence_k2_loss, {}, ["new_logprobs", "ref_logprobs"], sequence_k2_by_loops),
+    "weighted sequence k2": (
+        sequence_k2_loss,
+        {},
+        ["new_logprobs", "ref_logprobs", "weights"],
+        sequence_k2_by_loops,
     ),
-    "value": (
+    "value": (value_loss, {"value_clip_range": 0.5}, VALUE, partial(value_by_loops, value_clip_range=0.5)),
+    "unclipped value": (value_loss, {"value_clip_range": None}, VALUE, partial(value_by_loops, value_clip_range=None)),
+    "weighted value": (
         value_loss,
         {"value_clip_range": 0.5},
-        ["new_values", "values", "returns"],
-        lambda batch, mask: value_by_loops(batch, mask, 0.5),
-    ),
-    "unclipped value": (
-        value_loss,
-        {"value_clip_range": None},
-        ["new_values", "values", "returns"],
-        lambda batch, mask: value_by_loops(batch, mask, None),
+        [*VALUE, "weights"],
+        partial(value_by_loops, value_clip_range=0.5),
     ),
     "language model": (lm_loss, {}, ["token_logprobs"], lm_by_loops),
 }
@@ -335,7 +403,9 @@ def token_loss(request):
     function, options, names, oracle = TOKEN_LOSSES[request.param]
 
     def loss(batch, mask, num_tokens=None):
-        return function(*(batch[name] for name in names), mask, **options, num_tokens=num_tokens)
+        weights = {"weights": batch["weights"]} if "weights" in names else {}
+        tensors = [batch[name] for name in names if name != "weights"]
+        return function(*tensors, mask, **options, **weights, num_tokens=num_tokens)
 
     return loss, names, oracle
 
@@ -413,7 +483,9 @@ def test_a_token_loss_without_real_tokens_is_0_with_num_tokens_and_nan_without(t
     assert value == 0
     assert not gradient.any()
     assert not any(stats.values())
-    assert loss(batch, mask & False)[0].isnan()
+    value, stats = loss(batch, mask & False)
+    assert value == 0 if "weights" in names else value.isnan()
+    assert all(stat.isnan() for stat in stats.values())
 
 
 @pytest.mark.parametrize(
@@ -444,6 +516,44 @@ def test_ppo_cuts_the_gradient_on_one_side_only(advantage, ratio, wanted_loss, w
     close(stats["policy/ratio"], ratio)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "wanted_loss", "wanted_gradient", "cut_by"),
+    [
+        (+2.0, 1.4, -2.8, -2.8, None),  # above 1 + clip_range, but the range upwards is wider
+        (+2.0, 1.6, -3.0, 0.0, "policy/clip_fraction"),
+        (+2.0, 4.0, -3.0, 0.0, "policy/clip_fraction"),  # the dual clip is for negative advantages
+        (+2.0, 0.7, -1.4, -1.4, None),
+        (-2.0, 0.7, +1.6, 0.0, "policy/clip_fraction"),  # the range downwards is as narrow as ever
+        (-2.0, 0.9, +1.8, +1.8, None),
+        (-2.0, 1.6, +3.2, +3.2, None),
+        (-2.0, 2.9, +5.8, +5.8, None),
+        (-2.0, 4.0, +6.0, 0.0, "policy/dual_clip_fraction"),
+        (0.0, 4.0, 0.0, 0.0, None),
+    ],
+)
+def test_the_wider_range_upwards_and_the_dual_clip(advantage, ratio, wanted_loss, wanted_gradient, cut_by):
+    mask = torch.tensor([[True]])
+    batch = {
+        "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
+        "logprobs": torch.tensor([[-1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([[advantage]], dtype=torch.float64),
+    }
+    options = {"clip_range": 0.2, "clip_range_high": 0.5, "dual_clip": 3.0}
+    loss, stats, gradient = loss_and_gradient(
+        lambda batch, mask, _: policy_loss(*batch.values(), mask, **options), batch, mask
+    )
+    close(loss, wanted_loss)
+    close(gradient, [[wanted_gradient]])
+    for key in ("policy/clip_fraction", "policy/dual_clip_fraction"):
+        assert stats[key] == (key == cut_by)
+
+
+def test_a_range_upwards_of_0_is_not_taken_for_none():
+    mask, zero = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
+    loss, _ = policy_loss(zero + 0.1, zero, zero + 1, mask, clip_range=0.2, clip_range_high=0.0)
+    assert loss == -1.0
+
+
 def test_before_any_update_the_ratio_is_1_and_the_gradient_is_that_of_the_policy():
     batch, mask = response_batch(["new_logprobs", "advantages"])
     batch["logprobs"] = batch["new_logprobs"]
@@ -455,6 +565,7 @@ def test_before_any_update_the_ratio_is_1_and_the_gradient_is_that_of_the_policy
     assert {key: value.item() for key, value in stats.items()} == {
         "policy/approx_kl": 0,
         "policy/clip_fraction": 0,
+        "policy/dual_clip_fraction": 0,
         "policy/ratio": 1,
     }
     close(gradient, -batch["advantages"].where(mask, 0) / mask.sum())
@@ -615,12 +726,13 @@ def test_no_gradient_leaks_through_rewards_advantages_or_returns():
 
 def test_kl_estimates():
     logprobs, ref_logprobs = draw(3, 4, seed=1), draw(3, 4, seed=2)
-    found = {name: kl_estimate(logprobs, ref_logprobs, estimator=name) for name in ("k1", "k2", "k3")}
+    found = {name: kl_estimate(logprobs, ref_logprobs, estimator=name) for name in ("k1", "k2", "k3", "abs")}
     for index in itertools.product(range(3), range(4)):
         difference = float(logprobs[index] - ref_logprobs[index])
         close(found["k1"][index], difference)
         close(found["k2"][index], difference * difference / 2)
         close(found["k3"][index], math.exp(-difference) - 1 + difference)
+        close(found["abs"][index], abs(difference))
 
 
 def test_k1_and_k3_are_the_kl_on_average_over_tokens_of_the_policy():
@@ -632,7 +744,7 @@ def test_k1_and_k3_are_the_kl_on_average_over_tokens_of_the_policy():
 
 
 def test_an_unknown_estimator_is_refused():
-    with pytest.raises(ValueError, match="'k4', not one of k1, k2, k3"):
+    with pytest.raises(ValueError, match="'k4', not one of k1, k2, k3, abs"):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k4")
 
 

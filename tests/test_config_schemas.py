@@ -83,6 +83,7 @@ def test_every_field_says_what_it_is() -> None:
         "rollout",
         "ppo",
         "value_model",
+        "lora",
     }
     assert {name for name in silent if name.split(".")[1] not in plain | nested} == set()
 
@@ -122,6 +123,46 @@ PPO: dict[str, Any] = {
         ("sft", SFT, ["optimizer.betas=[1, 0.9]"], "less than 1"),
         ("sft", SFT, ["data.train={path: d.jsonl, select: 3/3}"], "part 3/3 does not exist"),
         ("ppo", PPO, ["rewards.0={type: function, function: nope}"], "function"),
+        ("ppo", PPO, ["rewards.0={type: reward_model, output: probability}"], "probability is for a classifier"),
+        # A group baseline with one sample, or with samples that do not fill a batch.
+        ("ppo", PPO, ["ppo.advantage_estimator=rloo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=grpo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=dr_grpo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce_pp_baseline"], "every advantage would be 0"),
+        ("ppo", PPO, ["rollout.samples_per_prompt=3"], "must divide ppo.rollout_batch_size"),
+        # A KL that would do nothing or be counted twice.
+        ("ppo", PPO, ["ppo.kl_in=loss", "ppo.kl_estimator=k1"], "gradient of 0 on average"),
+        ("ppo", PPO, ["ppo.kl_estimator=k2_sequence"], "is a loss and no reward"),
+        ("ppo", PPO, ["ppo.kl_target=6"], "kl_target does nothing with kl_controller: fixed"),
+        ("ppo", PPO, ["ppo.kl_horizon=100"], "kl_horizon does nothing with kl_controller: fixed"),
+        ("ppo", PPO, ["ppo.kl_controller=adaptive"], "needs kl_target"),
+        ("ppo", PPO, ["ppo.kl_controller=adaptive", "ppo.kl_target=6", "ppo.kl_coef=0"], "0 stays 0"),
+        # Keys that the choice made does not read.
+        ("ppo", PPO, ["ppo.objective=penalty", "ppo.clip_range=0.1"], "clip_range does nothing with objective: penalty"),
+        ("ppo", PPO, ["ppo.objective=penalty", "ppo.dual_clip=3"], "dual_clip does nothing"),
+        ("ppo", PPO, ["ppo.policy_kl_target=0.01"], "policy_kl_target does nothing with objective: clip"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "ppo.vf_coef=0.1"], "vf_coef does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "ppo.gae_lambda=1"], "gae_lambda does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=monte_carlo", "ppo.gae_lambda=1"], "gae_lambda does nothing"),
+        (
+            "ppo",
+            PPO,
+            ["ppo.advantage_estimator=rloo", "rollout.samples_per_prompt=2", "ppo.gamma=0.9"],
+            "gamma does nothing",
+        ),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "value_model.init=policy"], "value_model does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce_pp", "ppo.whiten_advantages=false"], "Take reinforce"),
+        ("ppo", PPO, ["ppo.importance_ratio_cap=5"], "does nothing with num_rollouts_per_update: 1"),
+        ("ppo", PPO, ["ppo.num_reference_samples=5"], "does nothing with score_normalization: none"),
+        ("ppo", PPO, ["ppo.overlong_buffer=4"], "only together"),
+        ("ppo", PPO, ["ppo.overlong_buffer=100", "ppo.overlong_penalty=1"], "above rollout.max_new_tokens"),
+        ("ppo", PPO, ["rollout.min_new_tokens=65"], "above max_new_tokens"),
+        ("ppo", PPO, ["ppo.minibatch_size=8", "ppo.max_approx_kl=0.1"], "can never end an update of one step"),
+        ("ppo", PPO, ["value_model.warmup_iterations=1"], "leaves the policy no iteration"),
+        ("ppo", PPO, ["value_model.init=policy", "value_model.path=x"], "init: policy does nothing"),
+        ("ppo", PPO, ["value_model.init=shared", "value_model.lora={}"], "lora does nothing with init: shared"),
+        ("ppo", PPO, ["evaluation.best_metric=gold"], "needs every_iterations"),
+        ("ppo", PPO, ["ptx={train: d.jsonl, coef: 1.5, mode: convex}"], "coef is 1.5"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -140,6 +181,10 @@ def test_derived_numbers() -> None:
     assert schemas.Training(num_steps=7).total_steps(100) == 7
     ppo = schemas.PPO(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
     assert ppo.steps_per_iteration == 4
+    assert ppo.total_steps == 12
+    replay = ppo.model_copy(update={"num_rollouts_per_update": 2})
+    assert [replay.updates(i) for i in range(3)] == [4, 8, 8]
+    assert replay.total_steps == 20
 
 
 def test_a_stage_knows_what_it_stands_on() -> None:

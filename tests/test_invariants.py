@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_pro
 from rlhf_cli.data.formats import Demonstration, Message, Preference, Prompt, scored
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.learner.setup import Learner
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, logits_at
 from rlhf_cli.models.load import (
     load_policy,
@@ -36,10 +38,11 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import pack
-from rlhf_cli.rewards.sources import load_rewards, score_sequences, sequence_scores
+from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
 from rlhf_cli.rollout import sampling
-from rlhf_cli.rollout.experience import PromptRow, collect, response_values
-from rlhf_cli.rollout.sampling import Response, draw, sample, uniforms
+from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, response_values
+from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
 from rlhf_cli.training.distributed import World
 from stages import ppo as ppo_stage
 from stages import rm as rm_stage
@@ -184,7 +187,7 @@ def test_dropout_is_off_in_train_mode(make_model, name):
 # -------------------------------------------------------------------------------------------- sampling
 
 PROMPTS = random_ids(1, 5, 12, 5, 2, 9, 3, 7, seed=5)
-STOP = set(range(10, 60))  # about one token in six ends a response
+STOP = frozenset(range(10, 60))  # about one token in six ends a response
 LONGEST = 14
 
 
@@ -195,7 +198,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def responses(policy, table):
-    return sample(policy, PROMPTS, table, temperature=1.0, stop=STOP)
+    return sample(policy, PROMPTS, table, Sampling(stop=STOP))
 
 
 def ids_of(responses):
@@ -215,9 +218,7 @@ def test_sampled_logprobs_are_those_of_a_plain_forward(policy, plain, table, tem
 
 
 def check_sampled_logprobs(policy, plain, table, temperature):
-    for prompt, response in zip(
-        PROMPTS, sample(policy, PROMPTS, table, temperature=temperature, stop=STOP), strict=True
-    ):
+    for prompt, response in zip(PROMPTS, sample(policy, PROMPTS, table, Sampling(temperature, stop=STOP)), strict=True):
         with torch.no_grad():
             logits = plain(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
         logprobs = (logits / temperature).log_softmax(-1)
@@ -230,7 +231,7 @@ def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, resp
         parts = [
             response
             for at in range(0, len(PROMPTS), size)
-            for response in sample(policy, PROMPTS[at : at + size], table[at : at + size], temperature=1.0, stop=STOP)
+            for response in sample(policy, PROMPTS[at : at + size], table[at : at + size], Sampling(stop=STOP))
         ]
         assert ids_of(parts) == ids_of(responses)
         assert [r.ended for r in parts] == [r.ended for r in responses]
@@ -242,13 +243,13 @@ def test_other_prompts_beside_change_nothing(policy, table, responses):
     """A prompt of 60 tokens pads all others by as many."""
     strangers = random_ids(60, 1, 30, seed=9)
     longer = torch.cat([uniforms(7, "strangers", 0, 3, LONGEST), table])
-    beside = sample(policy, strangers + PROMPTS, longer, temperature=1.0, stop=STOP)
+    beside = sample(policy, strangers + PROMPTS, longer, Sampling(stop=STOP))
     assert ids_of(beside[3:]) == ids_of(responses)
 
 
 def test_responses_end_with_the_first_stop_token(policy, table, responses):
     """The same draws without any stop token, cut by hand."""
-    free = sample(policy, PROMPTS, table, temperature=1.0, stop=())
+    free = sample(policy, PROMPTS, table, Sampling())
     assert all(len(r.ids) == LONGEST and not r.ended for r in free)
     for prompt_free, response in zip(free, responses, strict=True):
         ends = [i for i, token in enumerate(prompt_free.ids) if token in STOP]
@@ -258,10 +259,10 @@ def test_responses_end_with_the_first_stop_token(policy, table, responses):
 
 
 def test_each_of_several_stop_tokens_ends(policy, table):
-    free = ids_of(sample(policy, PROMPTS, table, temperature=1.0, stop=()))
+    free = ids_of(sample(policy, PROMPTS, table, Sampling()))
     first, second = free[0][3], free[2][5]
-    one = sample(policy, PROMPTS, table, temperature=1.0, stop={first})
-    both = sample(policy, PROMPTS, table, temperature=1.0, stop=[first, second])
+    one = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first})))
+    both = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first, second})))
     assert one[0].ids[-1] == first
     assert one[2].ids != both[2].ids
     assert both[2].ids[-1] == second
@@ -271,10 +272,10 @@ def test_each_of_several_stop_tokens_ends(policy, table):
 
 def test_a_stop_token_in_the_prompt_is_no_stop(policy, table):
     """[36]"""
-    stop = set(range(VOCAB, 300))
+    stop = frozenset(range(VOCAB, 300))
     prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]
-    free = sample(policy, prompts, table, temperature=1.0, stop=())
-    stopped = sample(policy, prompts, table, temperature=1.0, stop=stop)
+    free = sample(policy, prompts, table, Sampling())
+    stopped = sample(policy, prompts, table, Sampling(stop=stop))
     for a, b in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(a.ids) if token in stop]
         assert b.ids == (a.ids[: ends[0] + 1] if ends else a.ids)
@@ -282,7 +283,7 @@ def test_a_stop_token_in_the_prompt_is_no_stop(policy, table):
 
 
 def test_max_length(policy, table):
-    one = sample(policy, PROMPTS, table[:, :1], temperature=1.0, stop=STOP)
+    one = sample(policy, PROMPTS, table[:, :1], Sampling(stop=STOP))
     assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
     assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
 
@@ -290,7 +291,7 @@ def test_max_length(policy, table):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_when_finished_rows_leave_changes_nothing(policy, table, responses, monkeypatch, share):
     monkeypatch.setattr(sampling, "COMPACT_BELOW", share)
-    moved = sample(policy, PROMPTS, table, temperature=1.0, stop=STOP)
+    moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
     assert ids_of(moved) == ids_of(responses)
     for a, b in zip(moved, responses, strict=True):
         close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
@@ -300,12 +301,12 @@ def test_iterations_differ_and_equal_uniforms_do_not(policy):
     """[15, 27]"""
     prompts = [PROMPTS[2]] * 4
     first, second = (uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
-    a, b = (ids_of(sample(policy, prompts, t, temperature=1.0, stop=())) for t in (first, second))
+    a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
     assert len({tuple(ids) for ids in a}) == 4, "four rows of uniforms, four responses"
     assert all(x != y for x, y in zip(a, b, strict=True))
     assert torch.equal(first, uniforms(0, "ppo rollout", 0, 4, LONGEST))
     same = first[:1].expand(4, -1).contiguous()
-    assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, temperature=1.0, stop=()))}) == 1
+    assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
 
 
 # The draw itself: no model in it.
@@ -574,10 +575,35 @@ class Recorder:
     def __init__(self, model):
         self.model, self.steps = model, []
 
-    def step(self, world, what):  # noqa: ARG002
+    learning_rate = 0.0
+
+    def clip(self, world):  # noqa: ARG002
         self.steps.append(grads(self.model))
-        self.model.zero_grad()
         return 0.0
+
+    def advance(self, *, move=True):  # noqa: ARG002
+        self.model.zero_grad()
+
+
+def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
+    """What the stage's functions read, on one process."""
+    return Learner(
+        config=config,
+        stage=SimpleNamespace(world=ALONE),
+        tokenizer=None,
+        models=models,
+        rewards=rewards,
+        sampling=Sampling(temperature=config.rollout.temperature, stop=frozenset(STOP)),
+        train=[],
+        test=[],
+        ptx=[],
+        policy_stepper=policy_stepper,
+        value_stepper=value_stepper,
+        average=None,
+        scale=ScoreScale(config.ppo),
+        kl_coef=config.ppo.kl_coef,
+        policy_kl_coef=config.ppo.policy_kl_coef,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -590,7 +616,13 @@ def rollout_and_models(policy, classifiers, table):
             p += 0.02 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     rollout = collect(
-        rows, table, old, ref_policy, value_model, temperature=0.8, stop=STOP, microbatch_size=3, precision="float32"
+        rows,
+        table,
+        Models(old, ref_policy, value_model),
+        sampling=Sampling(temperature=0.8, stop=frozenset(STOP)),
+        tokenizer=None,
+        microbatch_size=3,
+        precision="float32",
     )
     later, later_values = copy.deepcopy(old), copy.deepcopy(value_model)
     with torch.no_grad():
@@ -616,17 +648,18 @@ def update(rollout_and_models, write_config, root, advantages=None, returns=None
     steppers = Recorder(policy), Recorder(value_model)
     policy.zero_grad()
     value_model.zero_grad()
-    stats = ppo_stage._update(
-        policy,
-        value_model,
-        *steppers,
-        rollout,
+    batch = Experience(
+        rollout.prompts,
+        rollout.responses,
+        rollout.response_mask,
+        rollout.logprobs,
+        rollout.ref_logprobs,
+        rollout.values,
         usual_advantages if advantages is None else advantages,
         usual_returns if returns is None else returns,
-        config,
-        ALONE,
-        0,
     )
+    learner = learner_of(config, Models(policy, None, value_model), (), *steppers)
+    stats = ppo_stage._update(learner, batch, 0)
     return steppers[0].steps, steppers[1].steps, stats
 
 
@@ -675,14 +708,14 @@ def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_c
     rollout = rollout_and_models[0]
     weights = rollout.response_mask.sum(1).double()
     seen = []
-    real = ppo_stage.response_logprobs
+    real = ppo_stage.score_tokens
     with pytest.MonkeyPatch.context() as patch:
 
-        def spy(policy, prompts, responses, *rest):
+        def spy(models, prompts, responses, *rest, **options):
             seen.extend(next(i for i, r in enumerate(rollout.responses) if r is response) for response in responses)
-            return real(policy, prompts, responses, *rest)
+            return real(models, prompts, responses, *rest, **options)
 
-        patch.setattr(ppo_stage, "response_logprobs", spy)
+        patch.setattr(ppo_stage, "score_tokens", spy)
         update(rollout_and_models, write_config, tmp_path, **config)
     epochs = [seen[i : i + 8] for i in (0, 8, 16)]
     assert all(sorted(epoch) == list(range(len(weights))) for epoch in epochs)
@@ -818,10 +851,14 @@ def test_missing_eos_costs_only_what_did_not_end(write_config, tmp_path):
     responses = [Response([5, 2], [0.0, 0.0], True), Response([5, 2], [0.0, 0.0], False), Response([2], [0.0], True)]
     prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
     config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
-    score, raw, each = ppo_stage._score([Fixed([1.0, 5.0, -9.0])], prompts, ["a"] * 3, responses, config)
+    raw = torch.tensor([1.0, 5.0, -9.0])
+    scores = total_score([Fixed([1.0, 5.0, -9.0])], Judged([p.text for p in prompts], ["a"] * 3, [], [], [], []))
+    close(scores.total, raw)
+    close(scores.each["fixed"], raw)
+    learner = learner_of(config, models=None)
+    score, dense = ppo_stage._score(learner, scores, responses)
     close(score, torch.tensor([1.0, 2.0 - 0.7, -2.0]))
-    close(raw, torch.tensor([1.0, 5.0, -9.0]))
-    close(each["fixed"], raw)
+    assert dense is None
 
 
 def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):

@@ -37,7 +37,7 @@ from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.rewards.sources import encode_texts, load_function, score_sequences
-from stages import ppo as ppo_stage
+from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 
 ROOT = Path(__file__).parent.parent
@@ -543,7 +543,7 @@ def test_a_publication_cut_between_its_renames_is_undone(make_model, run_stage, 
 def test_a_reward_that_fails_stops_ppo_before_a_step(pipeline, run_stage, tmp_path, monkeypatch):
     policy = {"path": str(pipeline("llama") / "sft")}
     stepped = []
-    monkeypatch.setattr(ppo_stage.Stepper, "step", lambda *_: stepped.append(1) or 0.0)
+    monkeypatch.setattr(Stepper, "advance", lambda *_, **__: stepped.append(1))
     for body in ("return [float('nan')] * len(rows)", "return [1.0]", "return ['x'] * len(rows)", "raise ValueError"):
         with pytest.raises(RunError, match="reward"):
             run_stage("ppo", tmp_path, policy=policy, rewards=function_file(tmp_path, body))

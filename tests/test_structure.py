@@ -24,10 +24,11 @@ FLOORS = {
     "rlhf_cli.training": 2,
     "rlhf_cli.rollout": 3,
     "rlhf_cli.rewards": 3,
-    "stages": 4,
-    "rlhf_cli.commands": 5,
-    "rlhf_cli.cli": 6,
-    "rlhf_cli.__main__": 7,
+    "rlhf_cli.learner": 4,
+    "stages": 5,
+    "rlhf_cli.commands": 6,
+    "rlhf_cli.cli": 7,
+    "rlhf_cli.__main__": 8,
     "rlhf_cli": 0,
 }
 WITHOUT_TORCH = ("errors", "artifacts", "metrics", "cli", "config", "commands", "training.launch", "training.identity")

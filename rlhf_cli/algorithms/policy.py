@@ -1,8 +1,11 @@
-"""The loss of the policy: PPO with the clipped objective."""
+"""The loss of the policy: PPO with the clipped objective or with a KL penalty, and what is added to it."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.aggregation import weighted_sum
 from rlhf_cli.tensor_ops import masked_sum
 
 
@@ -13,40 +16,54 @@ def policy_loss(
     mask: Tensor,
     *,
     clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
     num_tokens: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped objective, negated to be minimised.
 
     ``ratio = exp(new_logprobs - logprobs)``
-    ``clipped_ratio = clip(ratio, 1 - clip_range, 1 + clip_range)``
-    ``loss = sum(max(-advantages * ratio, -advantages * clipped_ratio)) / num_tokens``
+    ``clipped_ratio = clip(ratio, 1 - clip_range, 1 + clip_range_high)``
+    ``token_loss = max(-advantages * ratio, -advantages * clipped_ratio)``
+    ``token_loss = min(token_loss, -dual_clip * advantages)`` where advantages < 0, if dual_clip is given
+    ``loss = sum(weights * token_loss)``
 
-    The clip cuts one side only: a token stops being pushed once it is *further* than clip_range in the
-    direction of its advantage (ratio > 1 + clip_range for a positive one, ratio < 1 - clip_range for a
-    negative one). A token that moved the other way keeps its whole gradient, however far it is.
+    The clip cuts one side only: a token stops being pushed once it is *further* than the range in the
+    direction of its advantage (ratio > 1 + clip_range_high for a positive one, ratio < 1 - clip_range for a
+    negative one). A token that moved the other way keeps its whole gradient, however far it is; dual_clip
+    ends that for a negative advantage, where the ratio, and so the gradient, has no bound.
 
     Args:
-        new_logprobs: [B, R] (or [N], packed, as long as all four are), nats, of the sampled tokens by the
+        new_logprobs: [B, R] (or [N], packed, as long as all are), nats, of the sampled tokens by the
             policy as it is now; carries the gradient.
         logprobs: [B, R], the same by the policy that sampled them, at the same temperature; a constant.
         advantages: [B, R], as from ``gae``, whitened or not; a constant.
-        mask: [B, R] bool, True on real response tokens; under padding the three may be anything at all.
+        mask: [B, R] bool, True on real response tokens; under padding the others may be anything at all.
         clip_range: above 0, usually 0.1 to 0.3.
-        num_tokens: what the sums are divided by, by default mask.sum(). Give a microbatch the number of real
-            tokens in its whole minibatch (on all processes): then the losses, the gradients and the stats of
-            the microbatches *add up* to those of the minibatch, however it was cut.
+        clip_range_high: the range upwards, above 0; None takes clip_range. A larger one leaves rare tokens
+            more room to become likely.
+        dual_clip: above 1, usually 3; None leaves it out.
+        weights: [B, R], of each token's loss, as from ``loss_weights``; None takes 1 / num_tokens for all.
+        num_tokens: what the stats are divided by (and the loss, without weights), by default mask.sum().
+            Give a microbatch the number of real tokens in its whole minibatch (on all processes): then the
+            losses, the gradients and the stats of the microbatches *add up* to those of the minibatch,
+            however it was cut.
 
     Returns:
-        (loss, stats): a scalar to minimise, and detached scalars with the same divisor. A mask without real
-        tokens gives 0 with num_tokens and nan without.
+        (loss, stats): a scalar to minimise, and detached scalars, means over tokens whatever the weights. A
+        mask without real tokens gives 0 with num_tokens and nan without.
 
         - ``policy/approx_kl``: ``(ratio - 1) - log(ratio)``, never negative, an estimate of the KL from the
           policy that sampled to the one now (k3 of Schulman 2020, joschu.net/blog/kl-approx.html);
         - ``policy/clip_fraction``: the share of tokens whose gradient is cut, that is, whose clipped branch
           is the larger loss; a ratio out of range on the side that isn't cut doesn't count;
+        - ``policy/dual_clip_fraction``: the share of tokens (of all, not of those with a negative advantage)
+          whose loss is capped by dual_clip; 0 without it;
         - ``policy/ratio``: the mean ratio; 1 before the first update, or something is wrong.
 
-    Schulman et al. 2017 (arXiv 1707.06347), equation 7.
+    Schulman et al. 2017 (arXiv 1707.06347), equation 7; dual_clip is from Ye et al. 2020 (arXiv 1912.09729),
+    clip_range_high from Yu et al. 2025 (arXiv 2503.14476).
 
     >>> logprobs, new_logprobs = torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
     >>> mask = torch.tensor([[True, True]])
@@ -55,17 +72,178 @@ def policy_loss(
     tensor(0.4000)
     >>> stats["policy/clip_fraction"], stats["policy/ratio"]
     (tensor(0.5000), tensor(2.))
+    >>> advantages = torch.tensor([[1.0, -1.0]])
+    >>> policy_loss(new_logprobs, logprobs, advantages, mask, clip_range=0.2, clip_range_high=0.5, dual_clip=1.7)[0]
+    ... # (-1.5 + 1.7) / 2
+    tensor(0.1000)
     """
     num_tokens = mask.sum() if num_tokens is None else num_tokens
+    high = clip_range if clip_range_high is None else clip_range_high
     log_ratio = torch.where(mask, new_logprobs - logprobs, 0)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss = masked_sum(torch.maximum(unclipped, clipped), mask) / num_tokens
-    with torch.no_grad():
-        stats = {
-            "policy/approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask) / num_tokens,
-            "policy/clip_fraction": masked_sum((clipped > unclipped).to(ratio.dtype), mask) / num_tokens,
-            "policy/ratio": masked_sum(ratio, mask) / num_tokens,
-        }
-    return loss, stats
+    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + high)
+    token_loss = torch.maximum(unclipped, clipped)
+    is_clipped, is_capped = clipped > unclipped, torch.zeros_like(mask)
+    if dual_clip is not None:
+        cap = -dual_clip * advantages
+        is_capped = (advantages < 0) & (token_loss > cap)
+        token_loss = torch.where(is_capped, cap, token_loss)
+    loss = weighted_sum(token_loss, mask, weights=weights, num_tokens=num_tokens)
+    return loss, _policy_stats(log_ratio, is_clipped, is_capped, mask, num_tokens)
+
+
+def penalty_loss(
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    policy_kl_coef: float,
+    weights: Tensor | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's objective with a KL penalty in place of the clip, negated to be minimised.
+
+    ``ratio = exp(new_logprobs - logprobs)``
+    ``kl = (ratio - 1) - log(ratio)``
+    ``loss = sum(weights * (-advantages * ratio + policy_kl_coef * kl))``
+
+    The penalty is on KL(old policy, new policy), both ends of one update, not on the KL to the reference.
+    The tokens come from the old policy, so both kl *and its gradient* are right on average: E[ratio] is 1
+    and has no gradient, and -log(ratio) is the integrand of the KL. (It is k3 with its arguments the other
+    way round from ``kl_estimate``, where the policy that sampled is the one with the gradient and that of
+    k3 isn't the gradient of the KL.) -log(ratio) alone would do too, with more spread.
+
+    Args:
+        new_logprobs: [B, R] (or [N], packed, as long as all are), nats, of the sampled tokens by the
+            policy as it is now; carries the gradient.
+        logprobs: [B, R], the same by the policy that sampled them, at the same temperature; a constant.
+        advantages: [B, R], as from ``gae``, whitened or not; a constant.
+        mask: [B, R] bool, True on real response tokens; under padding the others may be anything at all.
+        policy_kl_coef: 0 or more, as from ``adaptive_policy_kl_coef``.
+        weights: [B, R], of each token's loss, as from ``loss_weights``; None takes 1 / num_tokens for all.
+        num_tokens: what the stats are divided by (and the loss, without weights), by default mask.sum();
+            for a microbatch that of its whole minibatch, as in ``policy_loss``.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and the stats of ``policy_loss``; nothing is clipped, so both
+        fractions are 0. ``policy/approx_kl`` is the mean of kl.
+
+    Schulman et al. 2017 (arXiv 1707.06347), equation 8.
+
+    >>> logprobs, new_logprobs = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log()
+    >>> loss, stats = penalty_loss(new_logprobs, logprobs, torch.ones(1, 1), torch.ones(1, 1).bool(), policy_kl_coef=3)
+    >>> loss, stats["policy/approx_kl"]  # -2 + 3 * (2 - 1 - log(2)), 2 - 1 - log(2)
+    (tensor(-1.0794), tensor(0.3069))
+    """
+    num_tokens = mask.sum() if num_tokens is None else num_tokens
+    log_ratio = torch.where(mask, new_logprobs - logprobs, 0)
+    kl = log_ratio.expm1() - log_ratio
+    token_loss = -advantages * log_ratio.exp() + policy_kl_coef * kl
+    loss = weighted_sum(token_loss, mask, weights=weights, num_tokens=num_tokens)
+    nowhere = torch.zeros_like(mask)
+    return loss, _policy_stats(log_ratio, nowhere, nowhere, mask, num_tokens)
+
+
+def _policy_stats(
+    log_ratio: Tensor, is_clipped: Tensor, is_capped: Tensor, mask: Tensor, num_tokens: Tensor | float
+) -> dict[str, Tensor]:
+    """The stats that both losses of the policy have."""
+    log_ratio = log_ratio.detach()
+    return {
+        "policy/approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask) / num_tokens,
+        "policy/clip_fraction": masked_sum(is_clipped.to(log_ratio.dtype), mask) / num_tokens,
+        "policy/dual_clip_fraction": masked_sum(is_capped.to(log_ratio.dtype), mask) / num_tokens,
+        "policy/ratio": masked_sum(log_ratio.exp(), mask) / num_tokens,
+    }
+
+
+def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """How much likelier a token is by the policy before this update than by the older one that sampled it.
+
+    ``min(exp(logprobs - behavior_logprobs), cap)``
+
+    For responses that are older than one update. The advantages are multiplied by it, and the ratio of the
+    loss is then taken against ``logprobs``: what to stay near to (the policy before this update) and what to
+    correct for (the policy that sampled) are two policies. With no cap the product is unbiased for the single
+    token, and may be huge; the cap trades that for a bounded spread. What led to the token isn't corrected for.
+
+    Args:
+        logprobs: [B, R], nats, by the policy before this update.
+        behavior_logprobs: [B, R], nats, by the policy that sampled, at the temperature of the sampling.
+        mask: [B, R] bool, True on real response tokens; under padding the two may be anything at all.
+        cap: 1 or more.
+
+    Returns:
+        [B, R], 0 to cap, 0 under padding, without gradient.
+
+    Hilton et al. 2021 (arXiv 2110.00641).
+
+    >>> logprobs, behavior_logprobs = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 1.0]]).log()
+    >>> truncated_importance(logprobs, behavior_logprobs, torch.tensor([[True, True]]), cap=1.5)
+    tensor([[1.5000, 0.5000]])
+    """
+    return torch.where(mask, (logprobs - behavior_logprobs).exp().clamp(max=cap), 0).detach()
+
+
+def mixed_loss(policy: Tensor, lm: Tensor, *, ptx_coef: float, ptx_mode: Literal["additive", "convex"]) -> Tensor:
+    """The loss of the policy and that of language modelling on text, as one.
+
+    ``additive: policy + ptx_coef * lm``
+    ``convex: (1 - ptx_coef) * policy + ptx_coef * lm``
+
+    Args:
+        policy: the loss of the policy, a scalar.
+        lm: the loss of language modelling, as from ``lm_loss``; a mean over its own tokens.
+        ptx_coef: 0 or more, and at most 1 for "convex". 27.8 in InstructGPT (additive), 0.9 in ColossalChat
+            (convex): the same name, but not the same number.
+        ptx_mode: "additive" or "convex".
+
+    Returns:
+        A scalar to minimise.
+
+    Raises:
+        ValueError: a ptx_mode by another name.
+
+    Ouyang et al. 2022 (arXiv 2203.02155), equation 2, for "additive".
+
+    >>> mixed_loss(torch.tensor(1.0), torch.tensor(2.0), ptx_coef=0.5, ptx_mode="additive")
+    tensor(2.)
+    >>> mixed_loss(torch.tensor(1.0), torch.tensor(2.0), ptx_coef=0.5, ptx_mode="convex")
+    tensor(1.5000)
+    """
+    if ptx_mode == "additive":
+        return policy + ptx_coef * lm
+    if ptx_mode == "convex":
+        return (1 - ptx_coef) * policy + ptx_coef * lm
+    raise ValueError(f"ptx_mode is {ptx_mode!r}, not one of additive, convex")
+
+
+def entropy_bonus(
+    entropy: Tensor, mask: Tensor, *, weights: Tensor | None = None, num_tokens: Tensor | float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The entropy of the policy as it is now, which entropy_coef times is *subtracted* from the loss.
+
+    ``bonus = sum(weights * entropy)``
+
+    It is that of the whole distribution at each token, and its gradient is exact there; how the choice of a
+    token changes the entropy of those after it isn't in it.
+
+    Args:
+        entropy: [B, R] (or [N], packed, as long as all are), nats, as from ``token_entropy`` at the
+            temperature of the sampling; carries the gradient.
+        mask: [B, R] bool, True on real response tokens; under padding entropy may be anything at all.
+        weights: [B, R], as from ``loss_weights``; None takes 1 / num_tokens for all.
+        num_tokens: as in ``policy_loss``.
+
+    Returns:
+        (bonus, stats): a scalar to make large, and ``policy/full_entropy``, the mean over tokens, detached.
+
+    >>> bonus, stats = entropy_bonus(torch.tensor([[1.0, 2.0, 1e6]]), torch.tensor([[True, True, False]]))
+    >>> bonus, stats["policy/full_entropy"]
+    (tensor(1.5000), tensor(1.5000))
+    """
+    num_tokens = mask.sum() if num_tokens is None else num_tokens
+    bonus = weighted_sum(entropy, mask, weights=weights, num_tokens=num_tokens)
+    return bonus, {"policy/full_entropy": masked_sum(entropy.detach(), mask) / num_tokens}

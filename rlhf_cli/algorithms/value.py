@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.aggregation import weighted_sum
 from rlhf_cli.tensor_ops import masked_sum
 
 
@@ -13,30 +14,33 @@ def value_loss(
     mask: Tensor,
     *,
     value_clip_range: float | None,
+    weights: Tensor | None = None,
     num_tokens: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared error of the values, which may be kept near those of the rollout.
 
     ``clipped_values = clip(new_values, values - value_clip_range, values + value_clip_range)``
-    ``loss = 0.5 * sum(max((new_values - returns)**2, (clipped_values - returns)**2)) / num_tokens``
+    ``loss = 0.5 * sum(weights * max((new_values - returns)**2, (clipped_values - returns)**2))``
 
     The larger of the two errors counts: a value that went further than value_clip_range towards its return
     gets no gradient, one that went away from it gets its whole gradient. The range is in units of the
     returns, so a good one depends on the scale of the rewards.
 
     Args:
-        new_values: [B, R] (or [N], packed, as long as all four are), by the value model as it is now;
+        new_values: [B, R] (or [N], packed, as long as all are), by the value model as it is now;
             carries the gradient.
         values: [B, R], by the value model at the rollout, the centre of the clip; a constant.
         returns: [B, R], what is to be predicted, as from ``gae``; a constant.
-        mask: [B, R] bool, True on real response tokens; under padding the three may be anything at all.
+        mask: [B, R] bool, True on real response tokens; under padding the others may be anything at all.
         value_clip_range: above 0; None doesn't clip, and values aren't read.
-        num_tokens: what the sums are divided by, by default mask.sum(). Give a microbatch the number of real
-            tokens in its whole minibatch: then losses, gradients and stats *add up*.
+        weights: [B, R], of each token's loss, as from ``loss_weights``; None takes 1 / num_tokens for all.
+        num_tokens: what the stats are divided by (and the loss, without weights), by default mask.sum(). Give
+            a microbatch the number of real tokens in its whole minibatch: then losses, gradients and stats
+            *add up*.
 
     Returns:
-        (loss, stats): a scalar to minimise, and detached scalars with the same divisor. A mask without real
-        tokens gives 0 with num_tokens and nan without.
+        (loss, stats): a scalar to minimise, and detached scalars, means over tokens whatever the weights. A
+        mask without real tokens gives 0 with num_tokens and nan without.
 
         - ``value/clip_fraction``: the share of tokens whose clipped error is the larger one;
         - ``value/error``: ``(new_values - returns)**2``, without the half and without the clip.
@@ -58,7 +62,8 @@ def value_loss(
     else:
         clipped_values = new_values.clamp(values - value_clip_range, values + value_clip_range)
         clipped_squared_error = torch.where(mask, clipped_values - returns, 0).square()
-    loss = 0.5 * torch.maximum(squared_error, clipped_squared_error).sum() / num_tokens
+    token_loss = 0.5 * torch.maximum(squared_error, clipped_squared_error)
+    loss = weighted_sum(token_loss, mask, weights=weights, num_tokens=num_tokens)
     with torch.no_grad():
         is_clipped = (clipped_squared_error > squared_error).to(squared_error.dtype)
         stats = {

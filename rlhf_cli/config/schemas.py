@@ -170,12 +170,42 @@ class RMModel(Model):
     """Standard deviation of the new head's weights; null takes 1/sqrt(hidden_size + 1)."""
 
 
-class ValueModel(Model):
-    init: Literal["auto", "reward_model", "policy"] = "auto"
-    """Whose weights the value model starts from (its head starts at zero); auto takes the first reward model
-    that reads the policy's tokens, and the policy where there is none."""
+class Lora(Section):
+    """Low-rank adapters on a frozen model (Hu et al. 2021); needs the extra `lora`. ref_policy is then the
+    policy with its adapters off and costs no memory of its own. What is saved is merged, a plain model."""
+
+    r: PositiveInt = 16
+    """Rank of the adapters."""
+    alpha: PositiveInt = 32
+    """The adapters' output is scaled by alpha / r."""
+    target_modules: list[str] | None = None
+    """Ends of the names of the linear layers that get one, [q_proj, v_proj] say; null takes all linear layers
+    of the backbone."""
+
+
+class PolicyModel(Model):
+    path: str | None = None
+    """A Hugging Face model directory or a hub id; null takes the run's own `sft` stage. An earlier run's
+    `ppo` directory goes on training from there: give `ref_policy.path` then, or the KL starts from there too."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights."""
+
+
+class ValueModel(Section):
+    init: Literal["auto", "reward_model", "policy", "shared"] = "auto"
+    """Whose weights the value model starts from, its head at zero: `reward_model` and `policy` are models of
+    their own; `shared` is a head on the policy's own backbone, one forward pass for both and half the memory,
+    but two losses pull at one set of weights. auto takes the first reward model that reads the policy's
+    tokens, and the policy where there is none."""
+    path: str | None = None
+    """The `value_model` directory of an earlier PPO run instead, with its head; `init` may be `shared`."""
+    lora: Lora | None = None
+    """Adapters instead of all weights, for a value model of its own."""
     learning_rate: PositiveFloat | None = None
     """Null takes the policy's."""
+    warmup_iterations: NonNegativeInt = 0
+    """Iterations at the start in which only the value model learns: a fresh one gives wrong advantages, and
+    those can undo the SFT (VC-PPO, Yuan et al. 2025)."""
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -355,10 +385,21 @@ class ModelReward(Section):
     """A Hugging Face directory or hub id; null takes the run's own `rm` stage."""
     revision: str | None = None
     label: str | None = None
-    """The label of a classifier with several whose logit is the score; needed there and only there."""
+    """The label of a classifier with several whose output is the score; needed there and only there."""
+    output: Literal["logit", "probability"] = "logit"
+    """A classifier's logit, or its probability (softmax over the labels, sigmoid of a single one): that lies
+    between 0 and 1 and flattens where the classifier is sure."""
+    reads: Literal["prompt_and_response", "response"] = "prompt_and_response"
+    """What the model is given."""
     normalize: bool = True
     """Subtract the mean and divide by the standard deviation stored in the model directory, if any."""
     weight: float = 1.0
+
+    @model_validator(mode="after")
+    def _scale(self) -> Self:
+        if self.output == "probability" and self.path is None:
+            raise ValueError("output: probability is for a classifier; the run's own rm stage gives a score, no class")
+        return self
 
 
 class FunctionReward(Section):
@@ -367,6 +408,9 @@ class FunctionReward(Section):
     type: Literal["function"]
     function: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
     """`path/to/file.py:name`, called with (prompts, responses, rows), each a list; returns a number a row."""
+    per_token: bool = False
+    """The function returns a list of numbers a row instead, one for each of `row["tokens"]`: each stands at its
+    own token (a dense reward), and only the rest of the score at the last."""
     weight: float = 1.0
 
 
@@ -374,46 +418,179 @@ Reward = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
 
 
 class Rollout(Section):
-    """How responses are sampled. There are no top-k and top-p filters: they would sample from another
-    distribution than the one whose log-probabilities the ratio and the KL are made of."""
+    """How responses are sampled. top_k, top_p, min_p and min_new_tokens restrict what may be drawn; the rollout
+    remembers what was allowed, and ratio, KL and entropy are those of the restricted distributions (of the
+    policy and of ref_policy alike), so that a filter is part of the policy and no hidden difference."""
 
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt; `rloo`, `grpo`, `dr_grpo` and `reinforce_pp_baseline` compare them."""
     max_new_tokens: PositiveInt = 64
     """Longest response, EOS included."""
+    min_new_tokens: NonNegativeInt = 0
+    """Shortest response, EOS included: nothing can end it before."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every log-probability is taken at it too."""
+    top_k: PositiveInt | None = None
+    """Only the k likeliest tokens can be drawn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Only the likeliest tokens that together reach this probability."""
+    min_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Only tokens of at least this share of the likeliest one's probability."""
+    stop_tokens: list[str] = []
+    """Further tokens that end a response beside EOS, each a single token of the tokenizer: `<|im_end|>`, say."""
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a response, whatever tokens they are made of; what is scored and shown ends before them."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
+        return self
+
+
+WITH_VALUES = ("gae", "monte_carlo")
+GROUPED = ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline")
 
 
 class PPO(Section):
-    """The update (Schulman et al. 2017; Ziegler et al. 2019)."""
+    """The update (Schulman et al. 2017; Ziegler et al. 2019). docs/ppo.md says what each choice does, which
+    evidence the defaults stand on and which test proves it."""
 
+    # ---- how much
     num_iterations: PositiveInt
     """Rollout and update, this many times."""
     rollout_batch_size: PositiveInt
-    """Prompts, and so responses, of one iteration, over all processes."""
+    """Responses of one iteration, over all processes: its prompts times `rollout.samples_per_prompt`."""
     minibatch_size: PositiveInt
     """Responses of one optimizer step, over all processes."""
     microbatch_size: PositiveInt | None = None
     """Responses of one forward and backward pass of a process; null takes all of its share of the minibatch."""
     ppo_epochs: PositiveInt = 1
-    """Passes over each rollout."""
+    """Passes over each rollout. 1 is safest for language models; up to 4 where sampling is the dear part."""
+    num_rollouts_per_update: PositiveInt = 1
+    """Rollouts that an update learns from: the newest and the ones before it, kept in CPU memory. More than 1
+    reuses dear samples; the old ones' advantages are weighted by their truncated importance."""
+    importance_ratio_cap: PositiveFloat = 2.0
+    """Truncation of that weight, policy now to policy that sampled (decoupled PPO, Hilton et al. 2021)."""
+
+    # ---- the score
+    score_normalization: Literal["none", "running", "reference"] = "none"
+    """Beside each reward model's own stored statistics: `running` subtracts the mean and divides by the
+    standard deviation of all scores so far (the effective kl_coef then drifts with it), `reference` by those
+    of ref_policy's own samples, taken once at the start."""
+    num_reference_samples: Annotated[int, Field(ge=2)] = 256
+    """How many for `score_normalization: reference`."""
+    score_clip: PositiveFloat | None = None
+    """Scores are clipped to +- this, after normalisation: one freak score then can't dominate a batch."""
+    missing_eos_penalty: NonNegativeFloat = 1.0
+    """Taken off the score of a response that did not end by itself, which keeps length bounded."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Taken off the score per token of the response."""
+    overlong_buffer: NonNegativeInt = 0
+    """In the last so many tokens before max_new_tokens the score falls linearly by up to `overlong_penalty`
+    (DAPO): a softer missing_eos_penalty."""
+    overlong_penalty: NonNegativeFloat = 0.0
+    """The most that is taken off."""
+
+    # ---- the distance to ref_policy
     kl_coef: NonNegativeFloat = 0.05
-    """Weight of the KL to ref_policy, taken off each token's reward."""
-    clip_range: PositiveFloat = 0.2
-    """The ratio is clipped to 1 +- this."""
-    value_clip_range: PositiveFloat | None = 0.2
-    """A new value moves at most this far from the old one; null never clips."""
-    vf_coef: PositiveFloat = 0.5
-    """Weight of the value loss, which carries a factor 1/2 of its own."""
+    """Weight of the KL to ref_policy, the one thing that holds the policy to what the reward model knows."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Taken off each token's reward (Ziegler et al. 2019), or added to the loss; never both."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "k2_sequence"] | None = None
+    """Null takes the one whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
+    the loss. The others optimise something else: docs/ppo.md says what. `full` is exact over the vocabulary."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive moves kl_coef until the KL of a response is `kl_target` (Ziegler et al. 2019, section 2.2)."""
+    kl_target: PositiveFloat | None = None
+    """Nats a response; needed with `kl_controller: adaptive` and only there."""
+    kl_horizon: PositiveInt = 10_000
+    """In how many responses kl_coef can change by about a fifth."""
+
+    # ---- advantages
+    advantage_estimator: Literal[
+        "gae", "monte_carlo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "dr_grpo"
+    ] = "gae"
+    """gae and monte_carlo (returns less values) learn a value model. The others build none: reinforce is the
+    reward to go as it is, reinforce_pp whitens it, reinforce_pp_baseline takes the prompt's mean score off
+    first; rloo, grpo (divided by the group's standard deviation) and dr_grpo compare a prompt's responses."""
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount per token; 1 since a response ends, and below 1 the EOS reward fades over long ones."""
     gae_lambda: Fraction = 0.95
     """Lambda of GAE."""
-    whiten_advantages: bool = True
-    """Advantages over the whole rollout get mean 0 and variance 1."""
-    missing_eos_penalty: NonNegativeFloat = 1.0
-    """Taken off the score of a response that did not end by itself."""
-    score_clip: PositiveFloat | None = None
-    """Scores are clipped to +- this, after normalisation."""
+    value_lambda: Fraction | None = None
+    """Lambda of the returns that the value model learns; null takes gae_lambda, 1 is Monte-Carlo."""
+    whiten_rewards: bool = False
+    """Divide the token rewards by their standard deviation over the rollout, the mean kept."""
+    whiten_advantages: bool | None = None
+    """Advantages over the whole rollout get mean 0 and variance 1; null does so for gae, monte_carlo,
+    reinforce_pp and reinforce_pp_baseline."""
+
+    # ---- the policy's loss
+    objective: Literal["clip", "penalty"] = "clip"
+    """The clipped ratio, or PPO-penalty: the ratio as it is, less policy_kl_coef * KL(old, new)."""
+    clip_range: PositiveFloat = 0.2
+    """The ratio is clipped to 1 +- this."""
+    clip_range_high: PositiveFloat | None = None
+    """Another range upwards (clip-higher, DAPO: 0.28 keeps rare tokens alive); null takes clip_range."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """The loss of a token with a negative advantage stops growing at this many times it (Ye et al. 2020: 3)."""
+    policy_kl_coef: PositiveFloat = 1.0
+    """Where PPO-penalty's coefficient starts."""
+    policy_kl_target: PositiveFloat | None = None
+    """It doubles above 1.5 times this KL(old, new) a token, and halves below 1/1.5 of it; null keeps it."""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of the minibatch; over each response first, so that long ones don't weigh more; or
+    the sum divided by max_new_tokens (Dr. GRPO)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus (a cost where it is below 0). Full entropy over the vocabulary."""
+    max_approx_kl: PositiveFloat | None = None
+    """The update ends early, before the step, when KL(old, new) a token is above this (TRL: 0.15)."""
+    max_ratio: PositiveFloat | None = 10.0
+    """A minibatch whose mean ratio is above this is skipped: its samples are no longer the policy's."""
+
+    # ---- the value model's loss
+    vf_coef: PositiveFloat = 0.5
+    """Weight of the value loss, which carries a factor 1/2 of its own."""
+    value_clip_range: PositiveFloat | None = 0.2
+    """A new value moves at most this far from the old one; null never clips."""
+
+    # ---- what is kept
+    ema_decay: BelowOne | None = None
+    """Keep a moving average of the policy's weights, this share of it kept at each optimizer step (0.992), and
+    save it as `ema_model`."""
+
+    @property
+    def has_value_model(self) -> bool:
+        """Does this advantage estimator learn values?"""
+        return self.advantage_estimator in WITH_VALUES
+
+    @property
+    def kl_estimator_used(self) -> Literal["k1", "k2", "k3", "abs", "full", "k2_sequence"]:
+        """The estimator that null stands for."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k2_sequence")
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """What null stands for."""
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.has_value_model or self.advantage_estimator.startswith("reinforce_pp")
+
+    def updates(self, iteration: int) -> int:
+        """Optimizer steps of iteration `iteration` (from 0): early ones have fewer rollouts to learn from."""
+        rollouts = min(iteration + 1, self.num_rollouts_per_update)
+        return self.ppo_epochs * rollouts * (self.rollout_batch_size // self.minibatch_size)
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration, once there are `num_rollouts_per_update` rollouts."""
+        return self.updates(self.num_rollouts_per_update - 1)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return sum(self.updates(i) for i in range(self.num_iterations))
 
     @model_validator(mode="after")
     def _batches(self) -> Self:
@@ -422,16 +599,101 @@ class PPO(Section):
                 f"minibatch_size {self.minibatch_size} must divide rollout_batch_size "
                 f"{self.rollout_batch_size}, or the last step would be smaller than the others"
             )
+        if self.max_approx_kl is not None and self.steps_per_iteration == 1:
+            raise ValueError(
+                "max_approx_kl can never end an update of one step, whose KL is 0. Raise ppo_epochs, lower "
+                "minibatch_size or remove it"
+            )
+        _unread(self, self.num_rollouts_per_update > 1, "num_rollouts_per_update: 1", "importance_ratio_cap")
         return self
 
-    @property
-    def steps_per_iteration(self) -> int:
-        """Optimizer steps of one iteration."""
-        return self.ppo_epochs * (self.rollout_batch_size // self.minibatch_size)
+    @model_validator(mode="after")
+    def _score(self) -> Self:
+        _unread(
+            self,
+            self.score_normalization == "reference",
+            f"score_normalization: {self.score_normalization}",
+            "num_reference_samples",
+        )
+        if bool(self.overlong_buffer) != bool(self.overlong_penalty):
+            raise ValueError("overlong_buffer and overlong_penalty do something only together; give both or none")
+        return self
+
+    @model_validator(mode="after")
+    def _kl(self) -> Self:
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator: k1 in the loss has a gradient of 0 on average, so nothing would hold the policy. "
+                "Take k2_sequence, or kl_in: reward"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "k2_sequence":
+            raise ValueError(
+                "kl_estimator: k2_sequence is a loss and no reward of a token. Set kl_in: loss, or take k1"
+            )
+        if self.kl_controller == "adaptive":
+            if self.kl_target is None:
+                raise ValueError("kl_controller: adaptive needs kl_target, in nats a response")
+            if self.kl_coef == 0:
+                raise ValueError(
+                    "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Give a kl_coef to start from"
+                )
+        _unread(self, self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
+        return self
+
+    @model_validator(mode="after")
+    def _advantages(self) -> Self:
+        chosen = f"advantage_estimator: {self.advantage_estimator}"
+        _unread(self, self.has_value_model, chosen, "vf_coef", "value_clip_range", "value_lambda")
+        _unread(self, self.advantage_estimator == "gae", chosen, "gae_lambda", "value_lambda")
+        grouped = self.advantage_estimator in ("rloo", "grpo", "dr_grpo")
+        _unread(self, not grouped, chosen, "gamma", "whiten_rewards")
+        if self.advantage_estimator == "reinforce_pp" and self.whiten_advantages is False:
+            raise ValueError("reinforce_pp is reinforce with whitened advantages. Take reinforce, or remove the key")
+        return self
+
+    @model_validator(mode="after")
+    def _objective(self) -> Self:
+        chosen = f"objective: {self.objective}"
+        _unread(self, self.objective == "clip", chosen, "clip_range", "clip_range_high", "dual_clip")
+        _unread(self, self.objective == "penalty", chosen, "policy_kl_coef", "policy_kl_target")
+        return self
+
+
+class Ptx(Section):
+    """Language-model loss on SFT or pretraining rows beside the policy's loss (InstructGPT's PPO-ptx), against
+    forgetting; each optimizer step takes its own batch of rows."""
+
+    train: Source
+    """Rows as in the SFT stage."""
+    coef: PositiveFloat
+    """Weight: InstructGPT's 27.8 for `additive`, ColossalChat's 0.9 for `convex`."""
+    mode: Literal["additive", "convex"] = "additive"
+    """policy + coef * lm, or (1 - coef) * policy + coef * lm."""
+    minibatch_size: PositiveInt | None = None
+    """Rows of one optimizer step, over all processes; null takes ppo.minibatch_size."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """As in the SFT stage."""
+    prompt_words: NonNegativeInt = 0
+    """As in the SFT stage."""
+    max_length: PositiveInt = 512
+    """Longest row in tokens; a longer one is dropped and counted."""
+
+    @model_validator(mode="after")
+    def _convex(self) -> Self:
+        if self.mode == "convex" and self.coef >= 1:
+            raise ValueError(f"mode: convex gives the policy's loss the weight 1 - coef, and coef is {self.coef:g}")
+        return self
 
 
 class PPOEvaluation(Section):
-    """SFT against PPO on held-out prompts, at the end."""
+    """SFT against PPO on held-out prompts, at the end, and on the way where asked for."""
+
+    every_iterations: PositiveInt | None = None
+    """Evaluate on the way too, every so many iterations (evaluations.jsonl); null only at the end. The health
+    line then sees over-optimisation: a score that rises while the judge's falls."""
+    best_metric: str | None = None
+    """Keep the policy with the highest value of this figure as `best_model`: score_mean, or a number of your
+    judge (gold); -kl for the lowest. Needs every_iterations."""
 
     num_prompts: PositiveInt = 256
     """Held-out prompts used at most."""
@@ -441,27 +703,88 @@ class PPOEvaluation(Section):
     """`path/to/file.py:name`, a judge of your own that training never sees, called as a function reward is;
     returns a number a row, or a mapping of names to numbers."""
 
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_metric is not None and self.every_iterations is None:
+            raise ValueError("best_metric needs every_iterations: with one evaluation there is nothing to choose from")
+        return self
+
 
 class PPOConfig(Stage):
     """PPO from a reward model."""
 
-    policy: Model = Model()
+    policy: PolicyModel = PolicyModel()
+    ref_policy: Model | None = None
+    """What the KL is measured to; null takes the policy as it is at the start."""
     rewards: Annotated[list[Reward], Field(min_length=1)] = [ModelReward(type="reward_model")]
     """The score of a response is the weighted sum of these."""
     value_model: ValueModel = ValueModel()
     data: PromptData
     rollout: Rollout = Rollout()
     ppo: PPO
+    ptx: Ptx | None = None
+    """Language-model loss beside PPO's; null has none."""
     optimizer: Optimizer
+    num_logged_samples: NonNegativeInt = 1
+    """Responses of each iteration that samples.jsonl keeps, with score and KL."""
     evaluation: PPOEvaluation = PPOEvaluation()
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts of one iteration, over all processes."""
+        return self.ppo.rollout_batch_size // self.rollout.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        n, estimator = self.rollout.samples_per_prompt, self.ppo.advantage_estimator
+        if self.ppo.rollout_batch_size % n:
+            raise ValueError(
+                f"rollout.samples_per_prompt {n} must divide ppo.rollout_batch_size {self.ppo.rollout_batch_size}, "
+                "which counts responses"
+            )
+        if estimator in GROUPED and n == 1:
+            raise ValueError(
+                f"ppo.advantage_estimator: {estimator} compares a prompt's responses, and with "
+                "rollout.samples_per_prompt: 1 every advantage would be 0. Sample at least 2"
+            )
+        if self.ppo.overlong_buffer > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"ppo.overlong_buffer {self.ppo.overlong_buffer} is above rollout.max_new_tokens "
+                f"{self.rollout.max_new_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _values(self) -> Self:
+        value = self.value_model
+        if not self.ppo.has_value_model and value != ValueModel():
+            raise ValueError(
+                f"value_model does nothing with ppo.advantage_estimator: {self.ppo.advantage_estimator}, which builds "
+                "none. Remove it, or take gae or monte_carlo"
+            )
+        if value.path is not None and value.init not in ("auto", "shared"):
+            raise ValueError(f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one")
+        if value.init == "shared" and value.lora is not None:
+            raise ValueError("value_model.lora does nothing with init: shared, whose backbone is the policy's")
+        if value.warmup_iterations >= self.ppo.num_iterations:
+            raise ValueError(
+                f"value_model.warmup_iterations {value.warmup_iterations} leaves the policy no iteration of "
+                f"{self.ppo.num_iterations}"
+            )
+        return self
+
+    @property
     def sources(self) -> dict[str, DataSource]:
-        return _given({"train": self.data.train, "test": self.data.test})
+        ptx = self.ptx.train if self.ptx is not None else None
+        return _given({"train": self.data.train, "test": self.data.test, "ptx": ptx})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
         found = {"policy": (self.stage_model(self.policy.path, "sft"), self.policy.revision)}
+        if self.ref_policy is not None:
+            found["ref_policy"] = (self.stage_model(self.ref_policy.path, "sft"), self.ref_policy.revision)
+        if self.value_model.path is not None:
+            found["value_model"] = (self.value_model.path, None)
         for number, reward in enumerate(self.rewards):
             if isinstance(reward, ModelReward):
                 found[f"rewards.{number}"] = (self.stage_model(reward.path, "rm"), reward.revision)
@@ -474,7 +797,17 @@ class PPOConfig(Stage):
     @property
     def needs(self) -> tuple[str, ...]:
         own_rm = any(isinstance(reward, ModelReward) and reward.path is None for reward in self.rewards)
-        return (("sft",) if self.policy.path is None else ()) + (("rm",) if own_rm else ())
+        own_sft = self.policy.path is None or (self.ref_policy is not None and self.ref_policy.path is None)
+        return (("sft",) if own_sft else ()) + (("rm",) if own_rm else ())
+
+
+def _unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
+    """Refuse keys that were changed from their defaults while the choice made means that nothing reads them."""
+    if is_read:
+        return
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} does nothing with {chosen}. Remove it, or choose otherwise")
 
 
 def _given(sources: dict[str, DataSource | None]) -> dict[str, DataSource]:

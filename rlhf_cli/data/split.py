@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from rlhf_cli.config.schemas import Data, PromptData
+from rlhf_cli.config.schemas import Data, DataSource, PromptData
 from rlhf_cli.data.formats import row_key
 from rlhf_cli.data.sources import Row, hash_fraction, in_part, read_rows
 from rlhf_cli.errors import DataError
+
+
+def selected(source: DataSource) -> list[Row]:
+    """The rows of the parts of a source that its `select` names; raises DataError where none is left."""
+    rows = [row for row in read_rows(source) if in_part(source.select, row_key(row))]
+    if not rows:
+        raise DataError(f"{source.path}: no row is left. Widen its `select`")
+    return rows
 
 
 def read_split(data: Data | PromptData) -> tuple[list[Row], list[Row]]:

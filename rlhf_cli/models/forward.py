@@ -7,6 +7,7 @@ Bloom's ALiBi, an encoder) is found out by `choose_attention`, which compares th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,36 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     ids, mask, position_ids = _padded_inputs(batch)
     output = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
     return output.logits[mask][positions]
+
+
+def target_logits(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that predict each learnt token of some sequences, and those tokens: ([n, V], [n]).
+
+    The token at index j is predicted at j - 1; the first of a sequence is never learnt.
+    """
+    batch = pack(sequences, next(model.parameters()).device)
+    at = torch.tensor([x for flags in learnt for x in flags]).nonzero()[:, 0].to(batch.ids.device)
+    return logits_at(model, batch, at - 1), batch.ids[at]
+
+
+def logits_and_hidden_at(
+    model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logits_at` and `hidden_at` of a language model from one forward pass: ([n, V], [n, H])."""
+    captured: list[torch.Tensor] = []
+    handle = model.base_model.register_forward_hook(
+        lambda _module, _inputs, output: captured.append(output.last_hidden_state)
+    )
+    try:
+        logits = logits_at(model, batch, positions)
+    finally:
+        handle.remove()
+    if is_packed(model):
+        return logits, captured[0][0][positions]
+    _, mask, _ = _padded_inputs(batch)
+    return logits, captured[0][mask][positions]
 
 
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -105,20 +136,24 @@ def vocabulary_rows(model: PreTrainedModel) -> int:
 
 
 def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The linear head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32.
-
-    In bfloat16 the head would round the differences between scores away.
-    """
+    """The linear head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
     head = model.score
     assert isinstance(head, torch.nn.Linear)
+    return scalar_head(head, hidden)
+
+
+def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """A linear head in float32, [n, H] -> [n, labels]: bfloat16 would round the differences of scores away."""
     with torch.autocast(hidden.device.type, enabled=False):
         scores: torch.Tensor = head(hidden.to(head.weight.dtype))
     return scores
 
 
+def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
+    """Are forward passes in bfloat16: asked for, or found with `auto` on a GPU?"""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context of every forward pass: bfloat16 where asked for, or found with `auto` on a GPU."""
-    enabled = precision == "bfloat16" or (
-        precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
-    )
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+    """The context of every forward pass."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bfloat16(device, precision))

@@ -6,6 +6,7 @@ directory is said in one line.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -86,6 +87,31 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
     for key in ("score_mean", "score_std", "target_mean", "target_std"):
         vars(model.config).pop(key, None)
     return model
+
+
+def load_value_model(path: str) -> PreTrainedModel:
+    """A value model as it was saved, with its head."""
+    model = _load(AutoModelForSequenceClassification, path, None)
+    if not reads_last_token(model) or model.config.num_labels != 1:
+        raise ArtifactError(f"{path}: a {type(model).__name__} has no value for each token. Give a `value_model`")
+    return model
+
+
+def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
+    """A sequence classifier with a copy of the policy's backbone and this head on it, to be saved."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    assert isinstance(model.score, torch.nn.Linear)
+    model.score.load_state_dict(head.state_dict())
+    return model
+
+
+def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [labels, H] of the head `score`."""
+    assert isinstance(model.score, torch.nn.Linear)
+    return model.score.weight
 
 
 def scalar_heads(model: PreTrainedModel) -> list[torch.nn.Linear]:

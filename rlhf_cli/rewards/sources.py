@@ -41,11 +41,25 @@ class Judged:
     response_ids: list[list[int]]
     ended: list[bool]
     rows: list[dict[str, Any]]
+    tokens: list[list[str]] | None = None
+    """The text of each response token, for functions that score them one by one."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the sources say together."""
+
+    total: torch.Tensor
+    """[B] the weighted sum of everything; a dense reward counts with the sum of its tokens."""
+    each: dict[str, torch.Tensor]
+    """[B] of each source by name, before its weight."""
+    dense: list[list[float]] | None
+    """For each response a number a token, which is part of `total`; None without such a source."""
 
 
 @dataclass
 class RewardModel:
-    """A sequence classifier that scores whole texts, the prompt with its response."""
+    """A sequence classifier that scores whole texts, the prompt with its response or the response alone."""
 
     name: str
     weight: float
@@ -53,7 +67,9 @@ class RewardModel:
     tokenizer: PreTrainedTokenizerBase
     reads_policy_tokens: bool
     """The policy's ids go in as they are; else the text is encoded anew with the model's own tokenizer."""
+    reads_prompt: bool
     label: int
+    as_probability: bool
     mean: float
     std: float
     precision: str
@@ -69,34 +85,48 @@ class RewardModel:
     def score(self, judged: Judged) -> torch.Tensor:
         """Normalised scores, [B] float32 on the CPU, each read at the last token of its response."""
         if self.reads_policy_tokens:
-            sequences = [p + r for p, r in zip(judged.prompt_ids, judged.response_ids, strict=True)]
+            prompts = judged.prompt_ids if self.reads_prompt else [[]] * len(judged.responses)
+            sequences = [p + r for p, r in zip(prompts, judged.response_ids, strict=True)]
         else:
-            sequences = encode_texts(
-                self.model,
-                self.tokenizer,
-                [p + r for p, r in zip(judged.prompts, judged.responses, strict=True)],
-                judged.ended,
-            )
+            texts = list(judged.responses)
+            if self.reads_prompt:
+                texts = [p + r for p, r in zip(judged.prompts, judged.responses, strict=True)]
+            sequences = encode_texts(self.model, self.tokenizer, texts, judged.ended)
             longest = longest_input(self.model, self.tokenizer)
             self.num_cut += sum(len(ids) >= longest for ids in sequences)
-        scores = score_sequences(self.model, sequences, self.precision, label=self.label)
+        scores = score_sequences(
+            self.model, sequences, self.precision, label=self.label, as_probability=self.as_probability
+        )
         return (scores - self.mean) / self.std
 
 
 @dataclass
 class PythonFunction:
-    """A function of the user's that scores texts."""
+    """A function of the user's that scores texts, or each of their tokens."""
 
     name: str
     weight: float
     function: Callable[..., Any]
+    per_token: bool = False
 
     def report(self) -> str:
         return ""
 
     def score(self, judged: Judged) -> torch.Tensor:
         """Its numbers, [B] float32; raises RunError where they are not one finite number a row."""
+        assert not self.per_token, "a dense reward has no number a row; see score_per_token"
         return torch.tensor(call(self.name, self.function, judged, finite))
+
+    def score_per_token(self, judged: Judged) -> list[list[float]]:
+        """Its numbers for each token of each response; raises RunError where they are not that."""
+        rows = call(self.name, self.function, judged, finite_list)
+        for number, (row, ids) in enumerate(zip(rows, judged.response_ids, strict=True), 1):
+            if len(row) != len(ids):
+                raise RunError(
+                    f"reward function {self.name}, response {number}: returned {len(row)} numbers for {len(ids)} "
+                    "tokens. Return one for each of row['tokens']"
+                )
+        return rows
 
 
 RewardSource = RewardModel | PythonFunction
@@ -117,7 +147,7 @@ def load_rewards(
         if isinstance(reward, FunctionReward):
             function = reward.function.rpartition(":")[2]
             name = f"{function}_{number}" if several else function
-            sources.append(PythonFunction(name, reward.weight, load_function(reward.function)))
+            sources.append(PythonFunction(name, reward.weight, load_function(reward.function), reward.per_token))
             continue
         path = model_directory(reward.path if reward.path is not None else f"{artifacts_root}/rm")
         model, tokenizer = load_reward_model(path, reward.revision), load_tokenizer(path, reward.revision)
@@ -139,6 +169,8 @@ def load_rewards(
                 model=model,
                 tokenizer=tokenizer,
                 reads_policy_tokens=shares,
+                reads_prompt=reward.reads == "prompt_and_response",
+                as_probability=reward.output == "probability",
                 label=label_index(model, reward.label, f"rewards.{number}.label"),
                 mean=float(mean or 0.0) if normalize else 0.0,
                 std=float(std or 1.0) if normalize else 1.0,
@@ -148,11 +180,22 @@ def load_rewards(
     return sources, notes
 
 
-def total_score(sources: Sequence[RewardSource], judged: Judged) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weighted sum of all sources' scores [B], and each one's own [B] by name."""
-    each = {source.name: source.score(judged) for source in sources}
+def total_score(sources: Sequence[RewardSource], judged: Judged) -> Scores:
+    """The weighted sum of all sources' scores, and each one's own."""
+    each: dict[str, torch.Tensor] = {}
+    dense: list[list[float]] | None = None
+    for source in sources:
+        if isinstance(source, PythonFunction) and source.per_token:
+            rows = source.score_per_token(judged)
+            each[source.name] = torch.tensor([sum(row) for row in rows])
+            old = dense or [[0.0] * len(row) for row in rows]
+            dense = [
+                [a + source.weight * b for a, b in zip(*pair, strict=True)] for pair in zip(old, rows, strict=True)
+            ]
+        else:
+            each[source.name] = source.score(judged)
     total = torch.stack([source.weight * each[source.name] for source in sources]).sum(0)
-    return total, each
+    return Scores(total, each, dense)
 
 
 def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
@@ -175,13 +218,17 @@ def score_sequences(
     precision: str,
     *,
     label: int = 0,
+    as_probability: bool = False,
     chunk: int = 64,
 ) -> torch.Tensor:
-    """Scores of token sequences, [B] float32 on the CPU."""
+    """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability."""
     device = next(model.parameters()).device
     with autocast(device, precision):
-        parts = [sequence_scores(model, list(part))[:, label] for part in chunks(sequences, chunk)]
-    return torch.cat(parts).float().cpu()
+        parts = [sequence_scores(model, list(part)) for part in chunks(sequences, chunk)]
+    logits = torch.cat(parts).float().cpu()
+    if as_probability:
+        logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
+    return logits[:, label]
 
 
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -252,11 +299,14 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def call(name: str, function: Callable[..., Any], judged: Judged, check: Callable[[str, Any], Any]) -> list[Any]:
-    """Call a user's function on texts; each row of the prompt's file also carries whether the reply `ended`.
+    """Call a user's function on texts; each row of the prompt's file also carries whether the reply `ended` and,
+    for a dense reward, the text of its `tokens`.
 
     Raises RunError, with the row and the value, where it fails or does not give one good value a row.
     """
     rows = [{**row, "ended": ended} for row, ended in zip(judged.rows, judged.ended, strict=True)]
+    if judged.tokens is not None:
+        rows = [{**row, "tokens": tokens} for row, tokens in zip(rows, judged.tokens, strict=True)]
     try:
         values = list(function(list(judged.prompts), list(judged.responses), rows))
     except Exception as error:
@@ -275,6 +325,13 @@ def finite(where: str, value: Any) -> float:
     if not math.isfinite(result):
         raise RunError(f"{where}: returned {value!r}, a finite number is needed")
     return result
+
+
+def finite_list(where: str, value: Any) -> list[float]:
+    """A list of finite floats, or RunError."""
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise RunError(f"{where}: returned {value!r}, a list of numbers is needed, one for each of row['tokens']")
+    return [finite(f"{where}, token {number}", item) for number, item in enumerate(value, 1)]
 
 
 def named_numbers(where: str, value: Any) -> dict[str, float]:

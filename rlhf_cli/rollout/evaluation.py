@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import chunks
-from rlhf_cli.rollout.experience import PromptRow, collect, decode_responses
+from rlhf_cli.rollout.experience import Models, PromptRow, collect
+from rlhf_cli.rollout.sampling import Response, Sampling, response_text
 from rlhf_cli.training.distributed import World
 
 
@@ -32,13 +33,12 @@ class Evaluation:
         return {"reply": self.replies[i], "score": self.scores[i], **(self.gold[i] if self.gold else {})}
 
 
-Score = Callable[[Sequence[PromptRow], list[str], list[list[int]], list[bool]], list[float]]
+Score = Callable[[Sequence[PromptRow], list[str], Sequence[Response]], list[float]]
 Judge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
 
 
 def evaluate(
-    policy: PreTrainedModel,
-    ref_policy: PreTrainedModel,
+    models: Models,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[PromptRow],
     table: torch.Tensor,
@@ -46,15 +46,14 @@ def evaluate(
     *,
     score: Score,
     judge: Judge | None,
-    temperature: float,
-    stop: set[int],
+    sampling: Sampling,
     batch_size: int,
     precision: str,
 ) -> Evaluation:
     """Sample one reply to each prompt and measure it; `table` [prompts, tokens] are the uniforms.
 
     The KL of a reply is the sum over its tokens of log policy - log ref_policy, in nats; its mean over
-    replies estimates KL(policy || ref_policy) without bias, and is exactly 0 for ref_policy itself.
+    replies estimates KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself.
     distinct_2 counts pairs of words (Li et al. 2016), so that it does not depend on the tokenizer.
     """
     start = time.monotonic()
@@ -65,19 +64,18 @@ def evaluate(
         rollout = collect(
             some,
             table[list(part)],
-            policy,
-            ref_policy,
-            None,
-            temperature=temperature,
-            stop=stop,
+            models,
+            sampling=sampling,
+            tokenizer=tokenizer,
             microbatch_size=batch_size,
             precision=precision,
+            with_values=False,
         )
-        texts = decode_responses(tokenizer, rollout.responses)
-        ids, ended = [r.ids for r in rollout.responses], [r.ended for r in rollout.responses]
+        texts = [response_text(tokenizer, response, sampling) for response in rollout.responses]
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
-        scores = score(some, texts, ids, ended)
-        mine += list(zip(texts, scores, kl, map(len, ids), ended, strict=True))
+        scores = score(some, texts, rollout.responses)
+        lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
+        mine += list(zip(texts, scores, kl, lengths, ended, strict=True))
     rows = world.interleave(world.gather(mine))
     replies, scores, kls, lengths, endings = map(list, zip(*rows, strict=True))
     gold = judge(prompts, replies, endings) if judge is not None else []

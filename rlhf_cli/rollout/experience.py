@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.formats import Prompt
-from rlhf_cli.models.forward import autocast, hidden_at, logits_at, scalar_scores
-from rlhf_cli.packing import pack, response_positions
-from rlhf_cli.rollout.sampling import Response, sample
-from rlhf_cli.tensor_ops import length_mask, pad_rows, token_logprobs
+from rlhf_cli.models.adapters import adapters_off
+from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, scalar_head, scalar_scores
+from rlhf_cli.packing import PackedBatch, pack, response_positions
+from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
+from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
+
+FULL_KL_CHUNK = 512
+"""Tokens whose whole distributions are compared at a time: the chunk's [512, V] is all that is held twice."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,156 @@ class PromptRow:
     row: Prompt
 
 
+# -------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy and those that stand beside it while it learns."""
+
+    policy: PreTrainedModel
+    ref_policy: PreTrainedModel | None
+    """None: the policy with its adapters off."""
+    value_model: PreTrainedModel | None = None
+    """A model of its own, a sequence classifier with one label; None where there are no values, or where
+    `value_head` reads the policy's."""
+    value_head: torch.nn.Linear | None = None
+    """Values from the policy's own hidden states."""
+
+    @property
+    def has_values(self) -> bool:
+        return self.value_model is not None or self.value_head is not None
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of every response token, laid end to end: [sum of R_b] float32 each; None is what was not asked for."""
+
+    logprobs: torch.Tensor
+    """Of the sampled token by the policy as it is now, nats."""
+    values: torch.Tensor | None = None
+    """Of the state in which the token was chosen."""
+    entropy: torch.Tensor | None = None
+    """Of the distribution that the token was drawn from, nats."""
+    kl_full: torch.Tensor | None = None
+    """KL(policy, ref_policy) of that distribution, exact over the vocabulary, nats."""
+
+
+def score_tokens(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+    *,
+    with_values: bool = True,
+    with_entropy: bool = False,
+    with_full_kl: bool = False,
+    detach_backbone: bool = False,
+) -> TokenScores:
+    """One forward pass of the policy, and one of a separate value model, with gradients where they are on.
+
+    Temperature and what `sampling` forbids are those of the rollout, so everything here speaks of the
+    distribution that was sampled from. `detach_backbone` keeps a value head's gradient out of the policy.
+    """
+    batch, positions = _packed(models.policy, prompts, responses)
+    shared = with_values and models.value_head is not None
+    with autocast(batch.ids.device, precision):
+        if shared:
+            logits, hidden = logits_and_hidden_at(models.policy, batch, positions)
+        else:
+            logits = logits_at(models.policy, batch, positions)
+    logits = allowed_logits(logits, responses, sampling)
+    values = None
+    if shared and models.value_head is not None:
+        values = scalar_head(models.value_head, hidden.detach() if detach_backbone else hidden)[:, 0]
+    elif with_values and models.value_model is not None:
+        values = response_values(models.value_model, prompts, responses, precision)
+    kl = None
+    if with_full_kl:
+        with torch.no_grad():
+            ref_logits = allowed_logits(_ref_logits(models, batch, positions, precision), responses, sampling)
+        kl = _full_kl(logits, ref_logits, sampling.temperature)
+    return TokenScores(
+        logprobs=token_logprobs(logits, batch.ids[positions + 1], temperature=sampling.temperature),
+        values=values,
+        entropy=token_entropy(logits, temperature=sampling.temperature) if with_entropy else None,
+        kl_full=kl,
+    )
+
+
+def response_logprobs(
+    policy: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+) -> torch.Tensor:
+    """Log-probability of every response token, laid end to end: [sum of R_b] float32."""
+    batch, positions = _packed(policy, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        logits = logits_at(policy, batch, positions)
+    logits = allowed_logits(logits, responses, sampling)
+    return token_logprobs(logits, batch.ids[positions + 1], temperature=sampling.temperature)
+
+
+def ref_response_logprobs(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+) -> torch.Tensor:
+    """`response_logprobs` by ref_policy."""
+    with nullcontext() if models.ref_policy is not None else adapters_off(models.policy):
+        return response_logprobs(models.ref_policy or models.policy, prompts, responses, sampling, precision)
+
+
+def response_values(
+    value_model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
+) -> torch.Tensor:
+    """The value at every response token, of the state before it was chosen: [sum of R_b] float32."""
+    batch, positions = _packed(value_model, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        hidden = hidden_at(value_model, batch, positions)
+    return scalar_scores(value_model, hidden)[:, 0]
+
+
+def _packed(
+    model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
+) -> tuple[PackedBatch, torch.Tensor]:
+    """The rows end to end, and where in them each response token is predicted."""
+    device = next(model.parameters()).device
+    batch = pack([p.ids + r.ids for p, r in zip(prompts, responses, strict=True)], device)
+    return batch, response_positions(batch, [len(p.ids) for p in prompts])
+
+
+def _ref_logits(models: Models, batch: PackedBatch, positions: torch.Tensor, precision: str) -> torch.Tensor:
+    with autocast(batch.ids.device, precision):
+        if models.ref_policy is not None:
+            return logits_at(models.ref_policy, batch, positions)
+        with adapters_off(models.policy):
+            return logits_at(models.policy, batch, positions)
+
+
+def _full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """kl_full, a chunk of tokens at a time; the backward pass computes each chunk again."""
+
+    def part(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return kl_full(a, b, temperature=temperature)
+
+    parts = zip(logits.split(FULL_KL_CHUNK), ref_logits.split(FULL_KL_CHUNK), strict=True)
+    if logits.requires_grad:
+        return torch.cat([checkpoint(part, a, b, use_reentrant=False) for a, b in parts])
+    return torch.cat([part(a, b) for a, b in parts])
+
+
+# ------------------------------------------------------------------------------------------- rollout
+
+
 @dataclass(frozen=True)
 class Rollout:
-    """B responses of at most R tokens; every tensor is float32 on the compute device, zero under padding."""
+    """B responses of at most R tokens; every tensor is float32 on one device, zero under padding."""
 
     prompts: list[PromptRow]
     responses: list[Response]
@@ -41,7 +196,9 @@ class Rollout:
     ref_logprobs: torch.Tensor
     """[B, R] by ref_policy."""
     values: torch.Tensor
-    """[B, R] by value_model before the update: the value of the state in which the token was chosen."""
+    """[B, R] before the update: the value of the state in which the token was chosen; zero without values."""
+    kl_full: torch.Tensor | None
+    """[B, R] exact KL(policy, ref_policy) at each token, where it was asked for."""
     sample_s: float
     """Seconds that sampling took."""
     score_s: float
@@ -51,14 +208,14 @@ class Rollout:
 def collect(
     prompts: Sequence[PromptRow],
     table: torch.Tensor,
-    policy: PreTrainedModel,
-    ref_policy: PreTrainedModel,
-    value_model: PreTrainedModel | None,
+    models: Models,
     *,
-    temperature: float,
-    stop: set[int],
+    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase,
     microbatch_size: int | None,
     precision: str,
+    with_values: bool = True,
+    with_full_kl: bool = False,
 ) -> Rollout:
     """Sample a response to each prompt and score it by the policies and the value model.
 
@@ -66,20 +223,25 @@ def collect(
     the first step the ratio is then 1 and the KL to an equal ref_policy 0, to the last bit where the chunks
     are the same. Without a value model the values are zero.
     """
-    device = next(policy.parameters()).device
+    device = next(models.policy.parameters()).device
     start = time.monotonic()
     with torch.no_grad(), autocast(device, precision):
-        responses = sample(policy, [p.ids for p in prompts], table, temperature=temperature, stop=stop)
+        responses = sample(models.policy, [p.ids for p in prompts], table, sampling, tokenizer)
     sampled = time.monotonic()
     lengths = [len(response.ids) for response in responses]
-    flat: dict[str, list[torch.Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": []}
+    flat: dict[str, list[torch.Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}
     with torch.no_grad():
         for part in chunks(range(len(prompts)), microbatch_size):
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
-            flat["logprobs"].append(response_logprobs(policy, some, answers, temperature, precision))
-            flat["ref_logprobs"].append(response_logprobs(ref_policy, some, answers, temperature, precision))
-            if value_model is not None:
-                flat["values"].append(response_values(value_model, some, answers, precision))
+            scores = score_tokens(
+                models, some, answers, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+            )
+            flat["logprobs"].append(scores.logprobs)
+            flat["ref_logprobs"].append(ref_response_logprobs(models, some, answers, sampling, precision))
+            if scores.values is not None:
+                flat["values"].append(scores.values)
+            if scores.kl_full is not None:
+                flat["kl_full"].append(scores.kl_full)
     padded = {key: pad_rows(torch.cat(parts), lengths) for key, parts in flat.items() if parts}
     drawn = torch.tensor([x for response in responses for x in response.logprobs], device=device)
     return Rollout(
@@ -90,41 +252,49 @@ def collect(
         logprobs=padded["logprobs"],
         ref_logprobs=padded["ref_logprobs"],
         values=padded.get("values", torch.zeros_like(padded["logprobs"])),
+        kl_full=padded.get("kl_full"),
         sample_s=sampled - start,
         score_s=time.monotonic() - sampled,
     )
 
 
-def response_logprobs(
-    policy: PreTrainedModel,
-    prompts: Sequence[PromptRow],
-    responses: Sequence[Response],
-    temperature: float,
-    precision: str,
-) -> torch.Tensor:
-    """Log-probability of every response token, laid end to end: [sum of R_b] float32."""
-    batch = pack([p.ids + r.ids for p, r in zip(prompts, responses, strict=True)], _device(policy))
-    positions = response_positions(batch, [len(p.ids) for p in prompts])
-    with autocast(batch.ids.device, precision):
-        logits = logits_at(policy, batch, positions)
-    return token_logprobs(logits, batch.ids[positions + 1], temperature=temperature)
+# ---------------------------------------------------------------------------------------- experience
 
 
-def response_values(
-    value_model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
-) -> torch.Tensor:
-    """The value at every response token, of the state before it was chosen: [sum of R_b] float32."""
-    batch = pack([p.ids + r.ids for p, r in zip(prompts, responses, strict=True)], _device(value_model))
-    positions = response_positions(batch, [len(p.ids) for p in prompts])
-    with autocast(batch.ids.device, precision):
-        hidden = hidden_at(value_model, batch, positions)
-    return scalar_scores(value_model, hidden)[:, 0]
+@dataclass(frozen=True)
+class Experience:
+    """What an update learns from: B responses with [B, R] tensors, zero under padding."""
+
+    prompts: list[PromptRow]
+    responses: list[Response]
+    response_mask: torch.Tensor
+    logprobs: torch.Tensor
+    """By the policy that the ratio is taken against: the one that sampled, or the one at this update's start."""
+    ref_logprobs: torch.Tensor
+    values: torch.Tensor
+    """What the value clip is centred on."""
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with its tensors on another device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Response]) -> list[str]:
-    """The responses as text, without special tokens."""
-    return [str(tokenizer.decode(response.ids, skip_special_tokens=True)) for response in responses]
+_TENSORS = ("response_mask", "logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
-def _device(model: PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device
+def merge(parts: Sequence[Experience]) -> Experience:
+    """Several rollouts one below the other, the shorter ones padded on the right."""
+    width = max(part.response_mask.shape[1] for part in parts)
+    tensors = {
+        name: torch.cat(
+            [torch.nn.functional.pad(getattr(p, name), (0, width - getattr(p, name).shape[1])) for p in parts]
+        )
+        for name in _TENSORS
+    }
+    return Experience(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        responses=[response for part in parts for response in part.responses],
+        **tensors,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +29,33 @@ class Stepper:
         return float(self.scheduler.get_last_lr()[0])
 
     def step(self, world: World, what: str) -> float:
-        """Sum the gradients over processes, clip them, step, clear them; returns the norm before clipping.
+        """`clip` and `advance`; raises RunError, and steps nothing, where the norm is not finite.
 
-        Raises RunError, and steps nothing, where the norm is not finite (`what` names the loss in it).
+        `what` names the loss in the message. Returns the norm before clipping.
         """
-        world.sync_gradients(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        if not torch.isfinite(norm):
+        norm = self.clip(world)
+        if not math.isfinite(norm):
             raise RunError(
-                f"{what}: the gradient is {norm.item()}, nothing was stepped. "
+                f"{what}: the gradient is {norm}, nothing was stepped. "
                 "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look for broken rows"
             )
-        self.optimizer.step()
-        self.scheduler.step()
+        self.advance()
+        return norm
+
+    def clip(self, world: World) -> float:
+        """Sum the gradients over processes and clip them; returns their norm before that."""
+        world.sync_gradients(self.model.parameters())
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm).item()
+
+    def advance(self, *, move: bool = True) -> None:
+        """One step of the optimizer and of the schedule; without `move` of the schedule only."""
+        if move:
+            self.optimizer.step()
+        with warnings.catch_warnings():
+            # torch warns of a schedule that is ahead of its optimizer, which is what a skipped step is.
+            warnings.simplefilter("ignore", UserWarning)
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm.item()
 
 
 def warmup_warning(warmup_steps: int, steps: int) -> str:

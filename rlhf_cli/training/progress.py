@@ -67,6 +67,14 @@ class Display:
         if not self.quiet:
             self.console.print(f"{self.stage}: {text}", markup=False)
 
+    def block(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """Some lines under a title, what each is about on the left."""
+        if self.quiet:
+            return
+        width = max(len(name) for name, _ in rows)
+        text = "\n".join(f"  {name:{width}}  {line}" for name, line in rows)
+        self.console.print(f"{self.stage}: {title}\n{text}", markup=False)
+
     def warn(self, text: str) -> None:
         """A line that is printed even when quiet (and by one process only)."""
         if self.silent:

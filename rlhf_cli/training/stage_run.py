@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import platform
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,9 +20,10 @@ import rlhf_cli
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.schemas import Stage
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import distributed
+from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import identity, require_inputs
 from rlhf_cli.training.progress import Display
 
@@ -45,8 +49,7 @@ class StageRun:
             (self.directory / "config.yaml").write_text(
                 f"# rlhf {self.stage} --config THIS_FILE\n{dump_config(self.config)}", encoding="utf-8"
             )
-            self._metrics = JsonLines(self.directory / "metrics.jsonl")
-            self._samples = JsonLines(self.directory / "samples.jsonl")
+            self._files = {name: JsonLines(self.directory / f"{name}.jsonl") for name in ("metrics", "samples")}
         self.world.barrier()
         return self
 
@@ -55,21 +58,53 @@ class StageRun:
     ) -> None:
         self.display.end()
         if self.world.is_main:
-            self._metrics.close()
-            self._samples.close()
+            self._close()
 
     def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
         """A row of metrics.jsonl, and progress where `shown` names what to show."""
         if not self.world.is_main:
             return
-        self._metrics.write({"step": step, **metrics, "time/elapsed_s": round(time.monotonic() - self.started, 3)})
+        self._files["metrics"].write(
+            {"step": step, **metrics, "time/elapsed_s": round(time.monotonic() - self.started, 3)}
+        )
         if shown:
             self.display.step(step, {name: metrics[name] for name in shown if name in metrics})
 
     def sample(self, row: dict[str, Any]) -> None:
         """A row of samples.jsonl."""
         if self.world.is_main:
-            self._samples.write(row)
+            self._files["samples"].write(row)
+
+    def record(self, name: str, row: dict[str, Any]) -> None:
+        """A row of <name>.jsonl, which is begun with its first row."""
+        if self.world.is_main:
+            if name not in self._files:
+                self._files[name] = JsonLines(self.directory / f"{name}.jsonl")
+            self._files[name].write(row)
+
+    def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
+        """What is wrong, on the screen and in health.jsonl; `line` sums up a step's health.
+
+        Raises RunError for a finding that ends the run.
+        """
+        if line is not None or findings:
+            self.record("health", {"step": step, "line": line, "findings": [asdict(f) for f in findings]})
+        for finding in findings:
+            text = f"{finding.name}: {finding.message} {finding.advice}"
+            if finding.severity == "stop":
+                raise RunError(f"{self.stage} step {step}: {text}")
+            self.display.warn(f"step {step}: {text}")
+
+    def failed_batch(self, rows: list[dict[str, Any]]) -> Path:
+        """Write the rows of a batch that can't be learnt from beside the stage; returns where."""
+        path = Path(self.config.artifacts) / f"{self.stage}.failed_batch.jsonl"
+        if self.world.is_main:
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def publish(self, metrics: dict[str, float]) -> None:
         """Make what was built the finished stage; `metrics` are its final figures."""
@@ -80,8 +115,7 @@ class StageRun:
         self.world.barrier()
 
     def _publish(self, metrics: dict[str, float]) -> None:
-        self._metrics.close()
-        self._samples.close()
+        self._close()
         try:
             artifacts.publish(
                 self.config.artifacts,

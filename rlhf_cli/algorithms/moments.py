@@ -1,0 +1,93 @@
+"""Mean and variance of all numbers seen so far, batch by batch, without keeping them."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+
+
+@dataclass(frozen=True)
+class Moments:
+    """How many numbers, their mean, and the sum of the squares of their deviations from it.
+
+    >>> Moments(count=2, mean=3.0, squared_deviations=2.0).std  # of 2 and 4: sqrt(2 / 1)
+    1.4142135623730951
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squared_deviations: float = 0.0
+
+    @property
+    def var(self) -> float:
+        """Population variance, ``squared_deviations / count``; 0 of no number."""
+        return self.squared_deviations / self.count if self.count else 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation, ``sqrt(squared_deviations / (count - 1))``.
+
+        1 where there are fewer than two numbers: it is here to divide by, and what has no spread yet is to
+        be left at its scale. Two or more equal numbers have 0: whoever divides adds something to it.
+        """
+        return sqrt(self.squared_deviations / (self.count - 1)) if self.count >= 2 else 1.0
+
+
+def merge(moments: Moments, count: float, mean: float, squared_deviations: float) -> Moments:
+    """The moments of two sets of numbers together, from those of each.
+
+    ``shift = mean - moments.mean``
+    ``new_mean = moments.mean + shift * count / (moments.count + count)``
+    ``new_squared_deviations = moments.squared_deviations + squared_deviations``
+    ``+ shift**2 * moments.count * count / (moments.count + count)``
+
+    Exact up to rounding, however the numbers are split into batches and whatever their order. Either set
+    may be empty; its mean then plays no part.
+
+    Args:
+        moments: of the numbers so far; ``Moments()`` for none.
+        count: how many numbers are new, 0 or more.
+        mean: of the new numbers.
+        squared_deviations: of the new numbers from their own mean.
+
+    Returns:
+        The moments of all of them.
+
+    Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> merge(Moments(2, 3.0, 2.0), 1, 6.0, 0.0)  # 2 and 4, then 6
+    Moments(count=3, mean=4.0, squared_deviations=8.0)
+    """
+    if not count:
+        return moments
+    if not moments.count:
+        return Moments(count, mean, squared_deviations)
+    total, shift = moments.count + count, mean - moments.mean
+    return Moments(
+        count=total,
+        mean=moments.mean + shift * count / total,
+        squared_deviations=(
+            moments.squared_deviations + squared_deviations + shift * shift * moments.count * count / total
+        ),
+    )
+
+
+def moments_of(x: torch.Tensor) -> Moments:
+    """The moments of the numbers in a tensor.
+
+    ``Moments(x.numel(), mean(x), sum((x - mean(x))**2))``
+
+    Args:
+        x: any shape, empty too; no mask, so the real ones only.
+
+    Returns:
+        Plain numbers, computed in float64 on the CPU in two passes.
+
+    >>> moments_of(torch.tensor([2.0, 4.0]))
+    Moments(count=2.0, mean=3.0, squared_deviations=2.0)
+    """
+    if x.numel() == 0:
+        return Moments()
+    x = x.detach().cpu().double()
+    mean = x.mean()
+    return Moments(float(x.numel()), float(mean), float((x - mean).square().sum()))

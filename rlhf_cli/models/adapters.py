@@ -1,0 +1,79 @@
+"""LoRA adapters inside a model (Hu et al. 2021, arXiv 2106.09685), by the library peft.
+
+They are put into the model in place, so that it stays the class that it was: everything that runs a model
+runs one with adapters, and what is saved is merged into plain weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rlhf_cli.config.schemas import Lora
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.load import scalar_heads
+from rlhf_cli.seeding import seeded
+
+
+def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> str:
+    """Freeze the model and give its linear layers adapters that add nothing yet; returns a line about them.
+
+    The heads of a sequence classifier stay trainable as they are. Raises ConfigError, naming the config `key`,
+    where peft is missing or no layer has one of the names.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(f"{key}: needs the package peft. Install it: pip install 'rlhf-cli[lora]'") from None
+    lora = peft.LoraConfig(
+        r=config.r, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=config.target_modules or "all-linear"
+    )
+    with seeded(seed, f"lora {key}"):
+        try:
+            peft.inject_adapter_in_model(lora, model)
+        except ValueError as error:
+            raise ConfigError(f"{key}.target_modules: {str(error).splitlines()[0]}") from None
+    for head in scalar_heads(model):
+        head.requires_grad_(True)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"{key}: {trained:,} of {sum(p.numel() for p in model.parameters()):,} weights are trained"
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """The model as it was before `add_lora`, for a while."""
+    layers = [layer for _, _, layer in _adapted(model)]
+    assert layers, "without adapters the model would be its own reference"
+    were_off = [layer.disable_adapters for layer in layers]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer, was_off in zip(layers, were_off, strict=True):
+            layer.enable_adapters(not was_off)
+
+
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain model with the adapters added to the weights (a copy), or the model itself where it has none."""
+    if not _adapted(model):
+        return model
+    plain = copy.deepcopy(model)
+    for parent, name, layer in _adapted(plain):
+        layer.merge()
+        setattr(parent, name, layer.get_base_layer())
+    return plain
+
+
+def _adapted(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
+    """(parent, name, layer) of every layer with an adapter; none without peft, which alone can add one."""
+    found = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(child.named_children()):
+                found.append((parent, name, child))
+    return found

@@ -1,0 +1,56 @@
+"""From the rewards' weighted sum to the score that PPO optimises: normalised, clipped, penalised."""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf_cli.algorithms.moments import Moments, merge, moments_of
+from rlhf_cli.algorithms.shaping import clip_score, length_penalty, missing_eos, overlong_penalty
+from rlhf_cli.config.schemas import PPO
+from rlhf_cli.training.distributed import World
+
+
+class ScoreScale:
+    """The mean and standard deviation that scores are normalised by, beside the reward models' own.
+
+    `none` leaves scores as they are; `running` takes in every batch before it normalises that batch;
+    `reference` is set once, from samples of ref_policy. The moments are the whole state.
+    """
+
+    def __init__(self, ppo: PPO):
+        self.kind = ppo.score_normalization
+        self.moments = Moments(0, 0.0, 0.0)
+
+    def take(self, score: torch.Tensor, world: World) -> None:
+        """Take the scores [B] of all processes into the statistics."""
+        for part in world.gather(moments_of(score)):
+            self.moments = merge(self.moments, part.count, part.mean, part.squared_deviations)
+
+    def apply(self, score: torch.Tensor) -> torch.Tensor:
+        """[B] -> [B]; scores that have shown no spread are only shifted."""
+        if self.kind == "none":
+            return score
+        return (score - self.moments.mean) / (self.moments.std if self.moments.std > 0 else 1.0)
+
+
+def shaped_score(
+    raw: torch.Tensor,
+    lengths: list[int],
+    ended: list[bool],
+    scale: ScoreScale,
+    ppo: PPO,
+    *,
+    max_new_tokens: int,
+) -> torch.Tensor:
+    """The score [B] that is optimised, from the rewards' own sum [B]; see `PPO` for each step's reason."""
+    tokens = torch.tensor(lengths, dtype=raw.dtype)
+    score = scale.apply(raw)
+    if ppo.score_clip is not None:
+        score = clip_score(score, ppo.score_clip)
+    score = score - missing_eos(torch.tensor(ended), penalty=ppo.missing_eos_penalty)
+    score = score - length_penalty(tokens, per_token=ppo.length_penalty)
+    if ppo.overlong_buffer:
+        score = score - overlong_penalty(
+            tokens, max_new_tokens=max_new_tokens, buffer=ppo.overlong_buffer, penalty=ppo.overlong_penalty
+        )
+    return score
