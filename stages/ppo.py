@@ -80,8 +80,6 @@ from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.stage_run import StageRun
 
-SHOWN = ("objective/score", "objective/kl", "response/length", "value/explained_variance")
-
 
 def run(config: PPOConfig, *, quiet: bool = False) -> None:
     """Run the stage: everything that the module's docstring lists, in its order."""
@@ -149,12 +147,12 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
                 "time/update_s": update_s,
             }
             _follow_kl(learner, experience, metrics)
-            stage.log(iteration + 1, metrics, SHOWN)
+            stage.log(iteration + 1, metrics)
             keep_samples(learner, rollout, texts, scores, kl, iteration)
             findings = health.check(iteration + 1, metrics)
             stage.report(iteration + 1, findings, health.line(findings, metrics))
-            every = config.evaluation.every_iterations
-            if before is not None and every is not None and (iteration + 1) % every == 0:
+            every, is_last = config.evaluation.every_iterations, iteration + 1 == ppo.num_iterations
+            if before is not None and every is not None and (iteration + 1) % every == 0 and not is_last:
                 now = measure()
                 stage.record("evaluations", {"step": iteration + 1, **now.metrics})
                 findings = health.check_evaluation(iteration + 1, now.scores, gold_of(now))
@@ -173,7 +171,14 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
         for line in dict.fromkeys(source.report() for source in learner.rewards):
             if line:
                 display.note(line)
-        final = {} if before is None else compare(learner, before, measure(), best)
+        final = {}
+        if before is not None:
+            after = measure()
+            if config.evaluation.every_iterations is not None:
+                stage.record("evaluations", {"step": ppo.num_iterations, **after.metrics})
+            findings = health.check_evaluation(ppo.num_iterations, after.scores, gold_of(after))
+            stage.report(ppo.num_iterations, findings, None)
+            final = compare(learner, before, after, best)
         stage.publish(final)
 
 

@@ -41,14 +41,13 @@ class Display:
             self._task = self._live.add_task(self.stage, total=total, rate="", shown="")
             self._live.start()
 
-    def step(self, done: int, shown: dict[str, float]) -> None:
-        """`done` steps are behind us; `shown` are the few metrics that matter."""
+    def step(self, done: int, text: str) -> None:
+        """`done` steps are behind us; `text` are the few figures that matter."""
         if self.quiet:
             return
         now = time.monotonic()
         elapsed = max(now - self._started, 1e-9)
         rate = f"{done / elapsed:.1f} {self._unit}/s" if done >= elapsed else f"{elapsed / done:.1f} s/{self._unit}"
-        text = "  ".join(f"{name.split('/')[-1]} {_short(value)}" for name, value in shown.items())
         if self._live is not None:
             self._live.update(self._task, completed=done, rate=rate, shown=text)
         elif done == self._total or now - self._last_line >= SECONDS_BETWEEN_LINES:
@@ -115,6 +114,11 @@ class Display:
         self.console.print("  " + " ".join(prompt.split()), style="dim", markup=False)
         for name, reply in replies.items():
             self.console.print(f"    {name}> {' '.join(reply.split())}", markup=False)
+
+
+def figures(shown: dict[str, float]) -> str:
+    """A few metrics in a line, by the ends of their names."""
+    return "  ".join(f"{name.split('/')[-1]} {_short(value)}" for name, value in shown.items())
 
 
 def _short(value: float) -> str:

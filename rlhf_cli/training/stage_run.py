@@ -25,7 +25,7 @@ from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import distributed
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import identity, require_inputs
-from rlhf_cli.training.progress import Display
+from rlhf_cli.training.progress import Display, figures
 
 
 class StageRun:
@@ -68,7 +68,7 @@ class StageRun:
             {"step": step, **metrics, "time/elapsed_s": round(time.monotonic() - self.started, 3)}
         )
         if shown:
-            self.display.step(step, {name: metrics[name] for name in shown if name in metrics})
+            self.display.step(step, figures({name: metrics[name] for name in shown if name in metrics}))
 
     def sample(self, row: dict[str, Any]) -> None:
         """A row of samples.jsonl."""
@@ -83,17 +83,18 @@ class StageRun:
             self._files[name].write(row)
 
     def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
-        """What is wrong, on the screen and in health.jsonl; `line` sums up a step's health.
+        """What is wrong, on the screen and in health.jsonl; `line` sums up a step's health beside the progress.
 
         Raises RunError for a finding that ends the run.
         """
         if line is not None or findings:
             self.record("health", {"step": step, "line": line, "findings": [asdict(f) for f in findings]})
+        if line is not None and self.world.is_main:
+            self.display.step(step, line)
         for finding in findings:
-            text = f"{finding.name}: {finding.message} {finding.advice}"
             if finding.severity == "stop":
-                raise RunError(f"{self.stage} step {step}: {text}")
-            self.display.warn(f"step {step}: {text}")
+                raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message}. To try: {finding.advice}")
+            self.display.warn(f"step {step}, {finding.name}: {finding.message}.\n  To try: {finding.advice}")
 
     def failed_batch(self, rows: list[dict[str, Any]]) -> Path:
         """Write the rows of a batch that can't be learnt from beside the stage; returns where."""
