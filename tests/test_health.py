@@ -258,6 +258,7 @@ NEARLY_ILL: list[tuple[str, dict[str, Any]]] = [
     ("empty", {"response/empty_fraction": 0.249}),
     ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 0.51]}),
     ("truncated", {"response/eos_fraction": [0.1, 0.1, 0.1, 0.051]}),
+    ("truncated", {"response/eos_fraction": [0.19, 0.19, 0.19, 0.06]}),
     ("never_ends", {"response/eos_fraction": 0.06}),
     ("value_blind", {"value/explained_variance": [-1.0] * 14 + [0.0]}),
     ("value_blind", {"value/explained_variance": lambda i: 0.001 if i % 10 == 0 else -1.0}),
@@ -520,7 +521,7 @@ def test_a_run_split_anywhere_finds_the_same() -> None:
     rows = []
     for i in range(1, 61):
         row = STEADY | {
-            "objective/score": 0.05 * i + rng.gauss(0, 0.1),
+            "objective/score": 0.05 * min(i, 25) + rng.gauss(0, 0.02),
             "objective/kl": 0.0 if i == 1 else 0.3 * i,
             "objective/score_std": 1.0 if i < 20 else 0.1,
             "response/length": 20 + i + rng.random(),

@@ -41,6 +41,7 @@ FILTERS = {
     "top_p": Sampling(0.8, top_p=0.7),
     "min_p": Sampling(1.3, min_p=0.1),
     "min_new_tokens": Sampling(min_new_tokens=6, stop=STOP),
+    "wide": Sampling(top_k=299, min_new_tokens=6, stop=STOP),  # with room for the stop tokens, if they could be
     "all": Sampling(1.2, top_k=40, top_p=0.8, min_p=0.05, min_new_tokens=5, stop=STOP),
 }
 LONGEST = 12
@@ -642,17 +643,43 @@ def test_a_tail_finds_what_the_whole_text_has(request, name):
     assert found > 150
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "byte_fallback_tokenizer"])
+@pytest.mark.parametrize("stop", ["終わり", "わり", "り"])
+def test_a_tail_that_starts_inside_a_character_is_not_trusted(request, name, stop):
+    """A long run of bytes: from the middle of a character on, some tokenizers can't read any of it."""
+    tok = request.getfixturevalue(name)
+    for start in ("", "a", "ab", "abc"):
+        text = start + "日本語文字" * 6 + "終わり"
+        ids = encoded(tok, text)
+        assert tok.decode(ids) == text
+        assert len(ids) >= 3 * (len(text) - len(start))
+        assert stop_string_start(tok, ids, [stop]) == text.index(stop)
+        assert stop_string_start(tok, ids[:-1], [stop]) is None
+
+
+class Counting:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.num_calls, self.num_tokens = tokenizer, 0, 0
+
+    def decode(self, ids, **settings):
+        self.num_calls, self.num_tokens = self.num_calls + 1, self.num_tokens + len(ids)
+        return self.tokenizer.decode(ids, **settings)
+
+
+def test_what_has_ended_is_not_read_on(policy, table, tok, monkeypatch):
+    """Also where it stays in the batch; the long string keeps reading to one look a token."""
+    monkeypatch.setattr(sampling_module, "COMPACT_BELOW", 0.0)
+    counting = Counting(tok)
+    responses = sample(policy, PROMPTS, table, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)
+    assert len({len(r.ids) for r in responses}) > 2
+    assert counting.num_calls == 2 * sum(len(r.ids) for r in responses)
+
+
 def test_long_responses_are_not_read_whole_for_every_token(tokenizer):
     """What keeps sampling linear in the length."""
-
-    class Counting:
-        num_tokens = 0
-
-        def decode(self, ids, **settings):
-            self.num_tokens += len(ids)
-            return tokenizer.decode(ids, **settings)
-
-    counting, ids = Counting(), encoded(tokenizer, TALK * 40)
+    counting, ids = Counting(tokenizer), encoded(tokenizer, TALK * 40)
     assert len(ids) > 1000
     for n in range(len(ids) - 200, len(ids)):
         assert stop_string_start(counting, ids[:n], ["\n\nAssistant:"]) is None

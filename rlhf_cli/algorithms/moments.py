@@ -42,12 +42,12 @@ def merge(moments: Moments, count: float, mean: float, squared_deviations: float
     ``+ shift**2 * moments.count * count / (moments.count + count)``
 
     Exact up to rounding, however the numbers are split into batches and whatever their order. Either set
-    may be empty; its mean then plays no part.
+    may be empty.
 
     Args:
         moments: of the numbers so far; ``Moments()`` for none.
         count: how many numbers are new, 0 or more.
-        mean: of the new numbers.
+        mean: of the new numbers; anything at all where there are none.
         squared_deviations: of the new numbers from their own mean.
 
     Returns:
@@ -60,8 +60,6 @@ def merge(moments: Moments, count: float, mean: float, squared_deviations: float
     """
     if not count:
         return moments
-    if not moments.count:
-        return Moments(count, mean, squared_deviations)
     total, shift = moments.count + count, mean - moments.mean
     return Moments(
         count=total,
