@@ -135,6 +135,11 @@ def test_a_metric_may_be_absent(key: str) -> None:
     assert names_of(without) == []
 
 
+@pytest.mark.parametrize("key", sorted(set(STEADY) - set(MUST_BE_FINITE) - {"policy/first_ratio_error"}))
+def test_a_metric_that_is_nan_counts_as_absent(key: str) -> None:
+    assert names_of([row | {key: math.nan} for row in WELL]) == []
+
+
 def test_no_metrics_at_all() -> None:
     health = new_health()
     assert names_of([{}] * 40, health) == []

@@ -1708,7 +1708,10 @@ SPLIT = {
     },
     "reference": {"ppo": {"score_normalization": "reference", "num_reference_samples": 11}},
     "penalty": {"ppo": {"objective": "penalty", "policy_kl_target": 1e-5, "num_iterations": 3}},
-    "shared": {"value_model": {"init": "shared", "warmup_iterations": 1}, "ppo": {"minibatch_size": 2}},
+    "shared": {
+        "value_model": {"init": "shared", "warmup_iterations": 1},
+        "ppo": {"minibatch_size": 2, "num_iterations": 3},
+    },
     "lora": {"policy": {"lora": {"r": 4}}},
     "dense": {"ppo": {"whiten_advantages": False}},
 }

@@ -31,7 +31,17 @@ FLOORS = {
     "rlhf_cli.__main__": 8,
     "rlhf_cli": 0,
 }
-WITHOUT_TORCH = ("errors", "artifacts", "metrics", "cli", "config", "commands", "training.launch", "training.identity")
+WITHOUT_TORCH = (
+    "errors",
+    "artifacts",
+    "metrics",
+    "cli",
+    "config",
+    "commands",
+    "training.launch",
+    "training.identity",
+    "training.health",
+)
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import Any, Literal
 
 START = 3
@@ -38,9 +38,9 @@ QUIET = 3
 """Iterations for which a warning that comes and goes is not given again."""
 
 RATIO_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.5}
-"""Nats; the largest |log ratio| before the first step. Well: 0, and 1e-5 where batches are cut otherwise; a
-temperature that is 1 % off gives several 1e-2. bfloat16 rounds a logit near 16 by up to 1/16, and the largest
-of many thousand tokens lies far out in the tail."""
+"""Nats; the largest |log ratio| before the first step. Well: 0 on a CPU, however batches were cut; a GPU may
+round otherwise for batches of another shape. A temperature that is 1 % off gives 0.1. bfloat16 rounds a logit
+near 16 by up to 1/16, and the largest of many thousand tokens lies far out in the tail."""
 SAMPLER_FACTOR = 2.0
 """Times the ratio's tolerance may a log-probability differ between sampling (token by token, with a cache) and
 training, which are two computations. Well: 3e-5 in float32; 0.1 in bfloat16, with a model of few layers."""
@@ -545,7 +545,7 @@ class Health:
             f"over {len(scores)} iterations the score rose from {fmean(score[0]):.3g} to {fmean(score[1]):.3g} and "
             f"the length from {fmean(length[0]):.1f} to {fmean(length[1]):.1f} tokens, and the two correlate by "
             f"{fmean(within):.2f} within a batch (limit {LENGTH_CORRELATION:g}) and by "
-            f"{_pearson(scores, lengths):.2f} between iterations. Length alone may explain the score.",
+            f"{correlation(scores, lengths):.2f} between iterations. Length alone may explain the score.",
             f"Score a response with and without idle sentences added; set ppo.length_penalty, {self._hold}, raise "
             "ppo.missing_eos_penalty, train the reward model on pairs of like length",
         )
@@ -617,8 +617,8 @@ class Health:
         return best - NEAR_BEST * max(best - first, 0.0)
 
     def _trend(self, key: str) -> list[float]:
-        """The window's values, an even number of them; none where they are too few or one is missing."""
-        n = len(self._recent) // 2 * 2
+        """The window's values; none where they are too few or one is missing."""
+        n = len(self._recent)
         return self._last(key, n) if n >= MIN_TREND else []
 
     def _new(self, iteration: int, found: list[Finding], *, evaluation: bool) -> list[Finding]:
@@ -664,11 +664,3 @@ def _paired(now: Sequence[float], before: Sequence[float]) -> tuple[float, float
     """The mean difference of pairs and its standard error."""
     differences = [a - b for a, b in zip(now, before, strict=True)]
     return fmean(differences), math.sqrt(_variance_of_mean(differences))
-
-
-def _pearson(x: Sequence[float], y: Sequence[float]) -> float:
-    """The correlation, 0 where one of them is constant; that of algorithms.statistics would need torch."""
-    mean_x, mean_y = fmean(x), fmean(y)
-    both = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    scale = math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
-    return both / scale if scale else 0.0

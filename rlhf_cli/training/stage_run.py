@@ -93,8 +93,8 @@ class StageRun:
             self.display.step(step, line)
         for finding in findings:
             if finding.severity == "stop":
-                raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message}. To try: {finding.advice}")
-            self.display.warn(f"step {step}, {finding.name}: {finding.message}.\n  To try: {finding.advice}")
+                raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message} To try: {finding.advice}")
+            self.display.warn(f"step {step}, {finding.name}: {finding.message}\n  To try: {finding.advice}")
 
     def failed_batch(self, rows: list[dict[str, Any]]) -> Path:
         """Write the rows of a batch that can't be learnt from beside the stage; returns where."""
