@@ -41,8 +41,8 @@ from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.formats import Prompt
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
-from rlhf_cli.rollout.experience import PromptRow, collect, decode_responses
-from rlhf_cli.rollout.sampling import stop_ids, uniforms
+from rlhf_cli.rollout.experience import Models, PromptRow, collect
+from rlhf_cli.rollout.sampling import Sampling, response_text, stop_ids, uniforms
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -165,6 +165,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
     policy, ref_policy = load_policy(str(policy_path)), load_policy(str(run / "sft" / "model"))
     for model in (policy, ref_policy):
         prepare(model, device)
+    sampling = Sampling(temperature=config["rollout"]["temperature"], stop=frozenset(stop_ids(ref_policy, tokenizer)))
     reward_model = load_reward(run, tokenizer)
     judge = load_function(config["evaluation"]["gold"])
     rows = [Prompt(row["prompt"], "", row) for row in read_rows(Path(config["data"]["test"]["path"]))]
@@ -181,19 +182,18 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
             collect(
                 [prompts[i] for i in part],
                 table[list(part)],
-                policy,
-                ref_policy,
-                None,
-                temperature=config["rollout"]["temperature"],
-                stop=stop_ids(ref_policy, tokenizer),
+                Models(policy, ref_policy),
+                sampling=sampling,
+                tokenizer=tokenizer,
                 microbatch_size=batch_size,
                 precision=precision,
+                with_values=False,
             )
             for part in chunks(range(len(prompts)), batch_size)
         ]
         responses = [response for rollout in rollouts for response in rollout.responses]
         ended = [response.ended for response in responses]
-        replies = decode_responses(tokenizer, responses)
+        replies = [response_text(tokenizer, response, sampling) for response in responses]
         judged = Judged(
             [p.text for p in prompts],
             replies,
@@ -404,7 +404,10 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
         ours, theirs = [s.measured[OURS] for s in seeds], [s.measured[name] for s in seeds]
         differences = {key: paired_difference(ours, theirs, key) for key in ("score", "gold", "kl")}
         by_seed = [", ".join(f"{x:+.2f}" for x in d.seeds) for d in differences.values()]
-        compared.append([name, *map(str, differences.values()), *by_seed, verdict(differences)])
+        episodes = seeds[0].training[name].episodes
+        equal = episodes == seeds[0].training[OURS].episodes
+        said = verdict(differences) if equal else f"not judged: {episodes} episodes"
+        compared.append([name, *map(str, differences.values()), *by_seed, said])
     times = [
         [
             name,
@@ -475,8 +478,8 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
             "",
             "## Seconds",
             "",
-            "Of the training loop alone, by seed. The runs took turns, each on one thread, while other programs used "
-            "the machine: **no statement about speed**, only about the order of magnitude.",
+            "Of the training loop alone, by seed. One run at a time and each on one thread, but while other programs "
+            "used the machine, more at one hour than at another: **no statement about speed**.",
             "",
             *table(["trainer", "episodes", "seconds", "episodes/s"], times),
             "",

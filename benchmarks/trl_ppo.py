@@ -32,6 +32,19 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 from trl.experimental.utils import get_reward
 
 VERSION = "1.12.0"
+TRL_ONLY_HAS = {
+    "advantage_estimator": "gae",
+    "objective": "clip",
+    "loss_aggregation": "token",
+    "kl_in": "reward",
+    "kl_estimator": None,
+    "kl_controller": "fixed",
+    "score_normalization": "none",
+    "score_clip": None,
+    "entropy_coef": 0.0,
+    "num_rollouts_per_update": 1,
+}
+"""Choices of ours that TRL's trainer has made; a config with another one is refused."""
 
 
 def main() -> None:
@@ -102,6 +115,9 @@ def trl_settings(config: dict[str, Any], arguments: argparse.Namespace) -> dict[
     backward passes, whatever its minibatches are.
     """
     ppo, rollout, optimizer = config["ppo"], config["rollout"], config["optimizer"]
+    for key, value in TRL_ONLY_HAS.items():
+        if ppo[key] != value:
+            raise SystemExit(f"ppo.{key}: {ppo[key]}, TRL's trainer only knows {value}")
     if optimizer["schedule"] != "linear" or optimizer["min_lr_ratio"] or optimizer["weight_decay"]:
         raise SystemExit("the optimizer of this config is not what TRL is given here: linear to 0, no weight decay")
     num_minibatches = ppo["rollout_batch_size"] // ppo["minibatch_size"]
