@@ -1452,24 +1452,26 @@ def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path,
     assert not (tmp_path / "run/ppo").exists()
 
 
-@pytest.mark.parametrize("how", ["weights", "weights, filtered", "learning_rate"])
+def weight_of_nan(learner, iteration):
+    """Between the first iteration and the second."""
+    if iteration == 1:
+        with torch.no_grad():
+            learner.models.policy.base_model.norm.weight[3] = math.nan
+
+
+@pytest.mark.parametrize("how", ["weights", "learning_rate"])
 def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path, how):
     """Nothing is stepped from there on, the batch is kept beside the stage, and the finished stage stands."""
     run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
     before = digests(tmp_path / "run/ppo")
-    moved = []
+    learners = []
 
     def ruin(learner, iteration):
-        if how != "learning_rate" and iteration == 1:
-            with torch.no_grad():
-                learner.models.policy.base_model.norm.weight[3] = math.nan
-        moved.append((learner, iteration))
+        if how == "weights":
+            weight_of_nan(learner, iteration)
+        learners.append(learner)
 
-    changes = {
-        "weights": {},
-        "weights, filtered": {"rollout": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 2}},
-        "learning_rate": {"optimizer": {"learning_rate": 1e30}},
-    }[how]
+    changes = {"optimizer": {"learning_rate": 1e30}} if how == "learning_rate" else {}
     moves, real = [], Stepper.advance
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -1488,8 +1490,7 @@ def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path
     assert len(moves) == 2 * (step - 1)
     rows = read_jsonl(place)
     assert len(rows) == 4
-    learner = moved[0][0]
-    prompts = {tuple(p.ids): p.text for p in learner.train}
+    prompts = {tuple(p.ids): p.text for p in learners[0].train}
     for row in rows:
         assert row["prompt"] == prompts[tuple(row["prompt_ids"])]
         length = len(row["response_ids"])
@@ -1502,6 +1503,15 @@ def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path
     assert digests(tmp_path / "run/ppo") == before
     assert not (tmp_path / "run/.ppo.partial/manifest.json").exists()
     assert not (tmp_path / "run/.ppo.partial/model").exists()
+
+
+def test_filters_of_a_policy_that_is_no_number(watch, tmp_path):
+    """No token is likelier than another, so that none is left to draw: one line too, and no traceback."""
+    rollout = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    with pytest.raises(RunError) as error:
+        watch(before_rollout=weight_of_nan, rollout=rollout, ppo={"num_iterations": 3})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run/ppo").exists()
 
 
 def test_health_has_a_row_for_each_iteration(watch):
@@ -1551,6 +1561,20 @@ def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch)
 
 
 # -------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_kl_whose_optimum_is_another_than_one_would_think_is_said(write_config, tmp_path):
+    """All but the two that null stands for, and none where the KL has no weight."""
+    reward, loss = ("k1", "k2", "k3", "abs", "full"), ("k2", "k3", "abs", "full", "k2_sequence")
+    for kl_in, estimator in [("reward", e) for e in (None, *reward)] + [("loss", e) for e in (None, *loss)]:
+        ppo = {"kl_in": kl_in, "kl_estimator": estimator}
+        note = setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo))
+        if estimator in (None, "k1", "k2_sequence"):
+            assert note is None
+        else:
+            assert note.startswith("ppo.kl_estimator: ")
+        ppo["kl_coef"] = 0.0
+        assert setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)) is None
 
 
 def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, capsys):
