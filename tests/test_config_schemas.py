@@ -187,6 +187,9 @@ def test_derived_numbers() -> None:
     ppo = schemas.PPO(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
     assert ppo.steps_per_iteration == 4
     assert ppo.total_steps == 12
+    assert ppo.whitens_advantages
+    assert not ppo.model_copy(update={"kl_in": "loss"}).whitens_advantages, "the KL would fade with their spread"
+    assert not ppo.model_copy(update={"advantage_estimator": "rloo"}).whitens_advantages
     replay = ppo.model_copy(update={"num_rollouts_per_update": 2})
     assert [replay.updates(i) for i in range(3)] == [4, 8, 8]
     assert replay.total_steps == 20

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import ModelReward, PPOConfig, RMConfig, SFTConfig, TokenizerTraining
-from rlhf_cli.data.batches import stream
+from rlhf_cli.config.schemas import ModelReward, Optimizer, PPOConfig, RMConfig, SFTConfig, TokenizerTraining
+from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
 from rlhf_cli.data.formats import Demonstration, Message, Preference, Prompt, scored
 from rlhf_cli.data.sources import Row
@@ -41,9 +41,10 @@ from rlhf_cli.packing import pack
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
 from rlhf_cli.rollout import sampling
-from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, response_values
+from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, response_values, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.optimizer import build_stepper
 from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
@@ -720,6 +721,33 @@ def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_c
     epochs = [seen[i : i + 8] for i in (0, 8, 16)]
     assert all(sorted(epoch) == list(range(len(weights))) for epoch in epochs)
     assert epochs[0] != epochs[1]
+
+
+def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, table):
+    """[9] Old and new values are of the same tokens, wherever the batch is cut."""
+    models = Models(double(policy), double(policy), double(classifiers[0]))
+    rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
+    drawn = Sampling(stop=frozenset(STOP))
+    rollout = collect(rows, table, models, sampling=drawn, tokenizer=None, microbatch_size=3, precision="float32")
+    assert rollout.values.abs().max() > 0.1
+    for cut in CUTS:
+        for part in chunks(range(len(rows)), cut):
+            prompts, responses = [rows[i] for i in part], [rollout.responses[i] for i in part]
+            now = score_tokens(models, prompts, responses, drawn, "float32")
+            old = torch.cat([rollout.values[i, : len(rollout.responses[i].ids)] for i in part])
+            close(now.values.detach(), old, 1e-9)
+
+
+def test_the_gradient_is_clipped_to_its_norm(make_model):
+    """[24] Before the step, and the norm that is reported is that before the clip."""
+    model = load_policy(str(make_model("llama")))
+    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=0.25), 4)
+    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().backward()
+    before = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert before > 1
+    assert stepper.clip(ALONE) == pytest.approx(before, rel=1e-5)
+    after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert after == pytest.approx(0.25, rel=1e-3)
 
 
 def test_neither_loss_reaches_the_other_model(rollout_and_models, write_config, tmp_path):

@@ -755,7 +755,7 @@ def slow_advantages(config, rewards, values):
         advantages = [[total] * len(r) for total, r in zip(totals, rewards, strict=True)]
     else:
         advantages = to_go
-    by_default = name in ("gae", "monte_carlo", "reinforce_pp", "reinforce_pp_baseline")
+    by_default = name.startswith("reinforce_pp") or (name in ("gae", "monte_carlo") and ppo.kl_in == "reward")
     if by_default if ppo.whiten_advantages is None else ppo.whiten_advantages:
         advantages = whiten(advantages, keep_mean=False)
     return advantages, returns

@@ -38,8 +38,8 @@ def adaptive_policy_kl_coef(coef: float, kl: float, *, target: float) -> float:
 
     Args:
         coef: the coefficient now, above 0.
-        kl: nats, the mean over tokens of KL(old policy, new policy) that the update led to, as
-            ``policy/approx_kl``.
+        kl: nats, the mean over tokens of KL(old policy, new policy) after the update (not during it, as
+            ``policy/approx_kl`` is).
         target: nats a token, above 0.
 
     Returns:

@@ -430,8 +430,8 @@ class Rollout(Section):
     """Shortest response, EOS included: nothing can end it before."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; every log-probability is taken at it too."""
-    top_k: PositiveInt | None = None
-    """Only the k likeliest tokens can be drawn."""
+    top_k: Annotated[int, Field(ge=2)] | None = None
+    """Only the k likeliest tokens can be drawn; 1 would leave nothing to choose and so nothing to learn."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Only the likeliest tokens that together reach this probability."""
     min_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -439,7 +439,8 @@ class Rollout(Section):
     stop_tokens: list[str] = []
     """Further tokens that end a response beside EOS, each a single token of the tokenizer: `<|im_end|>`, say."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a response, whatever tokens they are made of; what is scored and shown ends before them."""
+    """Texts that end a response, whatever tokens they are made of. What is shown, and what a function or a reward
+    model with its own tokenizer reads, ends before them; one that reads the policy's tokens reads them all."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -524,7 +525,8 @@ class PPO(Section):
     """Divide the token rewards by their standard deviation over the rollout, the mean kept."""
     whiten_advantages: bool | None = None
     """Advantages over the whole rollout get mean 0 and variance 1; null does so for gae, monte_carlo,
-    reinforce_pp and reinforce_pp_baseline."""
+    reinforce_pp and reinforce_pp_baseline. Not for gae and monte_carlo with a KL in the loss: advantages that
+    shrink with the policy's spread make it ever weaker."""
 
     # ---- the policy's loss
     objective: Literal["clip", "penalty"] = "clip"
@@ -575,6 +577,8 @@ class PPO(Section):
         """What null stands for."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
+        if self.kl_in == "loss" and self.has_value_model:
+            return False
         return self.has_value_model or self.advantage_estimator.startswith("reinforce_pp")
 
     def updates(self, iteration: int) -> int:

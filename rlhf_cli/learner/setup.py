@@ -196,12 +196,12 @@ def _value_model(
 KL_NOTES = {
     ("reward", "k2"): "k2 in the reward is no KL: its optimum is not ref_policy * exp(score / kl_coef). Take k1",
     ("reward", "k3"): "k3 in the reward has another gradient than the KL's, and another optimum. Take k1",
-    ("reward", "abs"): "the absolute log-ratio in the reward keeps tokens where they are in both directions; "
-    "it is no KL, and its optimum is another. Take k1",
+    ("reward", "abs"): "the absolute log-ratio in the reward is no KL: a token that became rarer than in ref_policy "
+    "is charged too, and so pushed further out. Take k1",
     ("reward", "full"): "the full KL in the reward does not depend on the token drawn, so a token is charged only "
     "for the tokens after it. Take k1, or full in the loss",
     ("loss", "k3"): "k3 in the loss has the gradient of KL(ref_policy, policy)",
-    ("loss", "abs"): "the absolute log-ratio in the loss is no KL",
+    ("loss", "abs"): "the absolute log-ratio in the loss has the gradient of twice the total variation, and no KL's",
     ("loss", "k2"): "k2 of single tokens in the loss charges no token for the KL of the tokens after it; "
     "k2_sequence does",
     ("loss", "full"): "the full KL of single tokens in the loss charges no token for the KL of the tokens after it; "
@@ -213,7 +213,14 @@ def _kl_note(config: PPOConfig) -> str | None:
     """What a KL that was chosen really optimises, where that is not what one would think."""
     if config.ppo.kl_coef == 0:
         return None
-    note = KL_NOTES.get((config.ppo.kl_in, config.ppo.kl_estimator_used))
+    ppo = config.ppo
+    if ppo.kl_in == "loss" and (ppo.whitens_advantages or ppo.advantage_estimator == "grpo"):
+        return (
+            "ppo.kl_in: loss beside advantages that are divided by their standard deviation: as that shrinks, so does "
+            "the KL's weight, down to nothing. Set whiten_advantages: false (dr_grpo or rloo instead of grpo), or take "
+            "kl_in: reward (docs/ppo.md)"
+        )
+    note = KL_NOTES.get((ppo.kl_in, ppo.kl_estimator_used))
     return f"ppo.kl_estimator: {note} (docs/ppo.md)" if note else None
 
 

@@ -375,8 +375,7 @@ class Health:
             "sampled tokens, is so by chance with few responses, or where the tokens were not drawn from the policy "
             "that logprobs belong to: a filter or a temperature that sampling had and logprobs have not.",
             "Compare policy/sampler_gap; sample without rollout.top_k, rollout.top_p, rollout.min_p and "
-            "rollout.min_new_tokens at rollout.temperature: 1.0; if it is chance, enlarge ppo.rollout_batch_size or "
-            "take ppo.kl_estimator: full, which is exact",
+            "rollout.min_new_tokens at rollout.temperature: 1.0; if it is chance, enlarge ppo.rollout_batch_size",
         )
 
     def _approx_kl(self) -> Finding | None:
