@@ -239,7 +239,11 @@ def compare(learner: Learner, before: Evaluation, after: Evaluation, best: Best)
     ]
     whole = {"num_prompts": len(test), "sft": before.metrics, "ppo": after.metrics, "examples": examples}
     if best.metric is not None:
-        whole["best"] = {"step": best.step, "metric": best.metric, "value": abs(best.value)}
+        whole["best"] = {
+            "step": best.step,
+            "metric": best.metric,
+            "value": -best.value if best.metric.startswith("-") else best.value,
+        }
         stage.display.note(f"best_model is the policy of iteration {best.step}, by {best.metric}")
     stage.display.before_and_after(whole)
     if stage.world.is_main:
@@ -281,10 +285,15 @@ def stop_at_bad_batch(
         {
             "prompt": batch.prompts[i].text,
             "prompt_ids": batch.prompts[i].ids,
+            "response": response_text(learner.tokenizer, batch.responses[i], learner.sampling),
             "response_ids": batch.responses[i].ids,
             "ended": batch.responses[i].ended,
             **{
-                name: getattr(batch, name)[i, : len(batch.responses[i].ids)].tolist()
+                # JSON has no nan: what is not finite stands as text.
+                name: [
+                    x if math.isfinite(x) else str(x)
+                    for x in getattr(batch, name)[i, : len(batch.responses[i].ids)].tolist()
+                ]
                 for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns")
             },
         }

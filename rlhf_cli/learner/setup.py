@@ -23,7 +23,7 @@ from rlhf_cli.data.formats import prompts as read_prompts
 from rlhf_cli.data.split import read_split, selected
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import computes_in_bfloat16
+from rlhf_cli.models.forward import computes_in_bfloat16, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -174,10 +174,22 @@ def _value_model(
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(head.weight)
         if path is not None:
-            head.weight.data.copy_(scalar_weight(load_value_model(path)))
+            weight = scalar_weight(load_value_model(path))
+            if weight.shape != head.weight.shape:
+                raise ConfigError(
+                    f"value_model.path: {path} has hidden size {weight.shape[1]}, the policy {head.in_features}: with "
+                    "init: shared they are of one backbone. Give the value model of a run from this policy"
+                )
+            head.weight.data.copy_(weight)
         return None, head, None
     if path is not None:
-        return load_value_model(path), None, None
+        model = load_value_model(path)
+        if vocabulary_rows(model) < vocabulary_rows(policy):
+            raise ConfigError(
+                f"value_model.path: {path} embeds {vocabulary_rows(model)} tokens, the policy "
+                f"{vocabulary_rows(policy)}. Give the value model of a run from this policy"
+            )
+        return model, None, None
     own = [
         (model_directory(config.stage_model(reward.path, "rm")), reward.revision)
         for reward, source in zip(config.rewards, rewards, strict=True)
@@ -279,11 +291,11 @@ def plan(learner: Learner) -> list[tuple[str, str]]:
         lines.append(("value warm-up", f"{config.value_model.warmup_iterations} iterations before the policy moves"))
     if config.ptx is not None:
         size = config.ptx.minibatch_size or ppo.minibatch_size
+        steps = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations, ppo.num_iterations))
         lines.append(
             (
                 "ptx",
-                f"{size} rows a step = {ppo.total_steps * size / len(learner.ptx):.2f} epochs over "
-                f"{len(learner.ptx):,} rows",
+                f"{size} rows a step = {steps * size / len(learner.ptx):.2f} epochs over {len(learner.ptx):,} rows",
             )
         )
     if learner.world.size > 1:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.schemas import Lora
 from rlhf_cli.errors import ConfigError
@@ -29,8 +30,16 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
         import peft
     except ImportError:
         raise ConfigError(f"{key}: needs the package peft. Install it: pip install 'rlhf-cli[lora]'") from None
+    heads = {id(head) for head in scalar_heads(model)}
     lora = peft.LoraConfig(
-        r=config.r, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=config.target_modules or "all-linear"
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=config.target_modules or "all-linear",
+        # A head is trained as it is; "all-linear" would wrap it.
+        exclude_modules=[name for name, module in model.named_modules() if id(module) in heads] or None,
+        # GPT-2's layers are transposed ones; peft finds that out with a warning otherwise.
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     with seeded(seed, f"lora {key}"):
         try:

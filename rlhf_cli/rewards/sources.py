@@ -161,7 +161,8 @@ def load_rewards(
         mean, std = (getattr(model.config, key, None) for key in ("score_mean", "score_std"))
         if reward.normalize and (mean is None or std is None):
             notes.append(f"{path}: no stored mean and standard deviation of the score, it is used as it is")
-        normalize = reward.normalize and mean is not None and std is not None
+        # The stored figures are those of the logit.
+        normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
         sources.append(
             RewardModel(
                 name=f"reward_model_{number}" if several else "reward_model",

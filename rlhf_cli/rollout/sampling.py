@@ -304,7 +304,7 @@ def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Samp
                 f"of {num_tokens} response tokens {len(kept)} say what they could have been: not sampled so"
             )
         row = torch.arange(num_tokens).repeat_interleave(torch.tensor([len(ids) for ids in kept]))
-        column = torch.tensor(list(itertools.chain.from_iterable(kept)))
+        column = torch.tensor(list(itertools.chain.from_iterable(kept)), dtype=torch.int64)
         forbidden = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
         forbidden[row.to(logits.device), column.to(logits.device)] = False
         return logits.masked_fill(forbidden, -math.inf)
