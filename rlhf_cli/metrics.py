@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,11 @@ class JsonLines:
         clean = {key: _finite(value) for key, value in row.items()}
         self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
         self._file.flush()
+
+    def size(self) -> int:
+        """Bytes written, all of them on the disk: a row after them may be lost with the power."""
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
 
     def close(self) -> None:
         self._file.close()

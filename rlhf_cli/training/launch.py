@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import CONFIGS, Stage
-from rlhf_cli.errors import ArtifactError, RunError, UserError
+from rlhf_cli.errors import ArtifactError, Interrupted, RunError, UserError
 from rlhf_cli.training.identity import identity, require_files, require_inputs
 
 Run = Callable[..., None]
@@ -68,7 +69,13 @@ def run_stage(
                 f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",
                 flush=True,
             )
-        load_run()(config, quiet=quiet)
+        try:
+            load_run()(config, quiet=quiet, restart=restart)
+        except Interrupted as error:
+            more = "".join(f" --set {shlex.quote(text)}" for text in overrides)
+            raise Interrupted(
+                f"{error}. Go on with: rlhf {stage} --config {config_path}{more}", error.exit_code
+            ) from None
     return True
 
 
@@ -100,8 +107,11 @@ def exit_code(work: Callable[[], object]) -> int:
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing finished was touched", file=sys.stderr)
+        print("interrupted; nothing finished was touched, and the last checkpoint stands", file=sys.stderr)
         return 130
     return 0
 
