@@ -186,7 +186,8 @@ def test_interrupted(project: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert "SIGINT: stopped after step" in errors
+    assert "Go on with: rlhf sft --config" in errors
     assert digests(project) == before
     shown = " ".join(rlhf("status", str(project / "run"), env={**os.environ, "COLUMNS": "300"}).stdout.split())
     assert "a new run of it interrupted" in " ".join(shown.split())

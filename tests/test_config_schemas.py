@@ -84,6 +84,7 @@ def test_every_field_says_what_it_is() -> None:
         "ppo",
         "value_model",
         "lora",
+        "checkpoints",
     }
     assert {name for name in silent if name.split(".")[1] not in plain | nested} == set()
 
@@ -138,7 +139,12 @@ PPO: dict[str, Any] = {
         ("ppo", PPO, ["ppo.kl_controller=adaptive"], "needs kl_target"),
         ("ppo", PPO, ["ppo.kl_controller=adaptive", "ppo.kl_target=6", "ppo.kl_coef=0"], "0 stays 0"),
         # Keys that the choice made does not read.
-        ("ppo", PPO, ["ppo.objective=penalty", "ppo.clip_range=0.1"], "clip_range does nothing with objective: penalty"),
+        (
+            "ppo",
+            PPO,
+            ["ppo.objective=penalty", "ppo.clip_range=0.1"],
+            "clip_range does nothing with objective: penalty",
+        ),
         ("ppo", PPO, ["ppo.objective=penalty", "ppo.dual_clip=3"], "dual_clip does nothing"),
         ("ppo", PPO, ["ppo.policy_kl_target=0.01"], "policy_kl_target does nothing with objective: clip"),
         ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "ppo.vf_coef=0.1"], "vf_coef does nothing"),

@@ -16,7 +16,6 @@ FLOORS = {
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
     "rlhf_cli.artifacts": 1,
-    "rlhf_cli.checkpoints": 1,
     "rlhf_cli.metrics": 1,
     "rlhf_cli.algorithms": 1,
     "rlhf_cli.config": 1,
@@ -32,7 +31,17 @@ FLOORS = {
     "rlhf_cli.__main__": 8,
     "rlhf_cli": 0,
 }
-WITHOUT_TORCH = ("errors", "artifacts", "checkpoints", "metrics", "cli", "config", "commands", "training.launch", "training.identity")
+WITHOUT_TORCH = (
+    "errors",
+    "artifacts",
+    "metrics",
+    "cli",
+    "config",
+    "commands",
+    "training.launch",
+    "training.identity",
+    "training.checkpoint_files",
+)
 
 
 def modules() -> list[tuple[str, Path]]:

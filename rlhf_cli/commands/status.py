@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_cli.artifacts import Manifest, differences, partial_directory, read_manifest, stage_directory
-from rlhf_cli.checkpoints import checkpoints_directory, last_step, owner_of, read_run
 from rlhf_cli.config.schemas import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, owner_of, read_run
 from rlhf_cli.training.identity import identity
 from rlhf_cli.training.launch import load_stage_config
 from rlhf_cli.training.progress import Display

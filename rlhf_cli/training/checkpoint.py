@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli.checkpoints import found, new_checkpoint, remove_old, what_is_wrong
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.training.checkpoint_files import found, new_checkpoint, remove_old, what_is_wrong
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
 

@@ -21,12 +21,12 @@ import torch
 import transformers
 
 import rlhf_cli
-from rlhf_cli import artifacts, checkpoints
+from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.schemas import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
 from rlhf_cli.metrics import JsonLines
-from rlhf_cli.training import distributed
+from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.checkpoint import Checkpoints, Part, State
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import MAY_CHANGE, identity, require_inputs
@@ -50,8 +50,8 @@ class StageRun:
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
         self.started = time.monotonic()
-        self.lock = checkpoints.Lock(config.artifacts, stage)
-        self.place = checkpoints.checkpoints_directory(config.artifacts, stage)
+        self.lock = checkpoint_files.Lock(config.artifacts, stage)
+        self.place = checkpoint_files.checkpoints_directory(config.artifacts, stage)
         self.checkpoints = Checkpoints(self.place, keep=config.checkpoints.keep, writes=self.world.is_main)
         self.stop_requests = StopRequests()
         self._files: dict[str, JsonLines] = {}
@@ -86,7 +86,7 @@ class StageRun:
         root, stage = self.config.artifacts, self.stage
         artifacts.recover(root, stage)
         identity = json.loads(json.dumps(self.identity))
-        old, steps = checkpoints.read_run(self.place), checkpoints.found(self.place)
+        old, steps = checkpoint_files.read_run(self.place), checkpoint_files.found(self.place)
         finished = artifacts.read_manifest_or_none(artifacts.stage_directory(root, stage))
         # Checkpoints of a run that was published, and killed before it removed them, are of no use.
         published = finished is not None and old is not None and finished.identity == old
@@ -109,8 +109,8 @@ class StageRun:
         if not goes_on:
             shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir(parents=True, exist_ok=True)
-        checkpoints.write_text(self.place / checkpoints.RUN, json.dumps(identity) + "\n")
-        checkpoints.write_text(
+        checkpoint_files.write_text(self.place / checkpoint_files.RUN, json.dumps(identity) + "\n")
+        checkpoint_files.write_text(
             self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
         )
 
