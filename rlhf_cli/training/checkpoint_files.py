@@ -160,9 +160,15 @@ class Lock:
 
     def acquire(self) -> None:
         """Take the lock; raises ArtifactError that names who has it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            file = self.path.open("a+", encoding="utf-8")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = self.path.open("a+", encoding="utf-8")
+            except OSError as error:
+                raise ArtifactError(
+                    f"{self.path.parent}: can't be written ({error.strerror or error}), the {self.stage} stage is built "
+                    "here. Give another `artifacts`, or make room"
+                ) from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
