@@ -146,6 +146,22 @@ def why_run(root: str | Path, stage: str, identity: dict[str, Any]) -> str | Non
 # ------------------------------------------------------------------------------------------- writing
 
 
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """Have the disk keep a folder and everything in it."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        sync(path)
+    sync(directory)
+
+
 def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
     """A directory to build `stage` in: an empty one, or with `keep` the one that stands there.
 
@@ -168,21 +184,25 @@ def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
 
 
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
-    """Write the manifest of the built stage and rename it into its place; the old one stands until then."""
+    """Write the manifest of the built stage and rename it into its place; the old one stands until then.
+
+    Everything is on the disk before the rename, and the rename before the old one goes.
+    """
     partial, place = partial_directory(root, stage), stage_directory(root, stage)
     files = {
-        path.relative_to(partial).as_posix(): digest_file(path) for path in sorted(partial.rglob("*")) if path.is_file()
+        path.relative_to(partial).as_posix(): digest_file(path)
+        for path in sorted(partial.rglob("*"))
+        if path.is_file() and path != partial / MANIFEST
     }
     manifest = Manifest(stage=stage, files=files, **facts)
     text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    (partial / MANIFEST).write_text(text, encoding="utf-8")
+    sync_tree(partial)
     old = _set_aside(root, stage)
     if place.exists():
         place.rename(old)
     partial.rename(place)
+    sync(Path(root))
     shutil.rmtree(old, ignore_errors=True)
     return manifest
 

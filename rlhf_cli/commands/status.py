@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_cli.artifacts import Manifest, differences, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.schemas import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, owner_of, read_run
+from rlhf_cli.training.checkpoint_files import last_step, owner_of
 from rlhf_cli.training.identity import identity
 from rlhf_cli.training.launch import load_stage_config
 from rlhf_cli.training.progress import Display
@@ -31,8 +31,7 @@ def show_status(root: Path) -> None:
         except ArtifactError as error:
             rows.append([stage, f"broken: {error}", "", "", ""])
             continue
-        left_behind = manifest is not None and read_run(checkpoints_directory(root, stage)) == manifest.identity
-        under_way = None if left_behind else _under_way(root, stage)
+        under_way = _under_way(root, stage)
         if manifest is None:
             rows.append([stage, under_way or "not run", "", "", ""])
             continue

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.training.checkpoint_files import found, new_checkpoint, remove_old, what_is_wrong
+from rlhf_cli.training.checkpoint_files import found, new_checkpoint, remove_old, step_of, what_is_wrong
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
 
@@ -88,22 +89,27 @@ class Checkpoints:
             self._writer = None
         if self._error is not None:
             error, self._error = self._error, None
-            if isinstance(error, OSError):
-                raise error
-            raise ArtifactError(f"{self.place}: the checkpoint can't be written ({error}). Make room") from None
+            # safetensors writes from Rust and tells of a full disk in an error of its own.
+            if isinstance(error, OSError | SafetensorError):
+                reason = (error.strerror if isinstance(error, OSError) else None) or error
+                raise ArtifactError(
+                    f"{self.place}: a checkpoint can't be written ({reason}); those from before it stand. Make room, "
+                    "and start again to go on"
+                ) from None
+            raise error
 
-    def newest(self, unusable: Callable[[Mapping[str, Any]], str | None]) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is as it was written, and a line for each newer one that is not.
+    def newest(self, unusable: Callable[[Mapping[str, Any]], str | None]) -> tuple[Path | None, dict[Path, str]]:
+        """The newest checkpoint that is as it was written, and what is wrong with each newer one.
 
         `unusable` says of a checkpoint's numbers why they can't be gone on from, if they can't.
         """
-        lines: list[str] = []
+        wrong_ones: dict[Path, str] = {}
         for path in reversed(found(self.place)):
             wrong = what_is_wrong(path) or unusable(json.loads((path / NUMBERS).read_text(encoding="utf-8")))
             if wrong is None:
-                return path, lines
-            lines.append(f"{path}: can't be used, {wrong}; the checkpoint before it is taken")
-        return None, lines
+                return path, wrong_ones
+            wrong_ones[path] = wrong
+        return None, wrong_ones
 
     def restore(self, path: Path) -> int:
         """Put every part into the state of a checkpoint; returns its step."""
@@ -111,7 +117,7 @@ class Checkpoints:
         for name, part in self.parts.items():
             own = {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
             part.restore(own, numbers[name])
-        return int(path.name.removeprefix("step-"))
+        return step_of(path)
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_cli.artifacts import digest_file
+from rlhf_cli.artifacts import digest_file, partial_directory, recover, sync
 from rlhf_cli.errors import ArtifactError
 
 MANIFEST = "manifest.json"
@@ -40,16 +40,12 @@ def step_directory(place: Path, step: int) -> Path:
     return place / f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was written after, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 # ------------------------------------------------------------------------------------------- writing
-
-
-def sync(path: Path) -> None:
-    """Have the disk keep a file, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -65,18 +61,20 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_checkpoint(place: Path, step: int) -> Iterator[Path]:
-    """A folder to write a checkpoint's files into, which becomes the checkpoint when the block ends well."""
+    """A folder to write a checkpoint's files into, which becomes the checkpoint when the block ends well.
+
+    `place` must be there: one that was removed meanwhile is not made again.
+    """
     target = step_directory(place, step)
     beside = place / f".{target.name}.writing"
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside.mkdir()
     try:
         yield beside
-        files = sorted(path for path in beside.iterdir() if path.is_file())
-        for path in files:
-            sync(path)
-        manifest = {"step": step, "files": {path.name: digest_file(path) for path in files}}
-        write_text(beside / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        digests = {path.name: digest_file(path) for path in sorted(beside.iterdir())}
+        for name in digests:
+            sync(beside / name)
+        write_text(beside / MANIFEST, _manifest_text(step, digests))
         shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
         sync(place)
@@ -85,13 +83,29 @@ def new_checkpoint(place: Path, step: int) -> Iterator[Path]:
         raise
 
 
-def remove_old(place: Path, keep: int) -> None:
-    """Remove all checkpoints but the last `keep`."""
-    for path in found(place)[:-keep]:
+def _manifest_text(step: int, digests: dict[str, str]) -> str:
+    return json.dumps({"step": step, "files": digests}, indent=2) + "\n"
+
+
+def remove(checkpoints: list[Path]) -> None:
+    """Remove these checkpoints."""
+    for path in checkpoints:
         # Out of its place first: what is removed halfway is no checkpoint.
         beside = path.with_name(f".{path.name}.removing")
+        shutil.rmtree(beside, ignore_errors=True)
         path.rename(beside)
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_old(place: Path, keep: int) -> None:
+    """Remove all checkpoints but the last `keep`."""
+    remove(found(place)[:-keep])
+
+
+def remove_cut_off(place: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for path in place.glob(".*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -99,14 +113,14 @@ def remove_old(place: Path, keep: int) -> None:
 
 def found(place: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first."""
-    return sorted(place.glob("step-*")) if place.is_dir() else []
+    return sorted((path for path in place.glob("step-*") if path.name[5:].isdecimal()), key=step_of)
 
 
 def what_is_wrong(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, or None where every file is as it was written."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
+        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
+        files = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {MANIFEST} can't be read"
     for name, digest in files.items():
@@ -115,8 +129,12 @@ def what_is_wrong(checkpoint: Path) -> str | None:
         try:
             if digest_file(checkpoint / name) != digest:
                 return f"{name} is not as it was written"
-        except OSError:
+        except (OSError, ValueError):
             return f"{name} is missing"
+    # The manifest has no digest of its own, but it can say one thing only.
+    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    if present != files.keys() or text != _manifest_text(step_of(checkpoint), files):
+        return f"its {MANIFEST} is not as it was written"
     return None
 
 
@@ -129,10 +147,20 @@ def read_run(place: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def to_go_on_with(root: str | Path, stage: str) -> list[Path]:
+    """The checkpoints of an unfinished stage, the oldest first; those that a published one left behind are none."""
+    return found(checkpoints_directory(root, stage)) if partial_directory(root, stage).is_dir() else []
+
+
 def last_step(root: str | Path, stage: str) -> int | None:
     """The step of an unfinished stage's newest checkpoint, by its name."""
-    names = [path.name for path in found(checkpoints_directory(root, stage))]
-    return int(names[-1].removeprefix("step-")) if names else None
+    paths = to_go_on_with(root, stage)
+    return step_of(paths[-1]) if paths else None
+
+
+def unfinished(root: str | Path, stage: str) -> dict[str, Any] | None:
+    """The identity of the unfinished run that the next start would go on with; None where there is none."""
+    return read_run(checkpoints_directory(root, stage)) if to_go_on_with(root, stage) else None
 
 
 # --------------------------------------------------------------------------------------------- lock
@@ -166,12 +194,10 @@ class Lock:
                 file = self.path.open("a+", encoding="utf-8")
             except OSError as error:
                 raise ArtifactError(
-                    f"{self.path.parent}: can't be written ({error.strerror or error}), the {self.stage} stage is built "
-                    "here. Give another `artifacts`, or make room"
+                    f"{self.path.parent}: can't be written ({error.strerror or error}), the {self.stage} stage is "
+                    "built here. Give another `artifacts`, or make room"
                 ) from None
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not self._locked(file):
                 owner = _read_owner(file)
                 file.close()
                 raise ArtifactError(
@@ -179,37 +205,71 @@ class Lock:
                     "stop it, or give another `artifacts`"
                 ) from None
             # Whoever had it before may have removed the file that was opened here: then it locks nothing.
-            with contextlib.suppress(FileNotFoundError):
-                if os.fstat(file.fileno()).st_ino == self.path.stat().st_ino:
-                    break
+            if _same_file(file, self.path):
+                break
             file.close()
+        self._file = file
         file.seek(0)
         file.truncate()
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
         file.flush()
-        self._file = file
+
+    def is_held(self) -> bool:
+        """Is it taken, and is the file that it is taken on still in its place?"""
+        return self._file is not None and _same_file(self._file, self.path)
+
+    def _locked(self, file: IO[str]) -> bool:
+        # Again, as somebody who only looks (`owner_of`) has it for an instant.
+        for left in (4, 3, 2, 1, 0):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                time.sleep(0.1 if left else 0)
+        return False
 
     def release(self) -> None:
         """Give it back; no harm where it was not taken."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            if self.is_held():
+                self.path.unlink()
             self._file.close()
             self._file = None
+
+
+def remove_left_behind(root: str | Path, stage: str) -> None:
+    """Remove what a run that was published, and then killed, had yet to remove; nothing while somebody writes."""
+    place, partial, lock = checkpoints_directory(root, stage), partial_directory(root, stage), Lock(root, stage)
+    if partial.exists() or not (place.exists() or lock.path.exists()):
+        return
+    with contextlib.suppress(ArtifactError, OSError):
+        lock.acquire()
+        if not partial.exists():
+            recover(root, stage)
+            shutil.rmtree(place, ignore_errors=True)
+    lock.release()
 
 
 def owner_of(root: str | Path, stage: str) -> Owner | None:
     """Who is writing a stage now; None where nobody is (a lock that was left behind by a dead process is free)."""
     try:
-        with (Path(root) / f".{stage}.lock").open("r+", encoding="utf-8") as file:
+        with (Path(root) / f".{stage}.lock").open(encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
                 return _read_owner(file) or Owner(0, "unknown", "unknown")
             fcntl.flock(file, fcntl.LOCK_UN)
             return None
     except OSError:
         return None
+
+
+def _same_file(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def _read_owner(file: IO[str]) -> Owner | None:

@@ -15,6 +15,8 @@ from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 NOT_PART = {"artifacts", "device", "checkpoints"}
 """Keys that say where and how safely a stage runs, and not what it computes."""
 MAY_CHANGE = (
+    "config.training.microbatch_size",
+    "config.ppo.microbatch_size",
     "config.training.num_steps",
     "config.training.num_epochs",
     "config.ppo.num_iterations",
@@ -25,8 +27,9 @@ MAY_CHANGE = (
     "config.num_logged_samples",
     "config.warn_loss_above",
 )
-"""Keys that an unfinished run may go on with changed: how long it is, and what it says of itself. (Where a
-schedule ends moves with the length.)"""
+"""Keys that an unfinished run may go on with changed: how much is computed at a time (the same gradient, rounded
+otherwise: what is lowered where memory ran out), how long it is, and what it says of itself. (Where a schedule ends
+moves with the length.)"""
 
 
 def identity(config: Stage) -> dict[str, Any]:

@@ -30,8 +30,11 @@ from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.checkpoint import Checkpoints, Part, State
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import MAY_CHANGE, identity, require_inputs
+from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
+
+NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": []}
 
 
 class StageRun:
@@ -59,8 +62,8 @@ class StageRun:
 
     def __enter__(self) -> Self:
         if self.world.is_main:
-            self.lock.acquire()
             try:
+                self.lock.acquire()
                 self._open()
             except BaseException:
                 self.lock.release()
@@ -75,25 +78,32 @@ class StageRun:
         self.stop_requests.remove()
         self.display.end()
         if self.world.is_main:
-            self._close()
-            # What is being written is finished whatever happened; what went wrong with it counts less.
-            with contextlib.suppress(*((Exception,) if error is not None else ())):
-                self.checkpoints.wait()
-            self.lock.release()
+            try:
+                # What is being written is finished whatever happened; what goes wrong here counts less.
+                with contextlib.suppress(*((Exception,) if error is not None else ())):
+                    self.checkpoints.wait()
+                    self._close()
+            finally:
+                self.lock.release()
+        if error is not None and is_out_of_memory(error):
+            raise RunError(f"{self.stage}: {what_to_lower(self.config, self.world.size)}") from None
+        if error is None and self.stop_requests.received is not None:
+            raise self._interrupted(self.stop_requests.received, "the stage was done by then, and is finished")
 
     def _open(self) -> None:
         """Make the directory to build in: a new one, or the one of the run that was stopped."""
         root, stage = self.config.artifacts, self.stage
         artifacts.recover(root, stage)
         identity = json.loads(json.dumps(self.identity))
-        old, steps = checkpoint_files.read_run(self.place), checkpoint_files.found(self.place)
-        finished = artifacts.read_manifest_or_none(artifacts.stage_directory(root, stage))
-        # Checkpoints of a run that was published, and killed before it removed them, are of no use.
-        published = finished is not None and old is not None and finished.identity == old
-        goes_on = old is not None and bool(steps) and not published
-        if goes_on and self.restart:
+        old, steps = checkpoint_files.read_run(self.place), checkpoint_files.to_go_on_with(root, stage)
+        goes_on = bool(steps) and old is not None and not self.restart
+        if steps and self.restart:
             self.display.note(f"--restart: discards an unfinished run of {len(steps)} checkpoints, {steps[-1]}")
-            goes_on = False
+        elif steps and old is None:
+            self.display.warn(
+                f"{self.place / checkpoint_files.RUN}: can't be read, so nobody knows whose the {len(steps)} "
+                "checkpoints beside it are; the run begins anew"
+            )
         if goes_on and old is not None:
             changed = artifacts.differences(old, identity)
             refused = [key.removeprefix("config.") for key in changed if key not in MAY_CHANGE]
@@ -105,10 +115,12 @@ class StageRun:
                 )
             if changed:
                 self.display.note(f"goes on with another {', '.join(k.removeprefix('config.') for k in changed)}")
-        artifacts.open_partial(root, stage, keep=goes_on)
         if not goes_on:
+            # Before the rows that they count on.
             shutil.rmtree(self.place, ignore_errors=True)
-        self.place.mkdir(parents=True, exist_ok=True)
+        artifacts.open_partial(root, stage, keep=goes_on)
+        self.place.mkdir(exist_ok=True)
+        checkpoint_files.remove_cut_off(self.place)
         checkpoint_files.write_text(self.place / checkpoint_files.RUN, json.dumps(identity) + "\n")
         checkpoint_files.write_text(
             self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
@@ -121,19 +133,24 @@ class StageRun:
         done again and come out the same.
         """
         self.checkpoints.parts = {"files": self, **parts}
-        found: tuple[Path | None, list[str]] = (None, [])
+        found: tuple[Path | None, dict[Path, str]] = (None, {})
         if self.world.is_main:
             found = self.checkpoints.newest(self._rows_missing)
-        path, lines = self.world.gather(found)[0]
-        for line in lines:
-            self.display.warn(line)
-        done = 0
-        if path is not None:
-            done = self.checkpoints.restore(path)
-            self.display.note(f"goes on after step {done} of {total}, from {path}")
+        path, wrong_ones = self.world.gather(found)[0]
+        then = "the run begins anew" if path is None else "an older one is taken"
+        for checkpoint, wrong in wrong_ones.items():
+            self.display.warn(f"{checkpoint}: can't be used, {wrong}; {then}")
+        done = checkpoint_files.step_of(path) if path is not None else 0
         if done > total:
             raise ConfigError(f"the unfinished run has {done} steps behind it, and now asks for {total}. Ask for more")
+        if path is not None:
+            self.checkpoints.restore(path)
+            self.display.note(f"goes on after step {done} of {total}, from {path}")
+        else:
+            self.restore({}, NOTHING_YET)
         if self.world.is_main:
+            # They would count among the last ones that are kept.
+            checkpoint_files.remove(list(wrong_ones))
             self._files |= {
                 name: JsonLines(self.directory / f"{name}.jsonl")
                 for name in ("metrics", "samples")
@@ -153,6 +170,8 @@ class StageRun:
         due = late or (settings.every_steps is not None and step % settings.every_steps == 0)
         asked = self.world.gather((due, self.stop_requests.received))
         stop = next((number for _, number in asked if number is not None), None)
+        if self.world.is_main:
+            self._require_place()
         # The clock of the first process counts, a signal to any of them.
         if (asked[0][0] and step < total) or stop is not None:
             self._pause = self.checkpoints.save(step)
@@ -161,24 +180,30 @@ class StageRun:
         if stop is not None:
             if self.world.is_main:
                 self.checkpoints.wait()
-            name = signal.Signals(stop).name
-            raise Interrupted(
-                f"{self.stage}: {name}: stopped after step {step} of {total}, and saved",
-                130 if name == "SIGINT" else 143,
-            )
+            raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
 
-    # The rows written so far are a part of the run's state: how many bytes of each file count.
+    def _interrupted(self, number: int, what: str) -> Interrupted:
+        """The end of a run that was asked to stop."""
+        code = 130 if number == signal.SIGINT else 143
+        return Interrupted(f"{self.stage}: {signal.Signals(number).name}: {what}", code)
+
+    # What stands in the directory is a part of the run's state: how many bytes of each file of rows, which folders.
 
     def state(self) -> State:
+        if not self.world.is_main:
+            return {}, {}
+        artifacts.sync_tree(self.directory)
         sizes = {name: file.size() for name, file in self._files.items() if name != "checkpoints"}
-        return {}, {"sizes": sizes}
+        return {}, {"sizes": sizes, "folders": [path.name for path in self.directory.iterdir() if path.is_dir()]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Take back what came after: rows, models, the manifest of a publication that was cut off."""
         if not self.world.is_main:
             return
-        for path in self.directory.glob("*.jsonl"):
-            if path.stem != "checkpoints" and path.stem not in numbers["sizes"]:
-                path.unlink()
+        stays = {"config.yaml", "checkpoints.jsonl", *numbers["folders"], *(f"{n}.jsonl" for n in numbers["sizes"])}
+        for path in self.directory.iterdir():
+            if path.name not in stays:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name, size in numbers["sizes"].items():
             os.truncate(self.directory / f"{name}.jsonl", size)
             self._files[name] = JsonLines(self.directory / f"{name}.jsonl")
@@ -190,6 +215,15 @@ class StageRun:
             if has < size:
                 return f"{path.name} has {has} of the {size} bytes that it had then"
         return None
+
+    def _require_place(self) -> None:
+        """Raise ArtifactError where somebody removed what is being built, and perhaps builds there himself."""
+        files = [self.place / checkpoint_files.RUN, *(file.path for file in self._files.values())]
+        gone = [path for path in files if not path.exists()]
+        if not self.lock.is_held():
+            gone = [self.lock.path]
+        if gone:
+            raise ArtifactError(f"{gone[0]}: was removed while the {self.stage} stage was built. Start it again")
 
     def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
         """A row of metrics.jsonl, and progress where `shown` names what to show."""
@@ -247,8 +281,9 @@ class StageRun:
         self.world.barrier()
 
     def _publish(self, metrics: dict[str, float]) -> None:
-        self._close()
+        self._require_place()
         self.checkpoints.wait()
+        self._close()
         (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:
             artifacts.publish(
