@@ -82,6 +82,14 @@ def read_manifest(directory: str | Path) -> Manifest | None:
         raise ArtifactError(f"{path}: keys are missing or unknown. Run the stage again with --restart") from None
 
 
+def read_manifest_or_none(directory: str | Path) -> Manifest | None:
+    """`read_manifest`, with None also where there is one that can't be read."""
+    try:
+        return read_manifest(directory)
+    except ArtifactError:
+        return None
+
+
 # ------------------------------------------------------------------------------------------- digests
 
 
@@ -138,17 +146,33 @@ def why_run(root: str | Path, stage: str, identity: dict[str, Any]) -> str | Non
 # ------------------------------------------------------------------------------------------- writing
 
 
-def open_partial(root: str | Path, stage: str) -> Path:
-    """An empty directory to build `stage` in.
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """Have the disk keep a folder and everything in it."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        sync(path)
+    sync(directory)
+
+
+def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
+    """A directory to build `stage` in: an empty one, or with `keep` the one that stands there.
 
     Raises ArtifactError where it can't be made; the finished stage, if there is one, is not touched.
     """
-    _recover(root, stage)
+    recover(root, stage)
     partial = partial_directory(root, stage)
     try:
-        if partial.exists():
+        if partial.exists() and not keep:
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
         (partial / ".probe").write_bytes(b"\0" * 4096)
         (partial / ".probe").unlink()
     except OSError as error:
@@ -160,21 +184,25 @@ def open_partial(root: str | Path, stage: str) -> Path:
 
 
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
-    """Write the manifest of the built stage and rename it into its place; the old one stands until then."""
+    """Write the manifest of the built stage and rename it into its place; the old one stands until then.
+
+    Everything is on the disk before the rename, and the rename before the old one goes.
+    """
     partial, place = partial_directory(root, stage), stage_directory(root, stage)
     files = {
-        path.relative_to(partial).as_posix(): digest_file(path) for path in sorted(partial.rglob("*")) if path.is_file()
+        path.relative_to(partial).as_posix(): digest_file(path)
+        for path in sorted(partial.rglob("*"))
+        if path.is_file() and path != partial / MANIFEST
     }
     manifest = Manifest(stage=stage, files=files, **facts)
     text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    (partial / MANIFEST).write_text(text, encoding="utf-8")
+    sync_tree(partial)
     old = _set_aside(root, stage)
     if place.exists():
         place.rename(old)
     partial.rename(place)
+    sync(Path(root))
     shutil.rmtree(old, ignore_errors=True)
     return manifest
 
@@ -183,7 +211,7 @@ def _set_aside(root: str | Path, stage: str) -> Path:
     return Path(root) / f".{stage}.old"
 
 
-def _recover(root: str | Path, stage: str) -> None:
+def recover(root: str | Path, stage: str) -> None:
     """Undo a publication that was cut off between its two renames."""
     old, place = _set_aside(root, stage), stage_directory(root, stage)
     if old.is_dir() and not place.exists():
@@ -205,7 +233,7 @@ class MissingStageError(ArtifactError):
 
 def require_stage(root: str | Path, stage: str) -> Path:
     """The directory of a finished stage; raises MissingStageError where there is none."""
-    _recover(root, stage)
+    recover(root, stage)
     directory = stage_directory(root, stage)
     if read_manifest(directory) is None:
         raise MissingStageError(root, stage)

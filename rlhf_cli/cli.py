@@ -90,6 +90,22 @@ def status(
     _exit(work)
 
 
+@app.command()
+def doctor(
+    directory: Annotated[
+        Path | None, typer.Argument(help="An artifact root, or one stage's directory, to look at too.")
+    ] = None,
+) -> None:
+    """Can this machine do what a run needs, and is an artifact root as it was written?"""
+
+    def work() -> None:
+        from rlhf_cli.commands.doctor import examine
+
+        examine(directory)
+
+    _exit(work)
+
+
 @config_app.command("check")
 def config_check(
     files: Annotated[list[Path], typer.Argument(help="YAML files, or folders of them.")],

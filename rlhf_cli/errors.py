@@ -23,6 +23,14 @@ class ArtifactError(UserError):
     """An artifact or model directory that is missing, incomplete or can't be written."""
 
 
+class Interrupted(Exception):
+    """A signal asked the run to stop; it was saved and can go on. Exit code 130 (Ctrl-C) or 143."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class RunError(Exception):
     """The run itself failed (the loss is not a number, say): one line, exit code 1."""
 

@@ -23,10 +23,17 @@ class JsonLines:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; floats that are not finite become null."""
+        """Append one row; floats that are not finite become null. Raises OSError, which names the file."""
         clean = {key: _finite(value) for key, value in row.items()}
-        self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def size(self) -> int:
+        """Bytes written."""
+        return self.path.stat().st_size
 
     def close(self) -> None:
         self._file.close()

@@ -46,6 +46,7 @@ from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, 
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.learner.carried import Carried, Recent, parts_of
 from rlhf_cli.learner.figures import (
     Best,
     compare,
@@ -68,6 +69,7 @@ from rlhf_cli.rewards.sources import (
 )
 from rlhf_cli.rollout.experience import (
     Experience,
+    PromptRow,
     Rollout,
     collect,
     merge,
@@ -81,9 +83,9 @@ from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.stage_run import StageRun
 
 
-def run(config: PPOConfig, *, quiet: bool = False) -> None:
+def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: everything that the module's docstring lists, in its order."""
-    with StageRun("ppo", config, quiet=quiet) as stage:
+    with StageRun("ppo", config, quiet=quiet, restart=restart) as stage:
         world, display, ppo = stage.world, stage.display, config.ppo
         require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
         learner = load_learner(config, stage)
@@ -101,9 +103,11 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
         if ppo.score_normalization == "reference":
             measure_reference(learner)
 
-        recent: deque[tuple[int, Experience]] = deque(maxlen=ppo.num_rollouts_per_update)
-        display.begin(ppo.num_iterations, "iteration")
-        for iteration in range(ppo.num_iterations):
+        recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
+        carried = Carried(learner, health, best, recent, lambda iteration: _prompts(learner, iteration))
+        first = stage.resume(parts_of(learner, carried), ppo.num_iterations)
+        display.begin(ppo.num_iterations, "iteration", first)
+        for iteration in range(first, ppo.num_iterations):
             # 1. Rollout: this process's share of the iteration's prompts and uniforms.
             rollout = _rollout(learner, iteration)
 
@@ -159,6 +163,7 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
                 stage.report(iteration + 1, findings, None)
                 if best.is_better(iteration + 1, now) and world.is_main:
                     save_policy(learner, "best_model")
+            stage.finish_step(iteration + 1, ppo.num_iterations)
         display.end()
 
         # The product is saved before anything else can fail; then what it was before, and what it is now.
@@ -186,14 +191,13 @@ def run(config: PPOConfig, *, quiet: bool = False) -> None:
 
 
 def _rollout(learner: Learner, iteration: int) -> Rollout:
-    """This process's share of the iteration's responses, every size-th of all; a prompt's stand together."""
+    """This process's share of the iteration's responses, every size-th of all."""
     config, world = learner.config, learner.world
-    numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
-    size = config.ppo.rollout_batch_size
+    prompts, size = _prompts(learner, iteration), config.ppo.rollout_batch_size
     table = uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
     mine = world.shard(list(range(size)))
     return collect(
-        [learner.train[numbers[i // config.rollout.samples_per_prompt]] for i in mine],
+        [prompts[i] for i in mine],
         table[mine],
         learner.models,
         sampling=learner.sampling,
@@ -202,6 +206,13 @@ def _rollout(learner: Learner, iteration: int) -> Rollout:
         precision=config.precision,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
     )
+
+
+def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
+    """The prompt of each response of an iteration, over all processes; a prompt's responses stand together."""
+    config = learner.config
+    numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
+    return [learner.train[i] for i in numbers for _ in range(config.rollout.samples_per_prompt)]
 
 
 def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -52,6 +52,7 @@ from rlhf_cli.rewards.sources import encode_texts, score_sequences, sequence_sco
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
+from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
@@ -83,9 +84,9 @@ class TargetScale:
     std: float
 
 
-def run(config: RMConfig, *, quiet: bool = False) -> None:
+def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: everything that the module's docstring lists, in its order."""
-    with StageRun("rm", config, quiet=quiet) as stage:
+    with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
         world, display = stage.world, stage.display
         pairwise = config.loss != "mse"
         require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
@@ -133,8 +134,9 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
         stepper = build_stepper(model, config.optimizer, steps)
         shown = ("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")
         model.train()
-        display.begin(steps, "step")
-        for step in range(steps):
+        first = stage.resume({"model": Weights(model), "optimizer": stepper}, steps)
+        display.begin(steps, "step", first)
+        for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
             rate = stepper.learning_rate
             stats = _accumulate(model, [train[i] for i in rows], config, world)
@@ -143,6 +145,7 @@ def run(config: RMConfig, *, quiet: bool = False) -> None:
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
                 stage.log(step + 1, _evaluate(model, test, scale, config, world))
+            stage.finish_step(step + 1, steps)
         display.end()
 
         # 4. Held-out figures, and what the model can and can't tell apart; what is trained is saved before.

@@ -46,6 +46,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import launch
+from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
@@ -53,9 +54,9 @@ from rlhf_cli.training.stage_run import StageRun
 SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm")
 
 
-def run(config: SFTConfig, *, quiet: bool = False) -> None:
+def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: everything that the module's docstring lists, in its order."""
-    with StageRun("sft", config, quiet=quiet) as stage:
+    with StageRun("sft", config, quiet=quiet, restart=restart) as stage:
         world, display = stage.world, stage.display
 
         # 1. and 2. Rows, then the model, then tokens: a new tokenizer is trained on the rows.
@@ -82,8 +83,9 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
         abnormal = config.warn_loss_above or math.log(model.config.vocab_size)
         warned = False
         model.train()
-        display.begin(steps, "step")
-        for step in range(steps):
+        first = stage.resume({"model": Weights(model), "optimizer": stepper}, steps)
+        display.begin(steps, "step", first)
+        for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
             rate = stepper.learning_rate
             loss = _accumulate(model, [train[i] for i in rows], config, world)
@@ -99,6 +101,7 @@ def run(config: SFTConfig, *, quiet: bool = False) -> None:
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
                 _evaluate(model, tokenizer, test, questions, config, stage, step + 1)
+            stage.finish_step(step + 1, steps)
         display.end()
 
         # 4. The product, saved before anything else can fail; then held-out figures.

@@ -114,7 +114,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((folder / "run").rglob("*"))
-        if path.is_file() and ".partial" not in str(path)
+        if path.is_file() and not path.relative_to(folder / "run").parts[0].startswith(".")
     }
 
 

@@ -161,7 +161,7 @@ def test_status(project: Path) -> None:
     rows = {line.split()[0]: line for line in rlhf("status", run).stdout.splitlines() if line.split()}
     assert "finished" in rows["sft"]
     assert "stale" in rows["rm"]
-    assert "unfinished" in rows["ppo"]
+    assert "interrupted" in rows["ppo"]
     assert rlhf("status", str(project / "nowhere")).returncode == 2
 
 
@@ -186,10 +186,11 @@ def test_interrupted(project: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert "SIGINT: stopped after step" in errors
+    assert "Go on with: rlhf sft --config" in errors
     assert digests(project) == before
     shown = " ".join(rlhf("status", str(project / "run"), env={**os.environ, "COLUMNS": "300"}).stdout.split())
-    assert "unfinished run beside it" in shown
+    assert "a new run of it interrupted" in " ".join(shown.split())
 
 
 def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "training.launch",
     "training.identity",
     "training.health",
+    "training.checkpoint_files",
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf_cli.artifacts import Manifest, differences, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.schemas import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.training.checkpoint_files import last_step, owner_of
 from rlhf_cli.training.identity import identity
 from rlhf_cli.training.launch import load_stage_config
 from rlhf_cli.training.progress import Display
@@ -19,7 +20,8 @@ SHOWN = {
 
 
 def show_status(root: Path) -> None:
-    """A row a stage: finished, stale (made from something that has changed since), unfinished, or not run."""
+    """A row a stage: finished, stale (made from something that has changed since), running, interrupted at a
+    step, or not run."""
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such artifact root. Give the `artifacts` of the configs")
     rows = []
@@ -29,11 +31,11 @@ def show_status(root: Path) -> None:
         except ArtifactError as error:
             rows.append([stage, f"broken: {error}", "", "", ""])
             continue
-        unfinished = partial_directory(root, stage).is_dir()
+        under_way = _under_way(root, stage)
         if manifest is None:
-            rows.append([stage, "unfinished" if unfinished else "not run", "", "", ""])
+            rows.append([stage, under_way or "not run", "", "", ""])
             continue
-        state = _state(root, stage, manifest) + (" (and an unfinished run beside it)" if unfinished else "")
+        state = _state(root, stage, manifest) + (f"; a new run of it {under_way}" if under_way else "")
         known = [key for key in SHOWN[stage] if key in manifest.metrics]
         figures = [f"{key.removeprefix('eval/')} {manifest.metrics[key]:.4g}" for key in known]
         rows.append(
@@ -44,6 +46,17 @@ def show_status(root: Path) -> None:
         if runs:
             raise ArtifactError(f"{root}: no run, but runs are in it: {', '.join(map(str, dict.fromkeys(runs)))}")
     Display("status", quiet=False).table(str(root), ["stage", "state", "finished (UTC)", "seconds", "figures"], rows)
+
+
+def _under_way(root: Path, stage: str) -> str | None:
+    """What an unfinished run is doing; None where there is none."""
+    step, owner = last_step(root, stage), owner_of(root, stage)
+    saved = f"saved after step {step}" if step is not None else "nothing saved yet"
+    if owner is not None:
+        return f"running ({owner}; {saved})"
+    if step is not None:
+        return f"interrupted ({saved}; the same command goes on)"
+    return "interrupted (nothing saved: it begins anew)" if partial_directory(root, stage).is_dir() else None
 
 
 def _state(root: Path, stage: str, manifest: Manifest) -> str:

@@ -40,6 +40,7 @@ MAX_BYTES = 256 * 1024  # PyYAML reads some 100 kB a second
 MAX_DEPTH = 40
 MAX_NODES = 100_000  # after aliases are expanded; 64 characters of text count as one more
 MAX_PROBLEMS = 40
+MAX_SHOWN = 160  # characters of anything in a message
 FEW_KEYS = 12  # so many valid keys can be listed in one line
 
 _TAG = "tag:yaml.org,2002:"
@@ -171,13 +172,12 @@ class _Tree:
         """One line for each problem; past ``MAX_PROBLEMS`` the rest is counted."""
         lines = []
         for (is_override, number), message in sorted(self.problems, key=lambda problem: problem[0]):
-            where = f"--set {self.overrides[number]}" if is_override else f"{self.file}:{number}"
-            lines.append(" ".join(f"{where}: {message}".splitlines()))
+            where = f"--set {_clipped(self.overrides[number])}" if is_override else f"{self.file}:{number}"
+            lines.append(_printable(" ".join(f"{where}: {message}".splitlines())))
         lines = list(dict.fromkeys(lines))
         if len(lines) > MAX_PROBLEMS:
             lines[MAX_PROBLEMS:] = [f"{self.file}: and {len(lines) - MAX_PROBLEMS} more problems"]
-        text = "\n".join(lines)
-        return ConfigError(text.encode("utf-8", "backslashreplace").decode())  # else printing it may fail
+        return ConfigError("\n".join(lines))
 
     def report(self, place: Place, keys: Keys, message: str) -> None:
         """Note a problem; the key is left out where a ``--set`` has just named it."""
@@ -213,7 +213,7 @@ class _Tree:
             reason = ", ".join(part for part in (error.context, error.problem) if part)
             hint = "; indent with spaces" if "'\\t'" in reason else ""
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-            message = f"column {column}: not valid YAML, {reason}{hint}"
+            message = f"column {column}: not valid YAML, {_clipped(reason)}{hint}"
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             character = error.character if isinstance(error.character, int) else ord(error.character)
@@ -309,6 +309,8 @@ class _Tree:
             return self.problems.append((place, "the key has an empty part, must be key=value or a.b=value"))
         if not _is_unicode(dotted):
             return self.problems.append((place, "the key has half of a surrogate pair, must be Unicode text"))
+        if len(names) > MAX_DEPTH:
+            return self.problems.append((place, f"nested more than {MAX_DEPTH} deep"))
         node = self.compose(value_text, place)
         if self.problems and self.problems[-1][0] == place:
             return None
@@ -351,6 +353,8 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if kind in ("str", "merge"):
         if not _is_unicode(text):
             raise ValueError("half of a surrogate pair, must be Unicode text")
+        if "\0" in text:
+            raise ValueError("a null character, which no path can hold")
         return text
     if kind not in _SCALARS:
         raise ValueError(f"tag {_shown_tag(node.tag)} is not allowed")
@@ -612,7 +616,18 @@ def _shown_tag(tag: str) -> str:
 
 def _dotted(keys: Keys) -> str:
     """``rewards.0.weight``; a key that isn't a plain word stands in quotes."""
-    return ".".join(str(key) if re.fullmatch(r"[\w<-]+", str(key)) else _shown(str(key)) for key in keys)
+    parts = (str(key) if re.fullmatch(r"[\w<-]{1,60}", str(key)) else _shown(str(key)) for key in keys)
+    return _clipped(".".join(parts))
+
+
+def _printable(text: str) -> str:
+    """What a terminal would act on, and what can't be written to it, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _clipped(text: str) -> str:
+    """The beginning and the end of what is too long to be read in a message."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
 def _is_unicode(text: str) -> bool:

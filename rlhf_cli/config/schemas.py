@@ -257,6 +257,18 @@ class Training(Section):
         return max(1, round(self.num_epochs * num_rows / self.minibatch_size))
 
 
+class Checkpoints(Section):
+    """What a run saves on its way, so that the same command goes on after whatever stopped it. None of it
+    changes the result."""
+
+    every_steps: PositiveInt | None = None
+    """Save after every so many steps (PPO: iterations); null goes by the clock alone."""
+    every_minutes: PositiveFloat | None = 10.0
+    """Save when so long has passed since the last time; null goes by the steps alone."""
+    keep: PositiveInt = 2
+    """How many of the last ones stay; an older one is used where a newer one is damaged."""
+
+
 class Stage(Section):
     """What every stage's file says."""
 
@@ -269,6 +281,7 @@ class Stage(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward passes; weights stay float32. auto takes bfloat16 on a GPU that
     has it and float32 elsewhere."""
+    checkpoints: Checkpoints = Checkpoints()
 
     @property
     def sources(self) -> dict[str, DataSource]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import importlib.util
 import json
 import zlib
 from collections.abc import Iterator
@@ -155,6 +156,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _hub_rows(source: DataSource) -> Iterator[Row]:
     import datasets
 
+    # `pandas`, `csv` and so on name no dataset but a reader of files of any kind, pickles among them.
+    if source.path.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source.path}"):
+        raise DataError(f"{source.path}: a reader of `datasets`, no dataset. Give the file or folder itself as the path")
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(

@@ -6,9 +6,11 @@ directory is said in one line.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.seeding import seeded
 
+# For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
@@ -216,6 +222,9 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     _check_directory(path, weights=True)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
+        # Its own choice of attention could be a kernel of the hub, which is code.
+        config._attn_implementation = None
+        _refuse_pickles(path, revision, config)
         model, info = auto.from_pretrained(
             path,
             config=config,
@@ -226,6 +235,8 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
             output_loading_info=True,
             ignore_mismatched_sizes=new_head,
         )
+    except ArtifactError:
+        raise
     except Exception as error:
         raise ArtifactError(f"{path}: no model can be loaded ({_reason(error)})") from None
     head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -259,6 +270,28 @@ def _check_directory(path: str, *, weights: bool) -> None:
         raise ArtifactError(f"{path}: {found}, *.safetensors is needed. Save it again with save_pretrained")
 
 
+def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError where a model's own files send transformers to a pickle, or out of its directory.
+
+    `use_safetensors` holds for the usual names only: config.json may name any file as the weights, an index any
+    file as a part of them, and an adapter's weights are read from a pickle where there is nothing else.
+    """
+    if find_adapter_config_file(path, revision=revision) is not None:
+        raise ArtifactError(f"{path}: has the adapter_config.json of an adapter. Merge it into its model and save that")
+    names = [getattr(config, "transformers_weights", None) or "model.safetensors"]
+    with contextlib.suppress(OSError):
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        names += json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ArtifactError(
+                f"{path}: its files name {name!r} as weights, only *.safetensors beside config.json are read. "
+                "Save it again with save_pretrained"
+            )
+
+
 def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it asks for trust_remote_code, and no code that comes with a model is run here"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -278,10 +278,19 @@ class Experience:
 
     def to(self, device: torch.device | str) -> Self:
         """The same with its tensors on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
 
-_TENSORS = ("response_mask", "logprobs", "ref_logprobs", "values", "advantages", "returns")
+TENSORS = ("response_mask", "logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+def select(experience: Experience, rows: Sequence[int]) -> Experience:
+    """Some of its rows, in the order given; as wide as before."""
+    return Experience(
+        prompts=[experience.prompts[i] for i in rows],
+        responses=[experience.responses[i] for i in rows],
+        **{name: getattr(experience, name)[list(rows)] for name in TENSORS},
+    )
 
 
 def merge(parts: Sequence[Experience]) -> Experience:
@@ -291,7 +300,7 @@ def merge(parts: Sequence[Experience]) -> Experience:
         name: torch.cat(
             [torch.nn.functional.pad(getattr(p, name), (0, width - getattr(p, name).shape[1])) for p in parts]
         )
-        for name in _TENSORS
+        for name in TENSORS
     }
     return Experience(
         prompts=[prompt for part in parts for prompt in part.prompts],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from rlhf_cli.algorithms.ema import ema
+from rlhf_cli.training.checkpoint import State
 
 
 class WeightAverage:
@@ -39,6 +41,12 @@ class WeightAverage:
     def _set(self, weights: dict[str, torch.Tensor]) -> None:
         for name, p in self._trained():
             p.copy_(weights[name])
+
+    def state(self) -> State:
+        return dict(self.weights), {}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self.weights = {name: tensors[name].clone() for name in self.weights}
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

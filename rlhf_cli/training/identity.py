@@ -12,8 +12,24 @@ from rlhf_cli.artifacts import MissingStageError, fingerprint, require_stage
 from rlhf_cli.config.schemas import STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
-NOT_PART = {"artifacts", "device"}
-"""Keys that say where a stage runs and not what it computes."""
+NOT_PART = {"artifacts", "device", "checkpoints"}
+"""Keys that say where and how safely a stage runs, and not what it computes."""
+MAY_CHANGE = (
+    "config.training.microbatch_size",
+    "config.ppo.microbatch_size",
+    "config.training.num_steps",
+    "config.training.num_epochs",
+    "config.ppo.num_iterations",
+    "config.evaluation.every_steps",
+    "config.evaluation.every_iterations",
+    "config.evaluation.num_samples",
+    "config.evaluation.num_examples",
+    "config.num_logged_samples",
+    "config.warn_loss_above",
+)
+"""Keys that an unfinished run may go on with changed: how much is computed at a time (the same gradient, rounded
+otherwise: what is lowered where memory ran out), how long it is, and what it says of itself. (Where a schedule ends
+moves with the length.)"""
 
 
 def identity(config: Stage) -> dict[str, Any]:

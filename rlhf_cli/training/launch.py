@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +19,15 @@ from typing import Any
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import CONFIGS, Stage
-from rlhf_cli.errors import ArtifactError, RunError, UserError
+from rlhf_cli.errors import ArtifactError, Interrupted, RunError, UserError
+from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.identity import identity, require_files, require_inputs
 
 Run = Callable[..., None]
-FULL_OR_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+FULL_OR_UNWRITABLE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
+}
 
 
 def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
@@ -49,27 +55,46 @@ def run_stage(
         require_inputs(config)
         require_files(config)
         place = artifacts.stage_directory(config.artifacts, stage)
+        mine = json.loads(json.dumps(identity(config)))
+        # A finished stage may be run again by --restart, and that be stopped: the same command goes on with it.
+        goes_on = checkpoint_files.unfinished(config.artifacts, stage) == mine
         try:
-            why = artifacts.why_run(config.artifacts, stage, identity(config))
+            why = artifacts.why_run(config.artifacts, stage, mine)
         except ArtifactError:
             if not restart:
                 raise
             why = "its manifest can't be read"
-        if why is None and not restart:
+        if why is None and not restart and not goes_on:
             if not silent:
                 print(
                     f"{stage}: {place} is finished, and config, data and inputs are unchanged: skipped",
                     flush=True,
                 )
+            if os.environ.get("RANK", "0") == "0":
+                checkpoint_files.remove_left_behind(config.artifacts, stage)
             return False
         if not silent and why != "":
-            reason = why or "--restart"
+            reason = why or ("--restart" if restart else "a --restart of it was stopped")
             print(
                 f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",
                 flush=True,
             )
-        load_run()(config, quiet=quiet)
+        try:
+            load_run()(config, quiet=quiet, restart=restart)
+        except Interrupted as error:
+            if checkpoint_files.unfinished(config.artifacts, stage) is None:
+                raise
+            arguments = ["--config", str(config_path), *(part for text in overrides for part in ("--set", text))]
+            raise Interrupted(
+                f"{error}. Go on with: {_command(stage)} {shlex.join(arguments)}", error.exit_code
+            ) from None
     return True
+
+
+def _command(stage: str) -> str:
+    """What starts this stage as it was started."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return f"rlhf {stage}" if processes == "1" else f"torchrun --nproc-per-node {processes} -m stages.{stage}"
 
 
 class explained:
@@ -100,8 +125,12 @@ def exit_code(work: Callable[[], object]) -> int:
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing finished was touched", file=sys.stderr)
+        print("interrupted; nothing finished was touched, and the last checkpoint stands", file=sys.stderr)
         return 130
     return 0
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.optimization import get_scheduler
 
 from rlhf_cli.config.schemas import Optimizer
 from rlhf_cli.errors import RunError
+from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.distributed import World
 
 
@@ -46,6 +49,30 @@ class Stepper:
         """Sum the gradients over processes and clip them; returns their norm before that."""
         world.sync_gradients(self.model.parameters())
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm).item()
+
+    def state(self) -> State:
+        """The optimizer's tensors, by the number of their parameter, and how far the schedule is."""
+        inner = self.optimizer.state_dict()["state"]
+        tensors = {f"{number}.{key}": value for number, own in inner.items() for key, value in own.items()}
+        return tensors, {"steps": self.scheduler.last_epoch}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        """Become what `state` gave; the rate is what this run's own schedule says at that step."""
+        whole = self.optimizer.state_dict()
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            number, _, key = name.partition(".")
+            state.setdefault(int(number), {})[key] = tensor
+        self.optimizer.load_state_dict({**whole, "state": state})
+        assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
+        self.scheduler.last_epoch = int(numbers["steps"])
+        rates = [
+            base * scale(self.scheduler.last_epoch)
+            for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
 
     def advance(self, *, move: bool = True) -> None:
         """One step of the optimizer and of the schedule; without `move` of the schedule only."""

@@ -24,8 +24,9 @@ class Display:
         self._total = 0
         self._started = self._last_line = time.monotonic()
 
-    def begin(self, total: int, unit: str) -> None:
-        """Start counting `total` steps, called `unit` in the rate."""
+    def begin(self, total: int, unit: str, done: int = 0) -> None:
+        """Start counting `total` steps, called `unit` in the rate, of which `done` were done before."""
+        self._done_before = done
         self._total, self._started, self._last_line = total, time.monotonic(), 0.0
         self._unit = unit
         if not self.quiet and self.console.is_terminal:
@@ -46,13 +47,13 @@ class Display:
         if self.quiet:
             return
         now = time.monotonic()
-        elapsed = max(now - self._started, 1e-9)
-        rate = f"{done / elapsed:.1f} {self._unit}/s" if done >= elapsed else f"{elapsed / done:.1f} s/{self._unit}"
+        elapsed, here = max(now - self._started, 1e-9), max(done - self._done_before, 1)
+        rate = f"{here / elapsed:.1f} {self._unit}/s" if here >= elapsed else f"{elapsed / here:.1f} s/{self._unit}"
         if self._live is not None:
             self._live.update(self._task, completed=done, rate=rate, shown=text)
         elif done == self._total or now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
-            left = elapsed / done * (self._total - done)
+            left = elapsed / here * (self._total - done)
             self.console.print(f"{self.stage} {done}/{self._total}  {rate}  {left:.0f} s left  {text}", markup=False)
 
     def end(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
+import os
 import platform
+import shutil
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -20,45 +24,206 @@ import rlhf_cli
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.schemas import Stage
-from rlhf_cli.errors import ArtifactError, RunError
+from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
 from rlhf_cli.metrics import JsonLines
-from rlhf_cli.training import distributed
+from rlhf_cli.training import checkpoint_files, distributed
+from rlhf_cli.training.checkpoint import Checkpoints, Part, State
 from rlhf_cli.training.health import Finding
-from rlhf_cli.training.identity import identity, require_inputs
+from rlhf_cli.training.identity import MAY_CHANGE, identity, require_inputs
+from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
+from rlhf_cli.training.signals import StopRequests
+
+NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": []}
 
 
 class StageRun:
     """A context: inside it `directory` is being built, and only `publish` makes it the finished stage.
 
-    Only the first process writes and prints; the others take part in what all must do together.
+    Only the first process writes and prints; the others take part in what all must do together. A run that was
+    stopped goes on: `resume` puts what it carries into the state of its last checkpoint and says where that is,
+    and `finish_step` writes the next one when it is due.
     """
 
-    def __init__(self, stage: str, config: Stage, *, quiet: bool = False):
-        self.stage, self.config = stage, config
+    def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
+        self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         self.identity = identity(config)
         self.world = distributed.start(config.device)
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
         self.started = time.monotonic()
+        self.lock = checkpoint_files.Lock(config.artifacts, stage)
+        self.place = checkpoint_files.checkpoints_directory(config.artifacts, stage)
+        self.checkpoints = Checkpoints(self.place, keep=config.checkpoints.keep, writes=self.world.is_main)
+        self.stop_requests = StopRequests()
+        self._files: dict[str, JsonLines] = {}
+        self._last_checkpoint = self.started
 
     def __enter__(self) -> Self:
         if self.world.is_main:
-            artifacts.open_partial(self.config.artifacts, self.stage)
-            (self.directory / "config.yaml").write_text(
-                f"# rlhf {self.stage} --config THIS_FILE\n{dump_config(self.config)}", encoding="utf-8"
-            )
-            self._files = {name: JsonLines(self.directory / f"{name}.jsonl") for name in ("metrics", "samples")}
+            try:
+                self.lock.acquire()
+                self._open()
+            except BaseException:
+                self.lock.release()
+                raise
         self.world.barrier()
+        self.stop_requests.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop_requests.remove()
         self.display.end()
         if self.world.is_main:
-            self._close()
+            try:
+                # What is being written is finished whatever happened; what goes wrong here counts less.
+                with contextlib.suppress(*((Exception,) if error is not None else ())):
+                    self.checkpoints.wait()
+                    self._close()
+            finally:
+                self.lock.release()
+        if error is not None and is_out_of_memory(error):
+            raise RunError(f"{self.stage}: {what_to_lower(self.config, self.world.size)}") from None
+        if error is None and self.stop_requests.received is not None:
+            raise self._interrupted(self.stop_requests.received, "the stage was done by then, and is finished")
+
+    def _open(self) -> None:
+        """Make the directory to build in: a new one, or the one of the run that was stopped."""
+        root, stage = self.config.artifacts, self.stage
+        artifacts.recover(root, stage)
+        identity = json.loads(json.dumps(self.identity))
+        old, steps = checkpoint_files.read_run(self.place), checkpoint_files.to_go_on_with(root, stage)
+        goes_on = bool(steps) and old is not None and not self.restart
+        if steps and self.restart:
+            self.display.note(f"--restart: discards an unfinished run of {len(steps)} checkpoints, {steps[-1]}")
+        elif steps and old is None:
+            self.display.warn(
+                f"{self.place / checkpoint_files.RUN}: can't be read, so nobody knows whose the {len(steps)} "
+                "checkpoints beside it are; the run begins anew"
+            )
+        if goes_on and old is not None:
+            changed = artifacts.differences(old, identity)
+            refused = [key.removeprefix("config.") for key in changed if key not in MAY_CHANGE]
+            if refused:
+                raise ConfigError(
+                    f"{root}: an unfinished {stage} run stands here, at {steps[-1].name}, and was made with another "
+                    f"{', '.join(refused)}. Put it back to go on, begin anew with --restart, or give another "
+                    "`artifacts`"
+                )
+            if changed:
+                self.display.note(f"goes on with another {', '.join(k.removeprefix('config.') for k in changed)}")
+        if not goes_on:
+            # Before the rows that they count on.
+            shutil.rmtree(self.place, ignore_errors=True)
+        artifacts.open_partial(root, stage, keep=goes_on)
+        self.place.mkdir(exist_ok=True)
+        checkpoint_files.remove_cut_off(self.place)
+        checkpoint_files.write_text(self.place / checkpoint_files.RUN, json.dumps(identity) + "\n")
+        checkpoint_files.write_text(
+            self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
+        )
+
+    def resume(self, parts: Mapping[str, Part], total: int) -> int:
+        """How many of `total` steps are done; the parts are put into the state after them.
+
+        Rows of metrics and samples that were written after the last checkpoint are taken back, as their steps are
+        done again and come out the same.
+        """
+        self.checkpoints.parts = {"files": self, **parts}
+        found: tuple[Path | None, dict[Path, str]] = (None, {})
+        if self.world.is_main:
+            found = self.checkpoints.newest(self._rows_missing)
+        path, wrong_ones = self.world.gather(found)[0]
+        then = "the run begins anew" if path is None else "an older one is taken"
+        for checkpoint, wrong in wrong_ones.items():
+            self.display.warn(f"{checkpoint}: can't be used, {wrong}; {then}")
+        done = checkpoint_files.step_of(path) if path is not None else 0
+        if done > total:
+            raise ConfigError(f"the unfinished run has {done} steps behind it, and now asks for {total}. Ask for more")
+        if path is not None:
+            self.checkpoints.restore(path)
+            self.display.note(f"goes on after step {done} of {total}, from {path}")
+        else:
+            self.restore({}, NOTHING_YET)
+        if self.world.is_main:
+            # They would count among the last ones that are kept.
+            checkpoint_files.remove(list(wrong_ones))
+            self._files |= {
+                name: JsonLines(self.directory / f"{name}.jsonl")
+                for name in ("metrics", "samples")
+                if name not in self._files
+            }
+        self.world.barrier()
+        self._last_checkpoint = time.monotonic()
+        return done
+
+    def finish_step(self, step: int, total: int) -> None:
+        """A step is over: save if it is time to, and stop if a signal asked for it.
+
+        Raises Interrupted, after saving, where a signal came.
+        """
+        settings, now = self.config.checkpoints, time.monotonic()
+        late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
+        due = late or (settings.every_steps is not None and step % settings.every_steps == 0)
+        asked = self.world.gather((due, self.stop_requests.received))
+        stop = next((number for _, number in asked if number is not None), None)
+        if self.world.is_main:
+            self._require_place()
+        # The clock of the first process counts, a signal to any of them.
+        if (asked[0][0] and step < total) or stop is not None:
+            self._pause = self.checkpoints.save(step)
+            self._last_checkpoint = time.monotonic()
+            self.record("checkpoints", {"step": step, "pause_s": round(self._pause, 4)})
+        if stop is not None:
+            if self.world.is_main:
+                self.checkpoints.wait()
+            raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
+
+    def _interrupted(self, number: int, what: str) -> Interrupted:
+        """The end of a run that was asked to stop."""
+        code = 130 if number == signal.SIGINT else 143
+        return Interrupted(f"{self.stage}: {signal.Signals(number).name}: {what}", code)
+
+    # What stands in the directory is a part of the run's state: how many bytes of each file of rows, which folders.
+
+    def state(self) -> State:
+        if not self.world.is_main:
+            return {}, {}
+        artifacts.sync_tree(self.directory)
+        sizes = {name: file.size() for name, file in self._files.items() if name != "checkpoints"}
+        return {}, {"sizes": sizes, "folders": [path.name for path in self.directory.iterdir() if path.is_dir()]}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Take back what came after: rows, models, the manifest of a publication that was cut off."""
+        if not self.world.is_main:
+            return
+        stays = {"config.yaml", "checkpoints.jsonl", *numbers["folders"], *(f"{n}.jsonl" for n in numbers["sizes"])}
+        for path in self.directory.iterdir():
+            if path.name not in stays:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name, size in numbers["sizes"].items():
+            os.truncate(self.directory / f"{name}.jsonl", size)
+            self._files[name] = JsonLines(self.directory / f"{name}.jsonl")
+
+    def _rows_missing(self, numbers: Mapping[str, Any]) -> str | None:
+        for name, size in numbers["files"]["sizes"].items():
+            path = self.directory / f"{name}.jsonl"
+            has = path.stat().st_size if path.is_file() else 0
+            if has < size:
+                return f"{path.name} has {has} of the {size} bytes that it had then"
+        return None
+
+    def _require_place(self) -> None:
+        """Raise ArtifactError where somebody removed what is being built, and perhaps builds there himself."""
+        files = [self.place / checkpoint_files.RUN, *(file.path for file in self._files.values())]
+        gone = [path for path in files if not path.exists()]
+        if not self.lock.is_held():
+            gone = [self.lock.path]
+        if gone:
+            raise ArtifactError(f"{gone[0]}: was removed while the {self.stage} stage was built. Start it again")
 
     def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
         """A row of metrics.jsonl, and progress where `shown` names what to show."""
@@ -116,7 +281,10 @@ class StageRun:
         self.world.barrier()
 
     def _publish(self, metrics: dict[str, float]) -> None:
+        self._require_place()
+        self.checkpoints.wait()
         self._close()
+        (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:
             artifacts.publish(
                 self.config.artifacts,
@@ -137,5 +305,6 @@ class StageRun:
             )
         except OSError as error:
             raise ArtifactError(f"{self.directory}: can't be published ({error.strerror or error})") from None
+        shutil.rmtree(self.place, ignore_errors=True)
         place = artifacts.stage_directory(self.config.artifacts, self.stage)
         self.display.note(f"finished in {time.monotonic() - self.started:.0f} s, {place}/model is the model")

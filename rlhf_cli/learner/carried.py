@@ -1,0 +1,95 @@
+"""What a PPO run carries from one iteration to the next beside weights and optimizers, to be saved with them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rlhf_cli.algorithms.moments import Moments
+from rlhf_cli.learner.figures import Best
+from rlhf_cli.learner.setup import Learner
+from rlhf_cli.rollout.experience import TENSORS, Experience, PromptRow, merge, select
+from rlhf_cli.rollout.sampling import Response
+from rlhf_cli.training.checkpoint import Part, State, Weights
+from rlhf_cli.training.health import Health
+
+Recent = deque[tuple[int, Experience]]
+"""The rollouts that the next update learns from too, with the iteration that each was made in."""
+
+
+def parts_of(learner: Learner, carried: Carried) -> dict[str, Part]:
+    """Everything that a checkpoint of this run holds."""
+    models = learner.models
+    parts: dict[str, Part] = {
+        "policy": Weights(models.policy),
+        "policy_optimizer": learner.policy_stepper,
+        "carried": carried,
+    }
+    value = models.value_model if models.value_model is not None else models.value_head
+    if value is not None and learner.value_stepper is not None:
+        parts |= {"value_model": Weights(value), "value_optimizer": learner.value_stepper}
+    if learner.average is not None:
+        parts["ema"] = learner.average
+    return parts
+
+
+class Carried:
+    """The coefficients that follow the KL, the scores' statistics, health, the best figure, recent rollouts."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        health: Health,
+        best: Best,
+        recent: Recent,
+        prompts_of: Callable[[int], list[PromptRow]],
+    ):
+        self.learner, self.health, self.best, self.recent = learner, health, best, recent
+        self.prompts_of = prompts_of
+        """The prompts of all processes' responses in an iteration: they need not be saved."""
+
+    def state(self) -> State:
+        moments = self.learner.scale.moments
+        tensors: dict[str, torch.Tensor] = {}
+        rollouts = []
+        # The last one needed is that of the next update, for which the oldest makes room.
+        kept = list(self.recent)[-(self.recent.maxlen or 1) + 1 :] if (self.recent.maxlen or 1) > 1 else []
+        for number, (iteration, experience) in enumerate(kept):
+            whole = self._whole(experience)
+            tensors |= {f"{number}/{name}": getattr(whole, name) for name in TENSORS}
+            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.kept} for r in whole.responses]
+            rollouts.append({"iteration": iteration, "responses": responses})
+        return tensors, {
+            "kl_coef": self.learner.kl_coef,
+            "policy_kl_coef": self.learner.policy_kl_coef,
+            "score_moments": [moments.count, moments.mean, moments.squared_deviations],
+            "health": self.health.state_dict(),
+            "best": {"step": self.best.step, "value": self.best.value if self.best.step is not None else None},
+            "rollouts": rollouts,
+        }
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        self.learner.kl_coef, self.learner.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
+        self.learner.scale.moments = Moments(*numbers["score_moments"])
+        self.health.load_state_dict(numbers["health"])
+        best = numbers["best"]
+        self.best.step, self.best.value = best["step"], -math.inf if best["value"] is None else best["value"]
+        self.recent.clear()
+        for number, saved in enumerate(numbers["rollouts"]):
+            responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]
+            own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
+            whole = Experience(prompts=self.prompts_of(saved["iteration"]), responses=responses, **own)
+            mine = self.learner.world.shard(list(range(len(responses))))
+            self.recent.append((saved["iteration"], select(whole, mine)))
+
+    def _whole(self, experience: Experience) -> Experience:
+        """All processes' rows, in the order of the iteration."""
+        world = self.learner.world
+        everyone = world.gather(experience.to("cpu"))
+        starts = [sum(len(own.responses) for own in everyone[:rank]) for rank in range(world.size)]
+        total = sum(len(own.responses) for own in everyone)
+        return select(merge(everyone), [starts[i % world.size] + i // world.size for i in range(total)])
