@@ -3,8 +3,8 @@
 The task is that of optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a model, prompts
 and a reward function as it would from a user, and what it has learnt is compared with pi* over all responses, exactly.
 
-A run is 400 updates on 512 responses each and takes 50 to 80 s of one core; two run at a time. RLHF_ALL_SEEDS=1 adds
-the other algorithms, and the other seeds of the bugs.
+A run is 400 updates on 512 responses each and takes 50 to 80 s of one core, a bug's 200 updates half of it; two run at a
+time, in some 10 minutes of two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms, and two seeds of the bugs: an hour.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,8 +56,8 @@ BETA = 0.3
 LONGEST = 3
 TOKENS = ["<eos>", "a", "b", "c", "d", "e"]
 PROMPTS = ["ab", "bc", "cd", "de"]
-SEEDS = (0, 1, 2)
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
+SEEDS = (0, 1, 2) if EVERYTHING else (0,)
 REWARD = """
 import json
 from pathlib import Path
@@ -266,9 +266,9 @@ def without_temperature(logits: Tensor, ids: Tensor, *, temperature: float) -> T
 SHORT = {"num_iterations": 200}
 SHORT_RLOO = estimator("rloo", **SHORT)
 CONTROLS = {
-    "PPO": Case(SHORT),
-    "RLOO": Case(SHORT_RLOO),
-    "PPO, temperature 0.7": Case(SHORT, temperature=0.7),
+    "PPO, 200 updates": Case(SHORT, limit=0.13),
+    "RLOO, 200 updates": Case(SHORT_RLOO, limit=0.13),
+    "PPO, temperature 0.7, 200 updates": Case(SHORT, limit=0.13, temperature=0.7),
 }
 BUGS = {
     "score on every token": Case(SHORT_RLOO, bug={"stages.ppo.token_rewards": score_at(slice(None))}),
@@ -347,45 +347,38 @@ def runs(request, tmp_path_factory) -> Iterator[Runs]:
     """Every run that a chosen test asks for, two at a time, in the order of the tests."""
     folder = tmp_path_factory.mktemp("optimum")
     keys = dict.fromkeys(
-        key
-        for item in request.session.items
-        if item.module is request.module and hasattr(item, "callspec")
-        for key in keys_of(item.callspec.params)
+        (params["table"], params["name"], params["seed"])
+        for params in (item.callspec.params for item in request.session.items if "runs" in item.fixturenames)
     )
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield {key: pool.submit(learn, *key, folder / str(i)) for i, key in enumerate(keys)}
         pool.shutdown(cancel_futures=True)
 
 
-def keys_of(params: dict[str, Any]) -> list[tuple[str, str, int]]:
-    return [(params["table"], params["name"], params["seed"])]
-
-
 # ---- the tests
 
 
-def cases(table: str, names: Any, seeds: Any) -> list[Any]:
-    return [pytest.param(table, name, seed, id=f"{name}, seed {seed}") for name in names for seed in seeds]
+def cases(table: str, names: Iterable[str], seeds: Iterable[int] = SEEDS) -> list[Any]:
+    return [pytest.param(table, name, seed, id=f"{table}: {name}, seed {seed}") for name in names for seed in seeds]
 
 
 @pytest.mark.parametrize(
     ("table", "name", "seed"),
-    cases("right", RIGHT, SEEDS)
-    + cases("right", ALSO_RIGHT, SEEDS if EVERYTHING else ())
-    + cases("control", CONTROLS, SEEDS if EVERYTHING else SEEDS[:1]),
+    cases("right", RIGHT, (0, 1, 2)) + cases("right", ALSO_RIGHT if EVERYTHING else ()) + cases("control", CONTROLS),
 )
 def test_it_ends_at_its_optimum(runs, table, name, seed):
-    result, case = runs[table, name, seed].result(), TABLES[table][name]
+    case, result = TABLES[table][name], runs[table, name, seed].result()
     assert result.room > 0.1
-    assert result.distance < (case.limit if table == "right" else 0.13)
-    if case.own is pi_star and case.limit == 0.08 and table == "right":
+    assert result.distance < case.limit
+    if table == "right" and name in RIGHT:
         assert result.gap < 0.025
     if case.own is not pi_star:
         assert result.distance_to_pi_star > 0.13
 
 
-@pytest.mark.parametrize(("table", "name", "seed"), cases("bug", BUGS, SEEDS if EVERYTHING else SEEDS[:1]))
+@pytest.mark.parametrize(("table", "name", "seed"), cases("bug", BUGS))
 def test_a_bug_ends_far_from_it(runs, table, name, seed):
+    """The same run without the bug ends nearer than 0.13: see CONTROLS."""
     assert runs[table, name, seed].result().distance > 0.15
 
 
