@@ -275,6 +275,7 @@ def test_a_run_that_goes_on_is_the_undisturbed_run(case, config_in, undisturbed,
     assert states["saved"].keys() == states["restored"].keys()
     for part, (tensors, numbers) in states["saved"].items():
         again, numbers_again = states["restored"][part]
+        assert numbers.pop("seconds", 0) <= numbers_again.pop("seconds", 0)
         assert numbers == numbers_again, part
         assert tensors.keys() == again.keys()
         assert all(torch.equal(tensors[key], again[key]) for key in tensors), part
@@ -303,6 +304,16 @@ def test_checkpoints_by_the_clock(config_in, undisturbed, tmp_path, monkeypatch)
     succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 1e-9}))
     assert saved == [1, 2, 3, 4, 5]
     assert crash.outcome(tmp_path / "sft")["model/model.safetensors"] == undisturbed("sft")["model/model.safetensors"]
+
+
+def test_the_time_of_what_was_done_before_counts(stopped, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    before = read_jsonl(tmp_path / ".sft.partial/metrics.jsonl")
+    succeed(arguments)
+    times = [row["time/elapsed_s"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl")]
+    assert times == sorted(times)
+    assert times[len(before)] > before[-1]["time/elapsed_s"]
+    assert artifacts.read_manifest(tmp_path / "sft").seconds >= round(times[-1], 1)
 
 
 def test_the_last_ones_are_kept_and_gone_when_the_stage_is_finished(config_in, at_step, tmp_path):
@@ -829,9 +840,9 @@ def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("removed", [".", ".sft.partial", ".sft.checkpoints", ".sft.lock"])
-@pytest.mark.parametrize("step", [3, 6])
-def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_step, undisturbed, tmp_path):
-    """Before a checkpoint, or before the stage is published: nothing is put where it was, and the next run is whole."""
+@pytest.mark.parametrize("step", [3, 6, None])
+def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch):
+    """In a step, at the last, or when all is done but published: nothing is put where it was, and the next is whole."""
     root = tmp_path / "run"
     arguments = config_in("sft", root)
 
@@ -840,8 +851,13 @@ def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_ste
         path = root / removed
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    at_step(step, remove)
-    message = refused(arguments)
+    with monkeypatch.context() as patch:
+        if step is None:
+            publish = StageRun.publish
+            patch.setattr(StageRun, "publish", lambda self, metrics: (remove(self), publish(self, metrics)))
+        else:
+            at_step(step, remove)
+        message = refused(arguments)
     assert "removed" in message
     assert not (root / "sft").exists()
     if removed == ".":

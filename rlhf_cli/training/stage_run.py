@@ -34,7 +34,7 @@ from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
 
-NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": []}
+NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
 
 
 class StageRun:
@@ -187,19 +187,22 @@ class StageRun:
         code = 130 if number == signal.SIGINT else 143
         return Interrupted(f"{self.stage}: {signal.Signals(number).name}: {what}", code)
 
-    # What stands in the directory is a part of the run's state: how many bytes of each file of rows, which folders.
+    # What stands in the directory is a part of the run's state: how many bytes of each file of rows, which folders;
+    # and how long it took.
 
     def state(self) -> State:
         if not self.world.is_main:
             return {}, {}
         artifacts.sync_tree(self.directory)
         sizes = {name: file.size() for name, file in self._files.items() if name != "checkpoints"}
-        return {}, {"sizes": sizes, "folders": [path.name for path in self.directory.iterdir() if path.is_dir()]}
+        folders = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
+        return {}, {"sizes": sizes, "folders": folders, "seconds": round(time.monotonic() - self.started, 3)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Take back what came after: rows, models, the manifest of a publication that was cut off."""
         if not self.world.is_main:
             return
+        self.started -= numbers["seconds"]
         stays = {"config.yaml", "checkpoints.jsonl", *numbers["folders"], *(f"{n}.jsonl" for n in numbers["sizes"])}
         for path in self.directory.iterdir():
             if path.name not in stays:
