@@ -281,7 +281,8 @@ OVERRIDES = [
     "data.train.path=x",
     "optimizer.betas.0=0.5", "optimizer.betas.5=1", "optimizer.betas=[0.1, 0.2]", "rewards.0.weight=2", "rewards={}",
     "model.path=null", "evaluation={}", "data=null", "data=\ud800", "\udc80=1", "seed=\x00", "artifacts=\"\\0\"",
-    "ppo.kl_coef=.nan", "training=*a", "a." * 60 + "b=1", "seed." * 3000 + "b=1", "model.scratch.config." + "x" * 3000 + "=1",
+    "ppo.kl_coef=.nan", "training=*a", "a." * 60 + "b=1", "seed." * 3000 + "b=1",
+    "model.scratch.config." + "x" * 3000 + "=1",
     "seed=" + "9" * 5000, "0.0=1", "seed=!!python/name:os.system", "artifacts=" + "y" * 5000,
 ]  # fmt: skip
 
