@@ -3,8 +3,9 @@
 The task is that of optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a model, prompts
 and a reward function as it would from a user, and what it has learnt is compared with pi* over all responses, exactly.
 
-A run is 400 updates on 512 responses each and takes 50 to 80 s of one core, a bug's 200 updates half of it; two run at a
-time, in some 10 minutes of two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms, and two seeds of the bugs: an hour.
+A run is 400 updates on 512 responses each and takes 50 to 80 s of one core, a bug's 200 updates half of it. Two run at
+a time, all in some 10 minutes of two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms and two seeds of the bugs:
+an hour.
 """
 
 from __future__ import annotations
