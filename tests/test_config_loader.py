@@ -548,7 +548,7 @@ def test_an_override_makes_lists_and_mends_the_file(tmp_path):
 )  # fmt: skip
 def test_overrides_that_are_refused(tmp_path, override, line):
     (said,) = complaint(tmp_path, GOOD, override)
-    shown = override.replace("\n", " ").replace("\udc80", r"\udc80")
+    shown = override.replace("\n", " ").replace("\udc80", r"\udc80").replace("\x01", r"\x01")
     assert said.startswith(f"--set {shown}: {line}")
     assert said.endswith(line) or line == "column 1: not valid YAML"
 

@@ -441,15 +441,28 @@ def test_a_valid_config_of_the_4500_can_be_looked_at(many: dict[str, Any]) -> No
     assert many["after"] == []
 
 
-@pytest.mark.parametrize("key", ["artifacts", "data.train", "model.path", "evaluation.gold"])
-def test_a_name_that_is_too_long_for_a_file_is_one_line(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "key", "others"),
+    [
+        ("rm", "artifacts", []),
+        ("rm", "model.path", []),
+        ("rm", "data.train", ["model.path=."]),
+        (
+            "ppo",
+            "evaluation.gold",
+            ["policy.path=.", "rewards=[{type: function, function: data/support/gold.py:judge}]"],
+        ),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, others: list[str]
+) -> None:
     """The 4500 find this; here it is by itself."""
-    source = ROOT / "configs" / "support" / ("ppo.yaml" if key == "evaluation.gold" else "rm.yaml")
-    stage = source.stem
+    monkeypatch.chdir(ROOT)
     name = "x" * 300 + (".py:f" if key == "evaluation.gold" else "")
-    overrides = [f"artifacts={tmp_path}/run", f"{key}={name}"]
+    overrides = [f"artifacts={tmp_path}/run", *others, f"{key}={name}"]
     options = [part for text in overrides for part in ("--set", text)]
-    result = CliRunner().invoke(app, [stage, "--config", str(source), *options])
+    result = CliRunner().invoke(app, [stage, "--config", f"configs/support/{stage}.yaml", *options])
     assert result.exit_code == 2, result.exception
     assert len(result.stderr.splitlines()) == 1
 

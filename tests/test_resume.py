@@ -306,6 +306,15 @@ def test_checkpoints_by_the_clock(config_in, undisturbed, tmp_path, monkeypatch)
     assert crash.outcome(tmp_path / "sft")["model/model.safetensors"] == undisturbed("sft")["model/model.safetensors"]
 
 
+def test_minutes_are_counted_from_the_last_checkpoint(config_in, at_step, tmp_path, monkeypatch):
+    saved = []
+    real = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step: saved.append(step) or real(self, step))
+    at_step(3, lambda stage: setattr(stage, "_last_checkpoint", stage._last_checkpoint - 660))
+    succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 10}))
+    assert saved == [3]
+
+
 def test_the_time_of_what_was_done_before_counts(stopped, tmp_path):
     arguments = stopped("sft", tmp_path)
     before = read_jsonl(tmp_path / ".sft.partial/metrics.jsonl")

@@ -158,7 +158,9 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
 
     # `pandas`, `csv` and so on name no dataset but a reader of files of any kind, pickles among them.
     if source.path.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source.path}"):
-        raise DataError(f"{source.path}: a reader of `datasets`, no dataset. Give the file or folder itself as path")
+        raise DataError(
+            f"{source.path}: a reader of `datasets`, no dataset. Give the file or folder itself as the path"
+        )
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(
