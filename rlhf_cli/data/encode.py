@@ -180,7 +180,12 @@ def _row_is_chat(row: Demonstration | Prompt, template: str | None, tokenizer: P
 
 def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation: bool) -> str:
     plain = [{"role": m.role, "content": m.content} for m in messages]
-    return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
+    try:
+        return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
+    except Exception as error:
+        # The template is the tokenizer's own program, run in a sandbox; what it raises is not ours.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"the tokenizer's chat template fails: {reason}. Give data.prompt_template instead") from None
 
 
 def _encode_turns(

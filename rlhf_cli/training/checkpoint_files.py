@@ -111,6 +111,15 @@ def remove_cut_off(place: Path) -> None:
 # ------------------------------------------------------------------------------------------- reading
 
 
+def refuse_links(root: str | Path, stage: str) -> None:
+    """Raise ArtifactError where what a run writes to, cuts or removes is a link: that would happen elsewhere."""
+    for place in (partial_directory(root, stage), checkpoints_directory(root, stage)):
+        inside = place.rglob("*") if place.is_dir() and not place.is_symlink() else ()
+        for path in (place, *inside):
+            if path.is_symlink():
+                raise ArtifactError(f"{path}: is a link, and a run writes to and removes what is there. Remove it")
+
+
 def found(place: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first."""
     return sorted((path for path in place.glob("step-*") if path.name[5:].isdecimal()), key=step_of)
@@ -118,11 +127,15 @@ def found(place: Path) -> list[Path]:
 
 def what_is_wrong(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be used, or None where every file is as it was written."""
+    if checkpoint.is_symlink() or any(path.is_symlink() for path in checkpoint.iterdir()):
+        return "it is a link, or has one in it"
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = dict(json.loads(text)["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"its {MANIFEST} can't be read"
+    if not all(isinstance(name, str) and isinstance(digest, str) for name, digest in files.items()):
+        return f"its {MANIFEST} is not as it was written"
     for name, digest in files.items():
         if Path(name).name != name:
             return f"its {MANIFEST} names a file outside of it"
@@ -191,7 +204,9 @@ class Lock:
         while True:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                file = self.path.open("a+", encoding="utf-8")
+                # A link would have a file elsewhere emptied.
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                file = os.fdopen(os.open(self.path, flags, 0o644), "a+", encoding="utf-8")
             except OSError as error:
                 raise ArtifactError(
                     f"{self.path.parent}: can't be written ({error.strerror or error}), the {self.stage} stage is "

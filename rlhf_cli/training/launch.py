@@ -129,6 +129,11 @@ def exit_code(work: Callable[[], object]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(stop, file=sys.stderr)
         return stop.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:80]}...: the name is too long for a file. Shorten it", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; nothing finished was touched, and the last checkpoint stands", file=sys.stderr)
         return 130

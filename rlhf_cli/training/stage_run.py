@@ -93,6 +93,7 @@ class StageRun:
     def _open(self) -> None:
         """Make the directory to build in: a new one, or the one of the run that was stopped."""
         root, stage = self.config.artifacts, self.stage
+        checkpoint_files.refuse_links(root, stage)
         artifacts.recover(root, stage)
         identity = json.loads(json.dumps(self.identity))
         old, steps = checkpoint_files.read_run(self.place), checkpoint_files.to_go_on_with(root, stage)
@@ -213,6 +214,8 @@ class StageRun:
 
     def _rows_missing(self, numbers: Mapping[str, Any]) -> str | None:
         for name, size in numbers["files"]["sizes"].items():
+            if Path(name).name != name:
+                return f"its numbers name a file outside of the stage ({name})"
             path = self.directory / f"{name}.jsonl"
             has = path.stat().st_size if path.is_file() else 0
             if has < size:
