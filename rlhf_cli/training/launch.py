@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import CONFIGS, Stage
-from rlhf_cli.errors import ArtifactError, Interrupted, RunError, UserError
+from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.identity import identity, require_files, require_inputs
 
@@ -111,6 +111,8 @@ class explained:
             sibling = self.config_path.parent / f"{error.stage}.yaml"
             config = sibling if sibling.is_file() else f"YOUR_{error.stage.upper()}.yaml"
             raise ArtifactError(f"{error}. Run: rlhf {error.stage} --config {config}") from None
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{str(error.filename)[:80]}...: the name is too long for a file. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
                 f"{error.filename or self.root}: can't be written ({error.strerror}); what was finished before "
@@ -129,11 +131,6 @@ def exit_code(work: Callable[[], object]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(stop, file=sys.stderr)
         return stop.exit_code
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        print(f"error: {str(error.filename)[:80]}...: the name is too long for a file. Shorten it", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; nothing finished was touched, and the last checkpoint stands", file=sys.stderr)
         return 130
