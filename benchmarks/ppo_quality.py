@@ -38,7 +38,7 @@ from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.schemas import ModelReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.encode import encode_rows
-from rlhf_cli.data.formats import Prompt
+from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
 from rlhf_cli.rollout.experience import Models, PromptRow, collect

@@ -35,3 +35,7 @@ class RunError(Exception):
     """The run itself failed (the loss is not a number, say): one line, exit code 1."""
 
     exit_code = 1
+
+
+class RewardError(RunError):
+    """A source of rewards has no number for a response: names the source, the row and what it gave instead."""

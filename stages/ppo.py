@@ -212,7 +212,7 @@ def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
     """The prompt of each response of an iteration, over all processes; a prompt's responses stand together."""
     config = learner.config
     numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
-    return [learner.train[i] for i in numbers for _ in range(config.rollout.samples_per_prompt)]
+    return [prompt for i in numbers for prompt in [learner.train[i]] * config.rollout.samples_per_prompt]
 
 
 def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -3,13 +3,14 @@
     rlhf rm --config configs/support/rm.yaml
     torchrun --nproc-per-node 2 -m stages.rm --config configs/support/rm.yaml
 
-Reads   preference pairs or scored rows, and a backbone: the run's SFT model, or any encoder or decoder
+Reads   pairs, rankings or scored rows, and a backbone: the run's SFT model, or any encoder or decoder
 Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.jsonl
 
  1. the backbone with a new, small scalar head
- 2. rows to token sequences, each answer whole: prompt, answer, EOS. Nothing is cut: a cut answer has no EOS
- 3. for each step: pairs, -log sigmoid(chosen_score - rejected_score) (Ouyang et al. 2022, eq. 1 with K = 2),
-    or scored rows, (score - target)^2 on targets brought to mean 0 and standard deviation 1
+ 2. rows to token sequences, each answer whole: prompt, answer, EOS. Nothing is cut unless it is asked for
+ 3. for each step: rankings of K answers, -log sigmoid(score of the better - score of the worse) over all pairs of a
+    ranking, divided by their number (Ouyang et al. 2022, eq. 1; a pair is K = 2), or scored rows,
+    (score - target)^2 on targets brought to mean 0 and standard deviation 1
  4. held-out accuracy with its interval and margin, or error and correlations
  5. the score's mean and standard deviation over fresh samples of the SFT model go into the model's config as
     `score_mean` and `score_std`, so that kl_coef means the same whatever the scale of the scores
@@ -18,20 +19,41 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
-from rlhf_cli.config.schemas import RMConfig
+from rlhf_cli.config.schemas import RMConfig, Rows
 from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.data.encode import encode_for_classifier, encode_pairs, encode_prompts, prompt_text, require_eos
-from rlhf_cli.data.formats import Preference, Scored, first_words, preferences, scored
-from rlhf_cli.data.sources import Row, read_rows
-from rlhf_cli.data.split import read_split
+from rlhf_cli.data.encode import (
+    LeftOut,
+    Limits,
+    encode_answers,
+    encode_for_classifier,
+    encode_rows,
+    fit,
+    require_eos,
+    whole_text,
+)
+from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.reading import first_format
+from rlhf_cli.data.records import (
+    Demonstration,
+    Message,
+    Prompt,
+    Ranking,
+    Record,
+    Scored,
+    pairs_of_labels,
+    ranking,
+    scored,
+)
+from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.errors import DataError, RunError
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import check_length, longest_input, positions
@@ -59,29 +81,31 @@ from rlhf_cli.training.stage_run import StageRun
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A tokenised preference pair."""
+class RankedIds:
+    """Answers to one prompt, best first, as token sequences; a preference pair has two."""
 
-    chosen: list[int]
-    rejected: list[int]
-    row: Preference
+    answers: list[list[int]]
+    row: Ranking
 
 
 @dataclass(frozen=True)
-class ScoredSequence:
-    """A tokenised scored row; `target` is the score brought to mean 0 and standard deviation 1."""
+class ScoredIds:
+    """A scored row's token sequence."""
 
     ids: list[int]
-    target: float
+    score: float
     row: Scored
 
 
 @dataclass(frozen=True)
 class TargetScale:
-    """How scores were brought to mean 0 and standard deviation 1."""
+    """How scores are brought to mean 0 and standard deviation 1."""
 
     mean: float
     std: float
+
+    def target(self, score: float) -> float:
+        return (score - self.mean) / self.std
 
 
 def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
@@ -106,21 +130,21 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         # 2. Rows to tokens.
         encode = Encoder(model, tokenizer, config)
         scale = TargetScale(0.0, 1.0)
-        train: list[Pair] | list[ScoredSequence]
-        test: list[Pair] | list[ScoredSequence]
+        train: Sequence[RankedIds] | Sequence[ScoredIds]
+        test: Sequence[RankedIds] | Sequence[ScoredIds]
+        probes: Sequence[RankedIds] = []
         if pairwise:
-            train_pairs, test_pairs = _read_pairs(config, stage)
-            train = encode.pairs(train_pairs, stage, "train")
-            test = encode.pairs(test_pairs, stage, "test")[: config.evaluation.max_rows]
+            train, test, lines = _rankings(config, encode)
+            if config.data.probes is not None:
+                probes = encode.rankings(Rows(train=[config.data.probes], test_fraction=0), "data.probes").train
         else:
-            train_scored, test_scored = _read_scored(config, stage)
-            targets = torch.tensor([row.score for row in train_scored], dtype=torch.float64)
-            scale = TargetScale(targets.mean().item(), max(targets.std(correction=0).item(), 1e-8))
-            train = encode.scored(train_scored, scale, stage, "train")
-            test = encode.scored(test_scored, scale, stage, "test")[: config.evaluation.max_rows]
-        probes: list[Pair] = []
-        if config.data.probes is not None:
-            probes = encode.pairs(_read_probes(config), stage, "probes")
+            rows = encode.scored(config.data)
+            train, test, lines = rows.train, rows.test, rows.lines
+            scores = rows.train.numbers("score")
+            scale = TargetScale(scores.mean().item(), max(scores.std().item(), 1e-8))
+        test = test[: config.evaluation.max_rows]
+        for line in lines:
+            display.note(line)
 
         # 3. Training.
         steps = config.training.total_steps(len(train))
@@ -139,7 +163,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
             rate = stepper.learning_rate
-            stats = _accumulate(model, [train[i] for i in rows], config, world)
+            stats = _accumulate(model, [train[i] for i in rows], scale, config, world)
             norm = stepper.step(world, f"rm step {step + 1}")
             stage.log(step + 1, {**stats, "rm/learning_rate": rate, "rm/grad_norm": norm}, shown)
             every = config.evaluation.every_steps
@@ -163,6 +187,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         mean, std = _normalization(model, tokenizer, encode, test or train, config, stage)
         final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
         facts = {"score_mean": mean, "score_std": std}
+        # How what is judged later is cut: as what was learnt from.
+        facts |= {"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation}
         if not pairwise:
             # The head predicts targets of mean 0 and deviation 1: target = score * target_std + target_mean.
             facts |= {"target_mean": scale.mean, "target_std": scale.std}
@@ -182,85 +208,120 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     config: RMConfig
 
-    def __call__(self, prompts: list[str], answers: list[str]) -> list[list[int]]:
-        template = self.config.data.prompt_template
+    def __call__(self, rows: Sequence[Demonstration]) -> list[list[int] | LeftOut]:
+        """Each row's ids within the limits of the config, or why it is left out."""
+        data = self.config.data
+        limits = Limits(data.max_length, data.truncation, data.min_response_length)
         if reads_last_token(self.model):
-            return [p + a for p, a in encode_pairs(self.tokenizer, prompts, answers, template, start=False)]
-        texts = [prompt_text(p, template, self.tokenizer) + a for p, a in zip(prompts, answers, strict=True)]
-        # Not cut at the model's longest input: what is too long is dropped and counted.
-        return encode_for_classifier(self.tokenizer, texts, None)
+            found = encode_answers(self.tokenizer, rows, data.prompt_template, start=False)
+            fitting = [fit(ids, answer, limits, self.tokenizer.bos_token_id) for ids, answer in found]
+            return [each if isinstance(each, LeftOut) else each[0] for each in fitting]
+        texts = [whole_text(row, data.prompt_template, self.tokenizer) for row in rows]
+        if data.truncation == "drop":
+            # Not cut at the model's longest input: what is too long is dropped and counted.
+            whole = encode_for_classifier(self.tokenizer, texts, None)
+            too_long = LeftOut(f"longer than {data.max_length} tokens")
+            return [ids if len(ids) <= data.max_length else too_long for ids in whole]
+        return [*encode_for_classifier(self.tokenizer, texts, data.max_length, data.truncation)]
 
-    def pairs(self, rows: list[Preference], stage: StageRun, what: str) -> list[Pair]:
-        prompts = [row.prompt for row in rows]
-        chosen = self(prompts, [row.chosen for row in rows])
-        rejected = self(prompts, [row.rejected for row in rows])
-        pairs = [Pair(*item) for item in zip(chosen, rejected, rows, strict=True)]
-        longest = self.config.data.max_length
-        kept = [pair for pair in pairs if max(len(pair.chosen), len(pair.rejected)) <= longest]
-        self._report(len(pairs), len(kept), stage, what)
-        return kept
+    def rankings(self, data: Rows, role: str = "data") -> Tokenised[RankedIds]:
+        """Preference pairs and rankings."""
+        margin_column = self.config.data.margin_column
 
-    def scored(self, rows: list[Scored], scale: TargetScale, stage: StageRun, what: str) -> list[ScoredSequence]:
-        ids = self([row.prompt for row in rows], [row.response for row in rows])
-        items = [
-            ScoredSequence(sequence, (row.score - scale.mean) / scale.std, row)
-            for sequence, row in zip(ids, rows, strict=True)
-        ]
-        kept = [item for item in items if len(item.ids) <= self.config.data.max_length]
-        self._report(len(items), len(kept), stage, what)
-        return kept
+        def view(record: Record, side: str) -> Ranking | LeftOut:
+            if role == "data.probes" and not isinstance(record.columns.get("probe"), str):
+                raise DataError(f"{record.where}: a row of data.probes needs a text `probe`, what it probes")
+            learns = side == "train" and role == "data"
+            found = ranking(record, margin_column=margin_column if learns else None)
+            return found or LeftOut("no two answers of which one is better")
 
-    def _report(self, before: int, after: int, stage: StageRun, what: str) -> None:
-        longest = self.config.data.max_length
-        if before and not after:
-            raise DataError(f"data.{what}: all {before} rows are longer than {longest} tokens. Raise data.max_length")
-        if after < before:
-            stage.display.note(f"data.{what}: {before - after} of {before} rows longer than {longest} dropped")
+        def encode(rows: Sequence[Ranking]) -> Iterator[RankedIds | LeftOut]:
+            found = iter(self([_answered(row, answer) for row in rows for answer in row.answers]))
+            for row in rows:
+                answers = [next(found) for _ in row.answers]
+                yield next((each for each in answers if isinstance(each, LeftOut)), None) or _told_apart(answers, row)
 
+        return self._tokenise(data, "rm pairs", RankedIds, view, encode, role)
 
-def _read_pairs(config: RMConfig, stage: StageRun) -> tuple[list[Preference], list[Preference]]:
-    train, test = read_split(config.data)
-    rows, kind = _preferences(train, config, "train")
-    stage.display.note(f"{config.data.train.path}: rows of {kind}")
-    if kind != "labelled" and len(rows) < len(train):
-        stage.display.note(f"data.train: {len(train) - len(rows)} rows with two equal answers left out")
-    return rows, _preferences(test, config, "test")[0] if test else []
+    def scored(self, data: Rows) -> Tokenised[ScoredIds]:
+        """Answers with a score each."""
 
+        def view(record: Record, side: str) -> list[Scored] | LeftOut:  # noqa: ARG001
+            return scored(record) or LeftOut("no answer with a score")
 
-def _read_scored(config: RMConfig, stage: StageRun) -> tuple[list[Scored], list[Scored]]:
-    train, test = read_split(config.data)
-    rows, kind = scored(train)
-    stage.display.note(f"{config.data.train.path}: rows of {kind}")
-    return rows, scored(test)[0] if test else []
+        def encode(rows: Sequence[list[Scored]]) -> Iterator[ScoredIds | LeftOut]:
+            flat = [row for some in rows for row in some]
+            for row, ids in zip(flat, self([_answered(row, row.response) for row in flat]), strict=True):
+                yield ids if isinstance(ids, LeftOut) else ScoredIds(ids, row.score, row)
 
+        return self._tokenise(data, "rm scores", ScoredIds, view, encode, "data")
 
-def _read_probes(config: RMConfig) -> list[Preference]:
-    assert config.data.probes is not None
-    rows = read_rows(config.data.probes)
-    for row in rows:
-        if not isinstance(row.values.get("probe"), str):
-            raise DataError(f"{row.where}: a row of data.probes needs a text `probe`, the name of what it probes")
-    return _preferences(rows, config, "probes")[0]
+    def _tokenise(self, data, purpose, kind, view, encode, role):  # type: ignore[no-untyped-def]
+        settings = self.config.data.model_dump(mode="json") | {
+            "role": role,
+            "reads last token": reads_last_token(self.model),
+        }
+        return tokenise(data, purpose, kind, view, encode, self.tokenizer, settings=settings, role=role)
 
 
-def _preferences(rows: list[Row], config: RMConfig, purpose: str) -> tuple[list[Preference], str]:
-    return preferences(
-        rows,
-        margin_column=config.data.margin_column if purpose == "train" else None,
-        generator=generator(config.seed, f"pairs of {purpose}"),
-    )
+def _answered(row: Ranking | Scored, answer: str) -> Demonstration:
+    """A row with one of its answers."""
+    messages = (*row.messages, Message("assistant", answer.removeprefix(" "))) if row.messages else ()
+    return Demonstration(row.prompt, answer, row.where, messages)
+
+
+def _told_apart(answers: list[list[int]], row: Ranking) -> RankedIds | LeftOut:
+    """The answers that are still different as tokens, once cut; the best place of equal ones stays."""
+    different = [i for i, ids in enumerate(answers) if ids not in answers[:i]]
+    if len(different) < 2:
+        return LeftOut("what tells its answers apart was cut off")
+    kept = replace(row, answers=tuple(row.answers[i] for i in different))
+    return RankedIds([answers[i] for i in different], kept)
+
+
+def _rankings(config: RMConfig, encode: Encoder) -> tuple[Sequence[RankedIds], Sequence[RankedIds], list[str]]:
+    """The rows of the pairwise losses: as they are, or, of rows with a label each, pairs drawn from them."""
+    if first_format(config.data.train[0], "rm pairs").name != "labelled":
+        rows = encode.rankings(config.data)
+        return rows.train, rows.test, rows.lines
+    labelled = encode.scored(config.data)
+    sides: list[Sequence[RankedIds]] = []
+    for name, side in (("train", labelled.train), ("test", labelled.test)):
+        draw = generator(config.seed, f"pairs of {name}")
+        pairs = pairs_of_labels(side.numbers("score").tolist(), draw) if len(side) else []
+        sides.append(LabelledPairs(side, pairs))
+    return sides[0], sides[1], [*labelled.lines, "pairs of a higher and a lower label, drawn once"]
+
+
+class LabelledPairs(Sequence[RankedIds]):
+    """Pairs of rows that have a label each; they share no prompt, each text is judged whole."""
+
+    def __init__(self, items: Sequence[ScoredIds], pairs: list[tuple[int, int]]):
+        self.items, self.pairs = items, pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        higher, lower = (self.items[i] for i in self.pairs[index])
+        texts = (higher.row.prompt + higher.row.response, lower.row.prompt + lower.row.response)
+        return RankedIds([higher.ids, lower.ids], Ranking("", texts, higher.row.where))
 
 
 # ----------------------------------------------------------------------------------------- 3. training
 
 
-def _accumulate(model: PreTrainedModel, batch: list, config: RMConfig, world: World) -> dict[str, float]:
+def _accumulate(
+    model: PreTrainedModel, batch: list, scale: TargetScale, config: RMConfig, world: World
+) -> dict[str, float]:
     """Backward over this process's share of a batch; returns the statistics of the whole batch."""
     mine = world.shard(batch)
     sums: dict[str, float] = {}
     for part in chunks(range(len(mine)), config.training.microbatch_size):
         with autocast(world.device, config.precision):
-            loss, stats = _loss(model, [mine[i] for i in part], len(batch), config)
+            loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
         loss.backward()
         for key, value in {"loss/rm": loss, **stats}.items():
             sums[key] = sums.get(key, 0.0) + value.item()
@@ -275,17 +336,27 @@ def _accumulate(model: PreTrainedModel, batch: list, config: RMConfig, world: Wo
 
 
 def _loss(
-    model: PreTrainedModel, items: list, num_rows: int, config: RMConfig
+    model: PreTrainedModel, items: list, num_rows: int, scale: TargetScale, config: RMConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a microbatch, over `num_rows`, the rows of the whole batch, so that parts add up."""
     if config.loss == "mse":
         scores = sequence_scores(model, [item.ids for item in items])[:, 0]
-        return score_loss(scores, scores.new_tensor([item.target for item in items]), num_rows=num_rows)
-    scores = sequence_scores(model, [item.chosen for item in items] + [item.rejected for item in items])[:, 0]
+        targets = scores.new_tensor([scale.target(item.score) for item in items])
+        return score_loss(scores, targets, num_rows=num_rows)
+    scores = sequence_scores(model, [ids for item in items for ids in item.answers])[:, 0]
+    better, worse, weight = ranking_pairs([len(item.answers) for item in items])
+    # A row's margin is how far its best answer leads its worst.
+    margins = [
+        item.row.margin if (i, j) == (0, len(item.answers) - 1) else 0.0
+        for item in items
+        for i in range(len(item.answers))
+        for j in range(i + 1, len(item.answers))
+    ]
     return pairwise_loss(
-        scores[: len(items)],
-        scores[len(items) :],
-        margin=scores.new_tensor([item.row.margin for item in items]),
+        scores[better],
+        scores[worse],
+        margin=scores.new_tensor(margins),
+        weight=weight.to(scores),
         loss=config.loss,
         zero_mean_coef=config.zero_mean_coef,
         num_pairs=num_rows,
@@ -297,7 +368,7 @@ def _loss(
 
 def _evaluate(
     model: PreTrainedModel,
-    test: list[Pair] | list[ScoredSequence],
+    test: Sequence[RankedIds] | Sequence[ScoredIds],
     scale: TargetScale,
     config: RMConfig,
     world: World,
@@ -307,9 +378,9 @@ def _evaluate(
         return {}
     model.eval()
     if config.loss == "mse":
-        rows = [item for item in test if isinstance(item, ScoredSequence)]
+        rows = [item for item in test if isinstance(item, ScoredIds)]
         predicted = _scores(model, [item.ids for item in rows], config, world).double() * scale.std + scale.mean
-        target = torch.tensor([item.row.score for item in rows], dtype=torch.float64)
+        target = torch.tensor([item.score for item in rows], dtype=torch.float64)
         metrics = {
             "eval/mse": (predicted - target).square().mean().item(),
             "eval/target_variance": target.var(correction=0).item(),
@@ -318,17 +389,19 @@ def _evaluate(
             "eval/pair_accuracy": pair_accuracy(predicted, target),
         }
     else:
-        pairs = [item for item in test if isinstance(item, Pair)]
-        margin, accuracy = _margins(model, pairs, config, world)
-        low, high = wilson_interval(accuracy.sum().item(), len(pairs))
+        rankings = [item for item in test if isinstance(item, RankedIds)]
+        margin, accuracy = _margins(model, rankings, config, world)
+        # A ranking's pairs are not independent: it counts as one trial.
+        low, high = wilson_interval(accuracy.sum().item(), len(rankings))
+        baseline = [_longer_wins(item) for item in rankings]
         metrics = {
             "eval/accuracy": accuracy.mean().item(),
             "eval/accuracy_low95": low,
             "eval/accuracy_high95": high,
             "eval/margin": margin.mean().item(),
-            "eval/length_baseline": _longer_wins(pairs),
+            "eval/length_baseline": sum(baseline) / len(baseline),
         }
-        gold = [_gold_gap(pair.row) for pair in pairs]
+        gold = [_gold_gap(item.row) for item in rankings]
         if all(gap is not None for gap in gold):
             agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
             metrics["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
@@ -336,26 +409,33 @@ def _evaluate(
     return metrics
 
 
-def _probe(model: PreTrainedModel, probes: list[Pair], config: RMConfig, world: World) -> dict[str, float]:
+def _probe(model: PreTrainedModel, probes: Sequence[RankedIds], config: RMConfig, world: World) -> dict[str, float]:
     """Accuracy for each named probe: an accuracy over all pairs can hide that one defect goes unseen."""
     if not probes:
         return {}
     model.eval()
-    _, accuracy = _margins(model, probes, config, world)
+    rankings = list(probes)
+    _, accuracy = _margins(model, rankings, config, world)
     by_name: dict[str, list[float]] = {}
-    for pair, value in zip(probes, accuracy.tolist(), strict=True):
-        by_name.setdefault(pair.row.columns["probe"], []).append(value)
+    for item, value in zip(rankings, accuracy.tolist(), strict=True):
+        by_name.setdefault(item.row.columns["probe"], []).append(value)
     model.train()
     return {f"probe/{name}": sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _margins(
-    model: PreTrainedModel, pairs: list[Pair], config: RMConfig, world: World
+    model: PreTrainedModel, rankings: list[RankedIds], config: RMConfig, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """chosen_score - rejected_score, [n], and 1 where it is positive, 1/2 where it is zero."""
-    scores = _scores(model, [p.chosen for p in pairs] + [p.rejected for p in pairs], config, world)
-    margin = scores[: len(pairs)] - scores[len(pairs) :]
-    return margin, (margin.sign() + 1) / 2
+    """Of each ranking, [n]: the mean over its pairs of better less worse score, and of 1 where that is positive and
+    1/2 where it is zero."""
+    scores = _scores(model, [ids for item in rankings for ids in item.answers], config, world)
+    sizes = [len(item.answers) for item in rankings]
+    better, worse, weight = ranking_pairs(sizes)
+    weight = weight.float()
+    row = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor([size * (size - 1) // 2 for size in sizes]))
+    lead = scores[better] - scores[worse]
+    margin, accuracy = torch.zeros(len(sizes)), torch.zeros(len(sizes))
+    return margin.index_add(0, row, weight * lead), accuracy.index_add(0, row, weight * (lead.sign() + 1) / 2)
 
 
 def _scores(model: PreTrainedModel, sequences: list[list[int]], config: RMConfig, world: World) -> torch.Tensor:
@@ -366,13 +446,15 @@ def _scores(model: PreTrainedModel, sequences: list[list[int]], config: RMConfig
     return torch.tensor(world.interleave(world.gather(scores)))
 
 
-def _longer_wins(pairs: list[Pair]) -> float:
-    """The accuracy of choosing the longer answer, ties one half: what any reward model has to beat."""
-    lengths = [(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in lengths) / len(lengths)
+def _longer_wins(item: RankedIds) -> float:
+    """The share of a ranking's pairs in which the better answer is the longer, ties one half: what any reward model
+    has to beat."""
+    lengths = [len(ids) for ids in item.answers]
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for i, a in enumerate(lengths) for b in lengths[i + 1 :]]
+    return sum(wins) / len(wins)
 
 
-def _gold_gap(row: Preference) -> float | None:
+def _gold_gap(row: Ranking) -> float | None:
     """gold_chosen - gold_rejected, where the row has both."""
     a, b = row.columns.get("gold_chosen"), row.columns.get("gold_rejected")
     return a - b if isinstance(a, int | float) and isinstance(b, int | float) else None
@@ -385,7 +467,7 @@ def _normalization(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     encode: Encoder,
-    items: list[Pair] | list[ScoredSequence],
+    items: Sequence[RankedIds] | Sequence[ScoredIds],
     config: RMConfig,
     stage: StageRun,
 ) -> tuple[float, float]:
@@ -401,7 +483,8 @@ def _normalization(
     sequences = _sampled(model, tokenizer, rows, answers, config, stage)
     if not sequences:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
-        sequences = encode([row.prompt for row in rows], answers)
+        found = encode([_answered(row, answer) for row, answer in zip(rows, answers, strict=True)])
+        sequences = [ids for ids in found if not isinstance(ids, LeftOut)]
     model.eval()
     scores = score_sequences(model, sequences, config.precision)
     return scores.mean().item(), max(scores.std(correction=0).item(), 1e-6)
@@ -410,7 +493,7 @@ def _normalization(
 def _sampled(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[Preference | Scored],
+    rows: list[Ranking | Scored],
     answers: list[str],
     config: RMConfig,
     stage: StageRun,
@@ -423,7 +506,8 @@ def _sampled(
     policy_tokenizer, policy = load_tokenizer(path), load_policy(path)
     prepare(policy, stage.world.device)
     texts = [row.prompt or first_words(a, settings.prompt_words)[0] for row, a in zip(rows, answers, strict=True)]
-    prompts = encode_prompts(policy_tokenizer, texts, config.data.prompt_template)
+    asked = [Prompt(text, row.where, {}, row.messages) for text, row in zip(texts, rows, strict=True)]
+    prompts = encode_rows(policy_tokenizer, asked, config.data.prompt_template)
     fits = [i for i, prompt in enumerate(prompts) if len(prompt) + settings.max_new_tokens <= positions(policy)]
     if not fits:
         return []
@@ -445,7 +529,7 @@ def _sampled(
     return encode_texts(model, tokenizer, decoded, [r.ended for r in responses])
 
 
-def _answer(row: Preference | Scored, number: int) -> str:
+def _answer(row: Ranking | Scored, number: int) -> str:
     """One of the row's answers; of a pair now the better, now the worse one, so that neither kind prevails."""
     if isinstance(row, Scored):
         return row.response

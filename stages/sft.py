@@ -18,6 +18,7 @@ The loss is eq. 1 of Stiennon et al. 2020 without its reward terms, the usual ne
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +30,18 @@ from rlhf_cli.config.schemas import SFTConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import (
     Example,
+    LeftOut,
+    Limits,
+    answer_to_learn,
     before_answer,
-    drop_too_long,
     encode_demonstrations,
     encode_rows,
     prompt_text,
     require_eos,
 )
-from rlhf_cli.data.formats import Demonstration, demonstrations
-from rlhf_cli.data.split import read_split
+from rlhf_cli.data.reading import Report, records
+from rlhf_cli.data.records import Demonstration, demonstration
+from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import autocast, target_logits
 from rlhf_cli.models.limits import check_positions, positions
@@ -59,21 +63,23 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
     with StageRun("sft", config, quiet=quiet, restart=restart) as stage:
         world, display = stage.world, stage.display
 
-        # 1. and 2. Rows, then the model, then tokens: a new tokenizer is trained on the rows.
-        train_rows, test_rows = _read(config, stage)
-        model, tokenizer = _model_and_tokenizer(config, train_rows)
+        # 1. The model; a new tokenizer is trained on the rows.
+        model, tokenizer = _model_and_tokenizer(config)
         if note := prepare(model, world.device):
             display.note(note)
         check_positions(model, config.data.max_length, "data.max_length")
-        train = _encode(config, tokenizer, train_rows, stage, "train")
-        test = _encode(config, tokenizer, test_rows, stage, "test")[: config.evaluation.max_rows]
-        questions = _questions(config, model, tokenizer, test_rows, stage)
+
+        # 2. Rows to tokens.
+        rows = tokenised(config, tokenizer)
+        for line in rows.lines:
+            display.note(line)
+        train, test = rows.train, rows.test[: config.evaluation.max_rows]
+        questions = _questions(config, model, tokenizer, stage) if test else []
 
         # 3. Training.
         steps = config.training.total_steps(len(train))
-        learnt = sum(sum(example.learnt) for example in train)
         display.note(
-            f"{len(train)} training rows, {learnt} learnt tokens; {steps} steps of "
+            f"{len(train)} training rows of {train.lengths('ids').mean():.0f} tokens on average; {steps} steps of "
             f"{config.training.minibatch_size} rows ({steps * config.training.minibatch_size / len(train):.2f} "
             f"epochs); {sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
         )
@@ -205,54 +211,48 @@ def _questions(
     config: SFTConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[Demonstration],
     stage: StageRun,
 ) -> list[Question]:
     """The first held-out prompts that leave room for an answer in the model's positions."""
     settings, template = config.evaluation, config.data.prompt_template
     room = positions(model) - settings.max_new_tokens
     found: list[Question] = []
-    for row in rows:
+    for row in _demonstrations(config, "test"):
         if len(found) == settings.num_samples:
             return found
         ids = encode_rows(tokenizer, [row], template)[0]
         if len(ids) <= room:
             found.append(Question(prompt_text(row.prompt, template, tokenizer, before_answer(row)), ids))
-    if rows and settings.num_samples and not found:
+    if settings.num_samples and not found:
         stage.display.note(f"no held-out prompt leaves room for {settings.max_new_tokens} tokens, so no samples")
     return found
 
 
-def _read(config: SFTConfig, stage: StageRun) -> tuple[list[Demonstration], list[Demonstration]]:
-    train, test = read_split(config.data)
-    words = config.data.prompt_words
-    rows, kind = demonstrations(train, prompt_words=words)
-    stage.display.note(f"{config.data.train.path}: rows of {kind}")
-    return rows, demonstrations(test, prompt_words=words)[0] if test else []
+def tokenised(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tokenised[Example]:
+    """The stage's rows as training sequences."""
+    data = config.data
+    limits = Limits(data.max_length, data.truncation, data.min_response_length)
+
+    def encode(rows: Sequence[Demonstration]) -> list[Example | LeftOut]:
+        learn_all = data.loss_on == "all"
+        return encode_demonstrations(tokenizer, rows, data.prompt_template, learn_all=learn_all, limits=limits)
+
+    return tokenise(data, "sft", Example, answer_to_learn, encode, tokenizer, prompt_words=data.prompt_words)
 
 
-def _encode(
-    config: SFTConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[Demonstration],
-    stage: StageRun,
-    what: str,
-) -> list[Example]:
-    examples = encode_demonstrations(
-        tokenizer, rows, config.data.prompt_template, learn_all=config.data.loss_on == "all"
-    )
-    kept, dropped = drop_too_long(examples, lambda example: len(example.ids), config.data.max_length, f"data.{what}")
-    if dropped:
-        stage.display.note(f"data.{what}: {dropped} of {len(rows)} rows longer than {config.data.max_length} dropped")
-    return kept
+def _demonstrations(config: SFTConfig, side: str) -> Iterator[Demonstration]:
+    """The demonstrations of one side, as they are read."""
+    for _, record in records(config.data, "sft", Report(), prompt_words=config.data.prompt_words, only=side):
+        row = demonstration(record)
+        if row is not None:
+            yield row
 
 
-def _model_and_tokenizer(
-    config: SFTConfig, rows: list[Demonstration]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _model_and_tokenizer(config: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     scratch = config.model.scratch
     if scratch is not None:
-        new_tokenizer = train_tokenizer((row.prompt + row.response for row in rows), scratch.tokenizer)
+        texts = (row.prompt + row.response for row in _demonstrations(config, "train"))
+        new_tokenizer = train_tokenizer(texts, scratch.tokenizer)
         return new_model(scratch, new_tokenizer, config.seed), new_tokenizer
     assert config.model.path is not None
     path = model_directory(config.model.path)

@@ -77,6 +77,12 @@ GOOD, BAD = "thank", "sorry"
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Tokenised rows go where they are removed again, those of the stages that run as processes of their own too."""
+    os.environ["RLHF_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     """Tiny matrices: more threads cost more than they give, and the other core is somebody else's."""
     torch.set_num_threads(1)
@@ -124,6 +130,13 @@ def texts(data) -> list[str]:
 @pytest.fixture(scope="session")
 def tokenizer(texts) -> PreTrainedTokenizerFast:
     return train_tokenizer(texts, TokenizerTraining(vocab_size=300))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tokenizer, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -221,10 +221,10 @@ def test_data_line_not_an_object(project: Path, stage: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "row", "message"),
     [
-        ("sft", {"prompt": "a", "respones": "b"}, "one of response, completion, answer is needed"),
+        ("sft", {"prompt": "a", "respones": "b"}, "one of response, completion, answer, output is needed"),
         ("sft", {"prompt": "a", "response": ""}, "`response` is empty"),
-        ("sft", {"prompt": "a", "response": 3}, "`response` is a int, it must be text"),
-        ("sft", {"prompt": "a", "response": None}, "`response` is a NoneType, it must be text"),
+        ("sft", {"prompt": "a", "response": 3}, "`response` is a number, it must be text"),
+        ("sft", {"prompt": "a", "response": None}, "`response` is null, it must be text"),
         ("rm", {"prompt": "a", "chosen": "b"}, "`rejected` is needed"),
         ("rm", {"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
         ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
@@ -239,9 +239,9 @@ def test_a_bad_row_is_named(project: Path, stage: str, row: dict[str, Any], mess
 
 
 def test_a_first_row_of_the_wrong_kind(project: Path) -> None:
-    write_rows(project / "sft.jsonl", [{"instruction": "a", "output": "b"}])
+    write_rows(project / "sft.jsonl", [{"colour": "a", "shape": "b"}])
     message = fails(project, "sft")
-    assert "sft.jsonl:1: found the keys instruction, output" in message
+    assert "sft.jsonl:1: found the keys colour, shape" in message
     assert "prompt + response" in message
 
 

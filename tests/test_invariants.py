@@ -18,11 +18,21 @@ from torch.nn.functional import cross_entropy, linear, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
+from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import ModelReward, Optimizer, PPOConfig, RMConfig, SFTConfig, TokenizerTraining
+from rlhf_cli.config.schemas import (
+    DataSource,
+    ModelReward,
+    Optimizer,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    TokenizerTraining,
+)
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
-from rlhf_cli.data.formats import Demonstration, Message, Preference, Prompt, scored
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored, scored
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.learner.setup import Learner
@@ -518,17 +528,21 @@ def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, 
 
 
 @pytest.fixture(scope="module")
-def pairs(arch, make_model, data):
+def rankings(arch, make_model, data):
+    """Pairs, and two rankings of three and four answers."""
     tokenizer = load_tokenizer(str(make_model(arch)))
+    preferences = read_jsonl(data["preferences"])
     rows = [
-        Preference(r["prompt"], r["chosen"], r["rejected"], "row", margin=0.1 * i)
-        for i, r in enumerate(read_jsonl(data["preferences"])[:8])
+        Ranking(r["prompt"], (r["chosen"], r["rejected"]), "row", margin=0.1 * i) for i, r in enumerate(preferences[:6])
     ]
-    sides = [
-        [p + a for p, a in encode_pairs(tokenizer, [r.prompt for r in rows], [getattr(r, side) for r in rows], None)]
-        for side in ("chosen", "rejected")
-    ]
-    return [rm_stage.Pair(c, r, row) for c, r, row in zip(*sides, rows, strict=True)]
+    more = [answer for r in preferences[6:12] for answer in (r["chosen"], r["rejected"] + " " + r["chosen"])]
+    rows.insert(2, Ranking("please", tuple(more[:3]), "row", margin=0.7))
+    rows.append(Ranking("again", tuple(more[3:7]), "row"))
+    found = []
+    for row in rows:
+        pairs = encode_pairs(tokenizer, [row.prompt] * len(row.answers), list(row.answers), None)
+        found.append(rm_stage.RankedIds([p + a for p, a in pairs], row))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -544,18 +558,29 @@ def plain_score(model, ids):
 
 
 @pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse"])
-def test_rm_gradient_however_the_batch_is_cut(classifiers, pairs, write_config, tmp_path, loss_name):
-    """[23, 29]"""
+def test_rm_gradient_however_the_batch_is_cut(classifiers, rankings, write_config, tmp_path, loss_name):
+    """[23, 29] A ranking counts as one row: the mean over its pairs."""
     model, wanted_model = map(double, classifiers)
+    scale = rm_stage.TargetScale(0.5, 2.0)
     if loss_name == "mse":
-        batch = [rm_stage.ScoredSequence(p.chosen, 0.3 * i - 1, p.row) for i, p in enumerate(pairs)]
-        losses = [(plain_score(wanted_model, item.ids) - item.target).square() for item in batch]
+        batch = [
+            rm_stage.ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row"))
+            for i, item in enumerate(rankings)
+        ]
+        losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
         changes = {}
     else:
-        batch, losses = pairs, []
-        for pair in pairs:
-            chosen, rejected = plain_score(wanted_model, pair.chosen), plain_score(wanted_model, pair.rejected)
-            losses.append(-logsigmoid(chosen - rejected - pair.row.margin) + 0.1 * (chosen + rejected) ** 2)
+        batch, losses = rankings, []
+        for item in rankings:
+            scores = [plain_score(wanted_model, ids) for ids in item.answers]
+            of_pairs = []
+            for i, better in enumerate(scores):
+                for j in range(i + 1, len(scores)):
+                    margin = item.row.margin if (i, j) == (0, len(scores) - 1) else 0.0
+                    lead = better - scores[j]
+                    of_pairs.append(-logsigmoid(lead - margin) + 0.1 * (better + scores[j]) ** 2)
+            losses.append(sum(of_pairs) / len(of_pairs))
+        assert max(len(item.answers) for item in rankings) == 4
         changes = {"zero_mean_coef": 0.1}
     wanted = sum(losses) / len(losses)
     wanted.backward()
@@ -564,7 +589,7 @@ def test_rm_gradient_however_the_batch_is_cut(classifiers, pairs, write_config, 
         config = config_of(
             write_config, "rm", RMConfig, tmp_path, loss=loss_name, training={"microbatch_size": cut}, **changes
         )
-        stats = rm_stage._accumulate(model, batch, config, ALONE)
+        stats = rm_stage._accumulate(model, batch, scale, config, ALONE)
         assert stats["loss/rm"] == pytest.approx(wanted.item(), rel=1e-9)
         # transformers' classifiers know no head bias here, and every backbone weight must agree.
         same_gradients(grads(model), grads(wanted_model), 1e-6)
@@ -894,11 +919,13 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(4, 18), seed=3)
-    row = Preference("", "", "", "row")
-    pairs = [rm_stage.Pair(ids[2 * i], ids[2 * i + 1], row) for i in range(6)] + [rm_stage.Pair(ids[12], ids[12], row)]
-    swapped = [rm_stage.Pair(p.rejected, p.chosen, row) for p in pairs]
+    row = Ranking("", ("", ""), "row")
+    pairs = [rm_stage.RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
+    pairs.append(rm_stage.RankedIds([ids[12], ids[12]], row))
+    swapped = [rm_stage.RankedIds(p.answers[::-1], row) for p in pairs]
     with torch.no_grad():
-        wins = [float(plain_score(model, p.chosen) > plain_score(model, p.rejected)) for p in pairs[:6]] + [0.5]
+        sides = [[plain_score(model, ids) for ids in p.answers] for p in pairs[:6]]
+    wins = [float(a > b) for a, b in sides] + [0.5]
     assert 0 < sum(wins[:6]) < 6
     for size in (3, 1, 7):
         config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
@@ -908,6 +935,31 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
         assert found["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
         assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
         assert other["eval/margin"] == pytest.approx(-found["eval/margin"], abs=1e-6)
+
+
+def test_a_ranking_is_one_trial_of_its_pairs(make_model, write_config, tmp_path):
+    """Accuracy, margin and the length baseline of rankings of 2 to 5 answers, by loops."""
+    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
+    prepare(model, CPU)
+    ids = random_ids(*range(3, 17), seed=4)
+    cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
+    items = [rm_stage.RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Ranking("", (), "row")) for a, b in cuts]
+    accuracy, margin, longer = [], [], []
+    for item in items:
+        with torch.no_grad():
+            scores = [plain_score(model, one).item() for one in item.answers]
+        pairs = [(i, j) for i in range(len(scores)) for j in range(i + 1, len(scores))]
+        accuracy.append(sum(scores[i] > scores[j] for i, j in pairs) / len(pairs))
+        margin.append(sum(scores[i] - scores[j] for i, j in pairs) / len(pairs))
+        longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
+    assert 0 < sum(accuracy) < 4
+    config = config_of(write_config, "rm", RMConfig, tmp_path)
+    found = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), config, ALONE)
+    assert found["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
+    assert found["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
+    assert found["eval/length_baseline"] == sum(longer) / 4 == 0.25
+    low, high = wilson_interval(sum(accuracy), 4)
+    assert (found["eval/accuracy_low95"], found["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 4), (7, 7), (5, 8), (3, 1), (4, 6)])
@@ -927,15 +979,22 @@ def test_a_score_of_zero_is_a_score(make_model, write_config, tmp_path):
     rows = [
         Row({"prompt": "p", "response": f" r{i}", "score": s}, f"f:{i}") for i, s in enumerate([0.0, 0, "0", -2, 2.0])
     ]
-    read, _ = scored(rows)
+    source = DataSource(path="f")
+    format_ = recognise(rows[0], source, "rm scores")
+    read = [one for row in rows for one in scored(read_record(row, format_, source))]
     assert [row.score for row in read] == [0.0, 0.0, 0.0, -2.0, 2.0]
-    labels, _ = scored([Row({"text": "a text", "label": label}, "f:1") for label in (0, 1)])
-    assert [row.score for row in labels] == [0.0, 1.0]
+    texts = [Row({"text": "a text", "label": label}, "f:1") for label in (0, 1)]
+    format_ = recognise(texts[0], source, "rm scores")
+    assert [one.score for row in texts for one in scored(read_record(row, format_, source))] == [0.0, 1.0]
     model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
-    config = config_of(write_config, "rm", RMConfig, tmp_path, loss="mse")
+    path = write_jsonl(tmp_path / "rows.jsonl", [row.values for row in rows])
+    config = config_of(
+        write_config, "rm", RMConfig, tmp_path, loss="mse", data={"train": str(path), "test": None, "test_fraction": 0}
+    )
     encode = rm_stage.Encoder(model, load_tokenizer(str(make_model("llama"))), config)
-    targets = encode.scored(read, rm_stage.TargetScale(0.5, 2.0), None, "train")
-    assert [item.target for item in targets] == [-0.25, -0.25, -0.25, -1.25, 0.75]
+    scores = encode.scored(config.data).train.numbers("score").tolist()
+    scale = rm_stage.TargetScale(0.5, 2.0)
+    assert [scale.target(score) for score in scores] == [-0.25, -0.25, -0.25, -1.25, 0.75]
 
 
 def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path):

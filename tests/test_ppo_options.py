@@ -35,7 +35,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_cli.config.schemas import PPO, Lora, PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
 from rlhf_cli.data.batches import stream
 from rlhf_cli.data.encode import Example
-from rlhf_cli.data.formats import Prompt
+from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.learner import figures, setup
 from rlhf_cli.models import load
@@ -520,7 +520,7 @@ def test_ptx_rows_are_read_as_sft_reads_them(start, data):
             assert sum(other.learnt) < sum(row.learnt)
     limit = sorted(len(row.ids) for row in usual)[10]
     with start(ptx={"train": train, "coef": 1.0, "max_length": limit}) as learner:
-        assert learner.ptx == [row for row in usual if len(row.ids) <= limit]
+        assert list(learner.ptx) == [row for row in usual if len(row.ids) <= limit]
         assert 0 < len(learner.ptx) < 24
     folder = Path(train).parent
     texts = write_jsonl(folder / "texts.jsonl", [{"text": "please help the tent is late"}])

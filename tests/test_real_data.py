@@ -196,7 +196,7 @@ def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
             *SHORT_PPO,
         ),
     )
-    assert "rows of transcript pair" in printed
+    assert "rows of hh" in printed
     assert "two equal answers left out" in printed, "the file as published has two such pairs"
     assert "longer than 200 dropped" in printed
     assert "prompts longer than 100 dropped" in printed

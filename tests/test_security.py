@@ -312,7 +312,7 @@ FORBIDDEN_CALLS = {
     "numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "os.system", "os.popen", "yaml.load",
     "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all",
 }  # fmt: skip
-THE_USERS_CODE = {("rlhf_cli/rewards/sources.py", "spec.loader.exec_module")}
+THE_USERS_CODE = {("rlhf_cli/rewards/functions.py", "spec.loader.exec_module")}
 """The one place where code of the user's is run: `load_function`, for reward functions and judges."""
 
 
@@ -408,9 +408,9 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
     folder.mkdir()
     module(folder, sprung).rename(folder / "folder.py")
     with pytest.raises(DataError, match="without a data file"):
-        read_rows(DataSource(path=str(folder)))
-    with pytest.raises(DataError, match="not JSON"):
-        read_rows(DataSource(path=str(folder / "folder.py")))
+        list(read_rows(DataSource(path=str(folder))))
+    with pytest.raises(DataError, match="not an ending that is known"):
+        list(read_rows(DataSource(path=str(folder / "folder.py"))))
     write_rows(folder / "rows.jsonl", [{"prompt": "a"}])
     (folder / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
     opened.clear()
@@ -423,7 +423,7 @@ def test_a_reader_of_datasets_is_not_reached_by_its_name(tmp_path: Path, sprung:
     """`pandas` reads pickles in some versions that we allow; the others read whatever `data_dir` leads to."""
     (tmp_path / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
     with pytest.raises(DataError, match="no dataset"):
-        read_rows(DataSource(path=reader, data_dir=str(tmp_path)))
+        list(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
 
 
 def test_rows_are_text_and_never_paths(tmp_path: Path) -> None:

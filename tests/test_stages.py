@@ -29,9 +29,10 @@ from transformers import (
 
 from rlhf_cli.artifacts import digest_file, read_manifest
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, ScratchModel
-from rlhf_cli.data import formats
+from rlhf_cli.config.schemas import CONFIGS, DataSource, ScratchModel
 from rlhf_cli.data.encode import encode_demonstrations, encode_rows
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import demonstration, prompt
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
@@ -659,8 +660,10 @@ def test_ppo_and_sfts_samples_start_from_the_ids_that_sft_learnt_to_answer(token
     turns = ["hello there", "hi", "and the tent?", "it is late"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
     rows = [Row({"messages": messages}, "file:1"), Row({"messages": messages[:2]}, "file:2")]
-    demonstrations, _ = formats.demonstrations(rows)
-    prompts, _ = formats.prompts(rows)
+    records = [
+        read_record(row, recognise(row, DataSource(path="file"), "sft"), DataSource(path="file")) for row in rows
+    ]
+    demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
     for template in (None, "chat"):
         examples = encode_demonstrations(own, demonstrations, template, learn_all=False)
         starts = encode_rows(own, prompts, template)

@@ -1,5 +1,6 @@
 """The losses of the reward model: from pairs of responses, or from a number for each."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ def pairwise_loss(
     rejected_score: Tensor,
     *,
     margin: Tensor | None = None,
+    weight: Tensor | None = None,
     loss: Literal["logsigmoid", "logexp"] = "logsigmoid",
     zero_mean_coef: float = 0.0,
     num_pairs: Tensor | float | None = None,
@@ -20,7 +22,7 @@ def pairwise_loss(
 
     ``lead = chosen_score - rejected_score - margin``
     ``nll = -log(sigmoid(lead))``, or ``nll = log(1 + exp(-lead))`` for "logexp"
-    ``loss = sum(nll + zero_mean_coef * (chosen_score + rejected_score)**2) / num_pairs``
+    ``loss = sum(weight * (nll + zero_mean_coef * (chosen_score + rejected_score)**2)) / num_pairs``
 
     The two are one function written in two ways; "logexp" is here for those who look for it by the name it
     has in ColossalChat and OpenRLHF. Both are computed without overflow: a pair that is wrong by 200 costs
@@ -30,10 +32,12 @@ def pairwise_loss(
         chosen_score: [B], of the preferred responses.
         rejected_score: [B], of the other ones.
         margin: [B], 0 or more: how far ahead the chosen score should at least be; None is 0.
+        weight: [B], how much each pair counts, in the loss and in the stats alike; None is 1.
         loss: "logsigmoid" or "logexp".
         zero_mean_coef: 0 or more; TRL recommends 0.01. The *sum* of the two scores is squared, not each.
         num_pairs: what the sums are divided by, by default B. Give a microbatch the number of pairs in its
-            whole minibatch: then losses, gradients and stats *add up*.
+            whole minibatch: then losses, gradients and stats *add up*. With pairs of `ranking_pairs` it is the
+            number of rankings.
 
     Returns:
         (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
@@ -46,7 +50,7 @@ def pairwise_loss(
     Raises:
         ValueError: a loss by another name.
 
-    Ouyang et al. 2022 (arXiv 2203.02155), equation 1, for two responses; the margin is equation 2 of Touvron
+    Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is equation 2 of Touvron
     et al. 2023 (arXiv 2307.09288), the zero mean equation 2 of Eisenstein et al. 2023 (arXiv 2312.09244).
 
     >>> loss, stats = pairwise_loss(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 200.0]))
@@ -64,15 +68,49 @@ def pairwise_loss(
         nll = torch.logaddexp(torch.zeros_like(lead), -lead)
     else:
         raise ValueError(f"loss is {loss!r}, not one of logsigmoid, logexp")
-    total = (nll + zero_mean_coef * (chosen_score + rejected_score).square()).sum() / num_pairs
+    each = nll + zero_mean_coef * (chosen_score + rejected_score).square()
+    weight = torch.ones_like(each) if weight is None else weight
     with torch.no_grad():
         stats = {
-            "rm/accuracy": (difference.sign() + 1).sum() / 2 / num_pairs,
-            "rm/margin": difference.sum() / num_pairs,
-            "rm/chosen_score": chosen_score.sum() / num_pairs,
-            "rm/rejected_score": rejected_score.sum() / num_pairs,
+            "rm/accuracy": (weight * (difference.sign() + 1)).sum() / 2 / num_pairs,
+            "rm/margin": (weight * difference).sum() / num_pairs,
+            "rm/chosen_score": (weight * chosen_score).sum() / num_pairs,
+            "rm/rejected_score": (weight * rejected_score).sum() / num_pairs,
         }
-    return total, stats
+    return (weight * each).sum() / num_pairs, stats
+
+
+def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of each ranking, among answers that stand end to end, best first within each ranking.
+
+    A ranking of K answers gives K * (K - 1) / 2 pairs, each of weight ``1 / (K * (K - 1) / 2)``: it counts as much
+    as any other, however long it is, and its answers go through the model once. Taken as rows of their own such
+    pairs would have it learn each answer K - 1 times an epoch, and overfit.
+
+    Args:
+        sizes: how many answers each ranking has, at least 2.
+
+    Returns:
+        (better, worse, weight): int64 positions of the better and the worse answer, and the weight in float64,
+        [pairs] each.
+
+    Ouyang et al. 2022 (arXiv 2203.02155), section 3.5 and equation 1.
+
+    >>> better, worse, weight = ranking_pairs([2, 3])
+    >>> better.tolist(), worse.tolist()
+    ([0, 2, 2, 3], [1, 3, 4, 4])
+    >>> weight
+    tensor([1.0000, 0.3333, 0.3333, 0.3333], dtype=torch.float64)
+    """
+    better, worse, weight = [], [], []
+    start = 0
+    for size in sizes:
+        pairs = [(start + i, start + j) for i in range(size) for j in range(i + 1, size)]
+        better += [i for i, _ in pairs]
+        worse += [j for _, j in pairs]
+        weight += [1 / len(pairs)] * len(pairs)
+        start += size
+    return torch.tensor(better), torch.tensor(worse), torch.tensor(weight, dtype=torch.float64)
 
 
 def score_loss(

@@ -405,6 +405,10 @@ def _explain(kind: Any, value: Any, errors: Errors, keys: Keys) -> Iterator[tupl
             if group[0][1]["type"] == "extra_forbidden" and not group[0][0]:
                 yield (*keys, key), _unknown_key(str(key), _fields(members[0]))
                 continue
+            if isinstance(key, int) and not isinstance(value, list):
+                # A validator has made a list of one value, which stands where the list would.
+                yield from _explain(_child_kind(members[0], key), value, group, keys)
+                continue
             child = group[0][1]["input"]  # right where a validator has made a mapping of another value
             if isinstance(value, Mapping):
                 child = value.get(key)

@@ -6,7 +6,9 @@ every field is read by something (tests/test_config_schemas.py proves it).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -37,11 +39,44 @@ class Section(BaseModel):
 # ---------------------------------------------------------------------------------------------- data
 
 
+Format = Literal[
+    "auto",
+    "prompt_response",
+    "prompt",
+    "text",
+    "labelled",
+    "messages",
+    "alpaca",
+    "instruction",
+    "preference",
+    "hh",
+    "shp",
+    "summarize",
+    "webgpt",
+    "stackexchange",
+    "pandalm",
+    "ultrafeedback",
+    "helpsteer",
+    "kto",
+    "ranking",
+    "scored",
+]
+
+
 class DataSource(Section):
-    """Rows from a local file, a folder of files or a dataset of the hub. A plain string is its path."""
+    """Rows from local files or a dataset of the hub. A plain string is its path. docs/data.md shows every format
+    with a row of it."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A file (.jsonl, .json, .csv, .parquet; .gz too), a folder of such files, or a hub dataset's id."""
+    """A file (JSON, JSONL, CSV, TSV, Parquet, plain text; compressed too), a folder of such files, a glob, or a hub
+    dataset's id."""
+    format: Format = "auto"
+    """What the rows are; auto goes by the keys of the first one and says what it took them for."""
+    keys: dict[str, str] = {}
+    """Which column of the file is meant by each of ours, `{prompt: question, response: output.text}`; a dot goes
+    into a mapping."""
+    weights: dict[str, float] = {}
+    """For rows with several grades (HelpSteer, UltraFeedback): the weight of each in the score."""
     name: str | None = None
     """The subset of a hub dataset."""
     data_dir: str | None = None
@@ -50,18 +85,32 @@ class DataSource(Section):
     """The split of a hub dataset."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
+    streaming: bool = False
+    """Read a hub dataset row by row and never hold it on disk whole; give a `limit` with a large one."""
     limit: PositiveInt | None = None
     """Read only the first rows (before `select` chooses among them)."""
     select: Annotated[str, Field(pattern=r"^\d+/\d+(,\d+/\d+)*$"), AfterValidator(_parts)] | None = None
     """Parts of the file by a hash of each row's prompt, "0/10" the first tenth, "1/10,2/10" two more: one
     file serves as train and test rows, or several stages, and no prompt stands in two parts."""
+    weight: PositiveFloat = 1.0
+    """How often an epoch goes through these rows: 2 twice, 0.5 through the half of them that a hash of the prompt
+    picks. Training rows only."""
 
 
 def _path_alone(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 Source = Annotated[DataSource, BeforeValidator(_path_alone, json_schema_input_type=str | DataSource)]
+Sources = Annotated[
+    list[Source],
+    Field(min_length=1),
+    BeforeValidator(_as_list, json_schema_input_type=str | DataSource | list[str | DataSource]),
+]
 
 
 def _holds_prompt(template: str) -> str:
@@ -73,22 +122,44 @@ def _holds_prompt(template: str) -> str:
 PromptTemplate = Annotated[str, AfterValidator(_holds_prompt)]
 
 
-class Data(Section):
+class Rows(Section):
+    """Where the rows of a stage come from, and which of them are taken."""
+
+    train: Sources
+    """The rows to learn from: a path, a mapping, or a list of them, which is a mixture."""
+    test: Sources | None = None
+    """The held-out rows. Without them `test_fraction` of the training rows is held out."""
+    test_fraction: BelowOne = 0.05
+    """The share of the training rows held out where `test` is not given, by a hash of the prompt, so that a prompt
+    never stands on both sides; 0 holds out nothing."""
+    split: Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)] | None = None
+    """Shares of SFT, RM and PPO in one dataset, [2, 4, 4] say: each prompt belongs to one of the three, by its hash.
+    Give the same in every stage's file."""
+    deduplicate: bool = False
+    """Leave out a row whose prompt and answers have come before."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that can't be read stops the run, or is left out and counted."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.split is not None and not sum(self.split):
+            raise ValueError("split: all three shares are 0, at least one must not be")
+        return self
+
+
+class Data(Rows):
     """Where the rows come from and how they become text."""
 
-    train: Source
-    """The rows to learn from."""
-    test: Source | None = None
-    """The held-out rows. Without them `test_fraction` of the training rows is held out, by a hash of the
-    prompt, so that a prompt never stands on both sides."""
-    test_fraction: BelowOne = 0.05
-    """The share of the training rows held out where `test` is not given; 0 holds out nothing."""
     prompt_template: PromptTemplate | None = None
     """How a prompt is written, with `{prompt}` in it; `chat` takes the tokenizer's chat template; null takes
     the prompt as it stands (and the chat template for rows of messages where the tokenizer has one)."""
     max_length: PositiveInt = 512
-    """Longest sequence in tokens, EOS included. A longer row is dropped and counted, never cut, since a cut
-    answer would teach that answers end anywhere."""
+    """Longest sequence in tokens, EOS included."""
+    truncation: Literal["drop", "left", "right"] = "drop"
+    """What happens to a longer row. `drop` leaves it out: a cut answer would teach that answers end anywhere.
+    `left` cuts the beginning of its prompt, `right` the end of its answer, and with it EOS. All are counted."""
+    min_response_length: NonNegativeInt = 0
+    """Shortest response in tokens, EOS included; rows with a shorter one are dropped and counted."""
 
 
 class SFTData(Data):
@@ -106,19 +177,17 @@ class RMData(Data):
     """Preference rows with a column `probe`: the accuracy is reported for each of its names."""
 
 
-class PromptData(Section):
-    train: Source
-    """The prompts that rollouts start from."""
-    test: Source | None = None
-    """Held-out prompts of the evaluation. Without them `test_fraction` of the training prompts is held out."""
-    test_fraction: BelowOne = 0.05
-    """The share of the prompts held out where `test` is not given, by a hash of the prompt."""
+class PromptData(Rows):
+    """Where the prompts come from."""
+
     prompt_template: PromptTemplate | None = None
     """As in the SFT stage; use the same."""
     prompt_words: NonNegativeInt = 0
     """For rows that are plain text: this many first words are the prompt."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt in tokens; a longer one is dropped and counted."""
+    """Longest prompt in tokens."""
+    truncation: Literal["drop", "left", "right"] = "drop"
+    """What happens to a longer prompt: it is left out, or loses its beginning or its end. All are counted."""
 
 
 # -------------------------------------------------------------------------------------------- models
@@ -332,7 +401,7 @@ class SFTConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        return _given({"train": self.data.train, "test": self.data.test})
+        return numbered({"train": self.data.train, "test": self.data.test})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
@@ -378,7 +447,7 @@ class RMConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        return _given({"train": self.data.train, "test": self.data.test, "probes": self.data.probes})
+        return numbered({"train": self.data.train, "test": self.data.test, "probes": self.data.probes})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
@@ -390,7 +459,25 @@ class RMConfig(Stage):
         return ("sft",) if self.model.path is None else ()
 
 
-class ModelReward(Section):
+class AnyReward(Section):
+    """What every source of rewards says. docs/rewards.md has an example of each."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")] | None = None
+    """Its name in metrics and messages; null takes its type (a function's own name), numbered where there are
+    several sources."""
+    weight: float = 1.0
+    on_error: Literal["stop", "zero"] = "stop"
+    """What a score that can't be had does (an exception, a time-out, a value that is no finite number): it stops the
+    run, or is 0.0 and counted."""
+
+
+def _holds_response(template: str) -> str:
+    if template != "chat" and (template.count("{response}") != 1 or template.count("{prompt}") > 1):
+        raise ValueError("must be `chat` or hold {prompt} and {response} once each")
+    return template
+
+
+class ModelReward(AnyReward):
     """A reward model: our `rm` artifact, or any sequence classifier with its own tokenizer."""
 
     type: Literal["reward_model"]
@@ -404,30 +491,182 @@ class ModelReward(Section):
     between 0 and 1 and flattens where the classifier is sure."""
     reads: Literal["prompt_and_response", "response"] = "prompt_and_response"
     """What the model is given."""
+    template: Annotated[str, AfterValidator(_holds_response)] | None = None
+    """How the text is written for this model, with `{prompt}` (the row's own, without data.prompt_template) and
+    `{response}` in it; `chat` takes the chat template of its tokenizer. Null gives what the policy read and wrote,
+    one behind the other, as the very same tokens where the tokenizers are the same."""
     normalize: bool = True
     """Subtract the mean and divide by the standard deviation stored in the model directory, if any."""
-    weight: float = 1.0
 
     @model_validator(mode="after")
     def _scale(self) -> Self:
         if self.output == "probability" and self.path is None:
             raise ValueError("output: probability is for a classifier; the run's own rm stage gives a score, no class")
+        if self.template is not None:
+            holds = self.template == "chat" or "{prompt}" in self.template
+            if holds != (self.reads == "prompt_and_response"):
+                has = "has a place for the prompt" if holds else "has no {prompt}"
+                raise ValueError(f"template {has}, and reads is {self.reads}. Change one of them")
         return self
 
 
-class FunctionReward(Section):
+class FunctionReward(AnyReward):
     """A Python function of yours. It is run as code: name only a file that you trust."""
 
     type: Literal["function"]
     function: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
-    """`path/to/file.py:name`, called with (prompts, responses, rows), each a list; returns a number a row."""
+    """`path/to/file.py:name`, called with (prompts, responses, rows), each a list; returns a number a row. It may be
+    an `async def`."""
     per_token: bool = False
     """The function returns a list of numbers a row instead, one for each of `row["tokens"]`: each stands at its
     own token (a dense reward), and only the rest of the score at the last."""
-    weight: float = 1.0
+    batch_size: PositiveInt | None = None
+    """Rows of one call; null gives all of them at once."""
+    concurrency: PositiveInt | None = None
+    """Calls of an async function that are under way at once, at most; null takes 8."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds that one call of an async function may take; null waits. A plain function can't be stopped."""
+
+    @model_validator(mode="after")
+    def _pieces(self) -> Self:
+        if self.concurrency is not None and self.batch_size is None:
+            raise ValueError("concurrency does nothing without batch_size: there is one call. Give batch_size")
+        return self
 
 
-Reward = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
+def _is_endpoint(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:
+        wrong = True
+    if wrong or not url.isprintable() or " " in url:
+        raise ValueError("must be http://host:port/path or https://...")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("holds a user or a password, which would stand in logs and artifacts. Take api_key_env")
+    return url
+
+
+class HTTPReward(AnyReward):
+    """An endpoint that scores texts, `rlhf rm serve` or another of OpenRLHF's shape."""
+
+    type: Literal["http"]
+    url: Annotated[str, AfterValidator(_is_endpoint)]
+    """Where the texts are posted to, `http://127.0.0.1:5000/get_reward` say."""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """The name of the environment variable that holds the token, sent as `Authorization: Bearer ...`."""
+    label_column: str | None = None
+    """The column of the row that is sent as its label; null sends empty ones."""
+    batch_size: PositiveInt = 64
+    """Texts of one request."""
+    concurrency: PositiveInt = 4
+    """Requests that are under way at once, at most."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds that one request may take, from connecting to the last byte of the answer."""
+    retries: NonNegativeInt = 5
+    """How often a request is sent again that got no answer, 408, 429 or an error of the server's (5xx)."""
+    backoff_s: PositiveFloat = 1.0
+    """Seconds before it is sent again, doubled each time; longer where the server says so (Retry-After)."""
+
+
+class LengthReward(AnyReward):
+    """0 within a range of lengths, and outside minus the distance to it."""
+
+    type: Literal["length"]
+    unit: Literal["tokens", "words", "characters"] = "tokens"
+    """What is counted: the policy's tokens (EOS included), words between blanks, or characters."""
+    target: NonNegativeInt | None = None
+    """The one length that costs nothing."""
+    min: NonNegativeInt | None = None
+    """The shortest length that costs nothing."""
+    max: NonNegativeInt | None = None
+    """The longest length that costs nothing."""
+
+    @property
+    def bounds(self) -> tuple[int, int | None]:
+        """The lengths that cost nothing, from and to; None is without an end."""
+        return (self.target, self.target) if self.target is not None else (self.min or 0, self.max)
+
+    @model_validator(mode="after")
+    def _one_range(self) -> Self:
+        ranged = self.min is not None or self.max is not None
+        if (self.target is not None) == ranged:
+            raise ValueError("give target, or min and max or one of them")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        return self
+
+
+def _compiles(pattern: str) -> str:
+    import regex
+
+    try:
+        regex.compile(pattern)
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is no regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
+
+
+class RegexReward(AnyReward):
+    """1 for a response in which a regular expression is found, else 0."""
+
+    type: Literal["regex"]
+    pattern: Pattern
+    """As of Python's `re`; `(?i)` at its start ignores case, `(?s)` lets a dot be a line's end."""
+    full: bool = False
+    """The whole response must fit, not a part of it."""
+    timeout_s: PositiveFloat = 1.0
+    """Seconds that one response may take: some patterns need years for some texts, `(a|aa)+$` say."""
+
+
+class AnswerReward(AnyReward):
+    """1 for a response whose answer is the row's own, else 0."""
+
+    type: Literal["answer_match"]
+    column: str
+    """The column that holds the truth: as it stands, or what follows its last `####` (GSM8K)."""
+    mode: Literal["numeric", "exact"] = "numeric"
+    """numeric compares numbers ($1,200.00 is 1200, 1/2 is 0.5); exact compares text, blanks at the ends aside."""
+    pattern: Pattern | None = None
+    """What finds the answer in the response: the first group of its last match, or all of that. Null takes what
+    follows the last `####`; without one the last number, or, with `exact`, all of the response."""
+    timeout_s: PositiveFloat = 1.0
+    """Seconds that `pattern` may take for one response."""
+
+
+class RepetitionReward(AnyReward):
+    """Minus the share of n-grams that have come before in the same response: 0 without a repetition, towards -1."""
+
+    type: Literal["repetition"]
+    n: PositiveInt = 3
+    """How many words or tokens make an n-gram."""
+    unit: Literal["words", "tokens"] = "words"
+    """What the n-grams are of."""
+
+
+class JSONReward(AnyReward):
+    """1 for a response that is valid JSON and nothing else, else 0."""
+
+    type: Literal["json"]
+    required: list[str] = []
+    """Keys that the object must have, at its top level."""
+
+
+RuleReward = LengthReward | RegexReward | AnswerReward | RepetitionReward | JSONReward
+Reward = Annotated[ModelReward | FunctionReward | HTTPReward | RuleReward, Field(discriminator="type")]
+
+
+def reward_names(rewards: Sequence[Reward]) -> list[str]:
+    """What each source is called in metrics and messages."""
+    several = len(rewards) > 1
+    names = []
+    for number, reward in enumerate(rewards):
+        kind = reward.function.rpartition(":")[2] if isinstance(reward, FunctionReward) else reward.type
+        names.append(reward.name or (f"{kind}_{number}" if several else kind))
+    return names
 
 
 class Rollout(Section):
@@ -680,7 +919,7 @@ class Ptx(Section):
     """Language-model loss on SFT or pretraining rows beside the policy's loss (InstructGPT's PPO-ptx), against
     forgetting; each optimizer step takes its own batch of rows."""
 
-    train: Source
+    train: Sources
     """Rows as in the SFT stage."""
     coef: PositiveFloat
     """Weight: InstructGPT's 27.8 for `additive`, ColossalChat's 0.9 for `convex`."""
@@ -772,6 +1011,15 @@ class PPOConfig(Stage):
         return self
 
     @model_validator(mode="after")
+    def _reward_names(self) -> Self:
+        # Each stands in the metrics, and beside it how many of its scores failed and how many texts were cut.
+        metrics = [name + what for name in reward_names(self.rewards) for what in ("", "_errors", "_cut")]
+        twice = next((name for name in metrics if metrics.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"rewards: {twice} would be the name of two figures. Give each source a name of its own")
+        return self
+
+    @model_validator(mode="after")
     def _values(self) -> Self:
         value = self.value_model
         if not self.ppo.has_value_model and value != ValueModel():
@@ -793,7 +1041,7 @@ class PPOConfig(Stage):
     @property
     def sources(self) -> dict[str, DataSource]:
         ptx = self.ptx.train if self.ptx is not None else None
-        return _given({"train": self.data.train, "test": self.data.test, "ptx": ptx})
+        return numbered({"train": self.data.train, "test": self.data.test, "ptx": ptx})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
@@ -805,7 +1053,7 @@ class PPOConfig(Stage):
         for number, reward in enumerate(self.rewards):
             if isinstance(reward, ModelReward):
                 found[f"rewards.{number}"] = (self.stage_model(reward.path, "rm"), reward.revision)
-            else:
+            elif isinstance(reward, FunctionReward):
                 found[f"rewards.{number}"] = (reward.function.rpartition(":")[0], None)
         if self.evaluation.gold is not None:
             found["evaluation.gold"] = (self.evaluation.gold.rpartition(":")[0], None)
@@ -827,8 +1075,14 @@ def _unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
             raise ValueError(f"{name} does nothing with {chosen}. Remove it, or choose otherwise")
 
 
-def _given(sources: dict[str, DataSource | None]) -> dict[str, DataSource]:
-    return {role: source for role, source in sources.items() if source is not None}
+def numbered(sources: dict[str, DataSource | list[DataSource] | None]) -> dict[str, DataSource]:
+    """Sources by role; of a mixture each by its number: train.0, train.1."""
+    found: dict[str, DataSource] = {}
+    for role, given in sources.items():
+        several = given if isinstance(given, list) else [] if given is None else [given]
+        for number, source in enumerate(several):
+            found[role if len(several) == 1 else f"{role}.{number}"] = source
+    return found
 
 
 CONFIGS: dict[str, type[Stage]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}

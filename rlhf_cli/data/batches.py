@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -21,10 +22,15 @@ def stream(num_rows: int, batch_size: int, step: int, seed: int, purpose: str) -
     at = step * batch_size
     while len(rows) < batch_size:
         epoch, offset = divmod(at, num_rows)
-        order = torch.randperm(num_rows, generator=generator(seed, purpose, epoch))
-        rows += order[offset : offset + batch_size - len(rows)].tolist()
+        rows += _order(num_rows, seed, purpose, epoch)[offset : offset + batch_size - len(rows)].tolist()
         at = step * batch_size + len(rows)
     return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _order(num_rows: int, seed: int, purpose: str, epoch: int) -> torch.Tensor:
+    """An epoch's order, kept for its other steps: over millions of rows it takes longer than a small model's step."""
+    return torch.randperm(num_rows, generator=generator(seed, purpose, epoch))
 
 
 def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.formats import Demonstration, Message, Prompt
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Record, demonstration
 from rlhf_cli.errors import ArtifactError, DataError
 
 
@@ -20,6 +20,74 @@ class Example:
     learnt: list[bool]
     """Per token: is it a target of the loss? Token 0 never is, nothing predicts it."""
     where: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that is not learnt from, and why."""
+
+    reason: str
+
+
+def answer_to_learn(record: Record, side: str) -> Demonstration | LeftOut:  # noqa: ARG001
+    """What SFT learns of a row."""
+    return demonstration(record) or LeftOut("no answer to learn from")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a sequence may be, in tokens, and what happens to a longer one (`Data` says what each means)."""
+
+    max_length: int
+    truncation: Literal["drop", "left", "right"] = "drop"
+    min_response_length: int = 0
+
+
+def fit(ids: list[int], answer: list[bool], limits: Limits, bos: int | None) -> tuple[list[int], list[bool]] | LeftOut:
+    """A sequence and which of its tokens are an answer's, cut to `limits.max_length` where it is longer.
+
+    `left` keeps a first token that is `bos`, and the last answer whole with a token before it; `right` keeps a
+    token of an answer at least. What can't be cut so is left out.
+
+    >>> fit([0, 5, 6, 7, 8], [False, False, False, True, True], Limits(4, "left"), bos=0)
+    ([0, 6, 7, 8], [False, False, True, True])
+    >>> fit([5, 6, 7, 8], [False, True, True, True], Limits(3, "left"), bos=None)
+    LeftOut(reason='longer than 3 tokens, and so is its answer')
+    """
+    if sum(answer) < limits.min_response_length:
+        return LeftOut(f"answers of fewer than {limits.min_response_length} tokens")
+    longest = limits.max_length
+    if len(ids) <= longest:
+        return ids, answer
+    if limits.truncation == "drop":
+        return LeftOut(f"longer than {longest} tokens")
+    if limits.truncation == "right":
+        if not any(answer[:longest]):
+            return LeftOut(f"longer than {longest} tokens before its answer")
+        return ids[:longest], answer[:longest]
+    first = [ids[0]] if ids[0] == bos and longest > 1 else []
+    start = len(ids) - longest + len(first)
+    begins = len(ids) - next((n for n, learnt in enumerate(reversed(answer)) if not learnt), len(ids))
+    if (begins <= start and not first) or begins < start:
+        return LeftOut(f"longer than {longest} tokens, and so is its answer")
+    return first + ids[start:], [False] * len(first) + answer[start:]
+
+
+def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | LeftOut:
+    """A prompt, cut to `limits.max_length` where it is longer; `left` keeps a first token that is `bos`.
+
+    >>> fit_prompt([0, 5, 6, 7], Limits(3, "left"), bos=0)
+    [0, 6, 7]
+    """
+    longest = limits.max_length
+    if len(ids) <= longest:
+        return ids
+    if limits.truncation == "drop":
+        return LeftOut(f"prompts longer than {longest} tokens")
+    if limits.truncation == "right":
+        return ids[:longest]
+    first = [ids[0]] if ids[0] == bos and longest > 1 else []
+    return first + ids[len(ids) - longest + len(first) :]
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
@@ -41,6 +109,13 @@ def prompt_text(
         require_chat_template(tokenizer)
         return _chat_text(tokenizer, [Message("user", prompt)], generation=True)
     return template.replace("{prompt}", prompt)
+
+
+def whole_text(row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A row's prompt and response as one text, for a model that has no use for their tokens apart."""
+    if is_chat(row.messages, template, tokenizer):
+        return _chat_text(tokenizer, row.messages, generation=False)
+    return prompt_text(row.prompt, template, tokenizer) + row.response
 
 
 def is_chat(messages: Sequence[Message], template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -120,58 +195,62 @@ def encode_pairs(
     return pairs
 
 
+def encode_answers(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration], template: str | None, *, start: bool = True
+) -> list[tuple[list[int], list[bool]]]:
+    """Rows to (ids, which of them are an answer's, EOS among them): of a conversation every assistant turn."""
+    plain = [row for row in rows if not _row_is_chat(row, template, tokenizer)]
+    texts = [r.prompt for r in plain], [r.response for r in plain]
+    pairs = iter(encode_pairs(tokenizer, *texts, template, start=start))
+    found = []
+    for row in rows:
+        if _row_is_chat(row, template, tokenizer):
+            found.append(_encode_conversation(tokenizer, row))
+        else:
+            prompt, response = next(pairs)
+            found.append((prompt + response, [False] * len(prompt) + [True] * len(response)))
+    return found
+
+
 def encode_demonstrations(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Demonstration],
     template: str | None,
     *,
     learn_all: bool,
-) -> list[Example]:
-    """Rows to training sequences; the prompt is not learnt unless `learn_all`."""
-    plain = [row for row in rows if not _row_is_chat(row, template, tokenizer)]
-    pairs = iter(encode_pairs(tokenizer, [r.prompt for r in plain], [r.response for r in plain], template))
-    examples = []
-    for row in rows:
-        if _row_is_chat(row, template, tokenizer):
-            ids, learnt = _encode_conversation(tokenizer, row)
-        else:
-            prompt, response = next(pairs)
-            ids, learnt = prompt + response, [False] * len(prompt) + [True] * len(response)
-        if learn_all:
-            learnt = [True] * len(ids)
+    limits: Limits | None = None,
+) -> list[Example | LeftOut]:
+    """Rows to training sequences within `limits`; the prompt is not learnt unless `learn_all`."""
+    found: list[Example | LeftOut] = []
+    for row, (ids, answer) in zip(rows, encode_answers(tokenizer, rows, template), strict=True):
+        fitting = fit(ids, answer, limits, tokenizer.bos_token_id) if limits is not None else (ids, answer)
+        if isinstance(fitting, LeftOut):
+            found.append(fitting)
+            continue
+        kept, learnt = fitting
+        learnt = [learn_all or is_answer for is_answer in learnt]
         learnt[0] = False
-        examples.append(Example(ids, learnt, row.where))
-    return examples
+        found.append(Example(kept, learnt, row.where))
+    return found
 
 
 def encode_for_classifier(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_length: int | None,
+    side: Literal["left", "right"] = "left",
 ) -> list[list[int]]:
     """Whole texts to ids with the special tokens that an encoder expects.
 
-    One longer than `max_length` loses its beginning: the response that is judged stands at the end.
+    One longer than `max_length` loses its beginning, as the response that is judged stands at the end; or, with
+    side "right", its end.
     """
     if not texts:
         return []
-    tokenizer.truncation_side = "left"
+    tokenizer.truncation_side = side
     limit = max_length if max_length is not None and max_length < 10**9 else None
     encoded = tokenizer(list(texts), truncation=limit is not None, max_length=limit, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
-
-
-T = TypeVar("T")
-
-
-def drop_too_long(items: list[T], length: Callable[[T], int], max_length: int, what: str) -> tuple[list[T], int]:
-    """The items of at most `max_length` tokens and how many were dropped; raises DataError if all were."""
-    kept = [item for item in items if length(item) <= max_length]
-    if items and not kept:
-        shortest = min(length(item) for item in items)
-        raise DataError(
-            f"{what}: all {len(items)} rows are longer than {max_length} tokens, the shortest has {shortest}. "
-            "Raise the maximum length (and see that the model takes it)"
-        )
-    return kept, len(items) - len(kept)
 
 
 def _row_is_chat(row: Demonstration | Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:

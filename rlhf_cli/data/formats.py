@@ -1,355 +1,304 @@
-"""What rows mean: each kind of row, recognised by its keys, becomes one of four typed examples.
+"""What rows mean: each format, recognised by its keys or named in the config, is read into one Record.
 
-The kind is decided once from the first row and every other row must have the same keys, so that a file with
-two kinds in it is reported and not half read.
-
-| keys | kind | stages |
-|---|---|---|
-| prompt, response (or completion, answer) | demonstration | sft; ppo takes the prompt |
-| messages: role, content | conversation | sft; ppo takes what comes before the last answer |
-| prompt, chosen, rejected | preference | rm; sft learns chosen; ppo takes the prompt |
-| chosen, rejected: whole "Human: ... Assistant: ..." transcripts | transcript pair | the same |
-| prompt, response, score | scored | rm with loss: mse |
-| text, label | labelled | rm: score = label, or pairs of a higher and a lower label |
-| text | text | sft; ppo takes the first `prompt_words` words |
-| prompt | prompt | ppo |
+The format is decided once, from the first row, and every other row must fit it, so that a file with two kinds of rows
+in it is reported and not half read. How a row of each format looks is in docs/data.md; how it is read is in
+`formats_plain` and `formats_graded`.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import torch
-
+from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.data import formats_graded as graded
+from rlhf_cli.data import formats_plain as plain
+from rlhf_cli.data.columns import (
+    ANSWERS_KEYS,
+    CONVERSATION_KEYS,
+    PROMPT_KEYS,
+    RESPONSE_KEYS,
+    SYSTEM_KEYS,
+    found_keys,
+    has,
+    mapped,
+)
+from rlhf_cli.data.records import Record, shown_name
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import DataError
 
-PROMPT_KEYS = ("prompt", "question", "user_input")
-RESPONSE_KEYS = ("response", "completion", "answer")
-ASSISTANT = "\n\nAssistant:"
+Purpose = Literal["sft", "rm pairs", "rm scores", "ppo"]
+Values = dict[str, Any]
+ALL: tuple[Purpose, ...] = ("sft", "rm pairs", "rm scores", "ppo")
+WITHOUT_SCORES: tuple[Purpose, ...] = ("sft", "rm pairs", "ppo")
+WITHOUT_PAIRS: tuple[Purpose, ...] = ("sft", "rm scores", "ppo")
 
 
 @dataclass(frozen=True)
-class Message:
-    role: str
-    content: str
+class Format:
+    """One kind of rows."""
+
+    name: str
+    keys: str
+    """Columns that tell it from others, as messages say them."""
+    purposes: tuple[Purpose, ...]
+    """The stages that can learn from it; `rm pairs` is a pairwise loss, `rm scores` is mse."""
+    columns: tuple[str, ...]
+    """Every column that it reads, by our names, which `keys` of the config may map."""
+    fits: Callable[[Values, DataSource], bool]
+    """Does a row have its keys?"""
+    read: Callable[[Row, DataSource, int], Record]
+    """A row, its source and the number of words of a text's prompt to its Record."""
+    takes_weights: bool = False
+    """Has it grades that `weights` of the config can add up?"""
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt and the response to learn, or a conversation whose assistant turns are learnt."""
+PROMPTS = PROMPT_KEYS + SYSTEM_KEYS
+TURNS = CONVERSATION_KEYS + SYSTEM_KEYS
+GRADES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+VOTES = ("vote", "annotator1", "annotator2", "annotator3", "label_0", "label_1", "label_2")
 
-    prompt: str
-    response: str
-    where: str
-    messages: tuple[Message, ...] = ()
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Two responses to one prompt, the better one first."""
-
-    prompt: str
-    chosen: str
-    rejected: str
-    where: str
-    margin: float = 0.0
-    columns: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A response and its score; 0.0 is a score."""
-
-    prompt: str
-    response: str
-    score: float
-    where: str
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the row that it came from, which rewards are given too."""
-
-    prompt: str
-    where: str
-    columns: dict[str, Any] = field(default_factory=dict)
-    messages: tuple[Message, ...] = ()
-    """Of a conversation, all that comes before its last answer."""
-
-
-# ----------------------------------------------------------------------------------------- each stage
-
-
-def demonstrations(rows: list[Row], *, prompt_words: int = 0) -> tuple[list[Demonstration], str]:
-    """Rows for SFT, and the name of their kind."""
-    kind = _kind(rows[0], "sft")
-    read: Callable[[Row], Demonstration] = {
-        "demonstration": _demonstration,
-        "scored": _demonstration,
-        "conversation": _conversation,
-        "preference": lambda row: _as_demonstration(_preference(row, None)),
-        "transcript pair": lambda row: _as_demonstration(_transcripts(row, None)),
-        "labelled": lambda row: _text(row, prompt_words),
-        "text": lambda row: _text(row, prompt_words),
-    }[kind]
-    return [read(row) for row in rows], kind
-
-
-def preferences(
-    rows: list[Row], *, margin_column: str | None = None, generator: torch.Generator
-) -> tuple[list[Preference], str]:
-    """Rows for the pairwise losses, and the name of their kind.
-
-    A row whose two answers are the same text holds no preference and is left out (HH-RLHF has some); the
-    caller says how many.
-
-    Labelled texts are paired at random: each text of a higher label with one of a lower label, in the order
-    that `generator` draws.
-    """
-    kind = _kind(rows[0], "rm pairs")
-    if kind == "labelled":
-        return _pairs_of_labels(rows, generator), kind
-    read = _preference if kind == "preference" else _transcripts
-    pairs = [read(row, margin_column) for row in rows]
-    different = [pair for pair in pairs if pair.chosen != pair.rejected]
-    if not different:
-        raise DataError(f"{rows[0].where}: chosen and rejected are the same text in all {len(rows)} rows from here on")
-    return different, kind
-
-
-def scored(rows: list[Row]) -> tuple[list[Scored], str]:
-    """Rows for loss: mse, and the name of their kind."""
-    kind = _kind(rows[0], "rm scores")
-    if kind == "labelled":
-        texts = [(_text(row, 0), _number(row, "label")) for row in rows]
-        return [Scored(t.prompt, t.response, label, t.where) for t, label in texts], kind
-    return [
-        Scored(d.prompt, d.response, _number(row, "score"), row.where) for row in rows for d in (_demonstration(row),)
-    ], kind
-
-
-def prompts(rows: list[Row], *, prompt_words: int = 0) -> tuple[list[Prompt], str]:
-    """Rows for PPO, and the name of their kind."""
-    kind = _kind(rows[0], "ppo")
-    read: dict[str, Callable[[Row], str]] = {
-        "demonstration": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
-        "scored": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
-        "prompt": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
-        "preference": lambda row: _string(row, _first_key(row, PROMPT_KEYS)),
-        "transcript pair": lambda row: _transcripts(row, None).prompt,
-        "labelled": lambda row: _text(row, prompt_words).prompt,
-        "text": lambda row: _text(row, prompt_words).prompt,
-    }
-    if kind == "conversation":
-        conversations = [_conversation(row) for row in rows]
-        return [
-            Prompt(c.prompt, c.where, row.values, c.messages[:-1]) for c, row in zip(conversations, rows, strict=True)
-        ], kind
-    return [Prompt(read[kind](row), row.where, row.values) for row in rows], kind
-
-
-def row_key(row: Row) -> str:
-    """What a row is told apart by when rows are split: its prompt, or its text where it has no prompt.
-
-    Rows that are broken give any key; whoever reads them says what is wrong.
-    """
-    values = row.values
-    for name in PROMPT_KEYS:
-        if isinstance(values.get(name), str):
-            return str(values[name])
-    if isinstance(values.get("chosen"), str) and isinstance(values.get("rejected"), str):
-        return values["chosen"][: _end_of_prompt(values["chosen"], values["rejected"])]
-    if isinstance(values.get("messages"), list):
-        return json.dumps(values["messages"][:-1], sort_keys=True, default=str)
-    return str(values.get("text", ""))
-
-
-# ------------------------------------------------------------------------------------------ each kind
-
-STAGE_KINDS = {
-    "sft": ("demonstration", "conversation", "preference", "transcript pair", "scored", "labelled", "text"),
-    "rm pairs": ("preference", "transcript pair", "labelled"),
-    "rm scores": ("scored", "labelled"),
-    "ppo": (
-        "demonstration",
-        "conversation",
+# In the order in which they are tried: what has more columns comes first. SFT and PPO have no use for a score or a
+# label, so a scored row is `prompt_response` to them and a labelled text is `text`, whatever its label is.
+_ALL_FORMATS = (
+    Format(
         "preference",
-        "transcript pair",
-        "scored",
-        "labelled",
-        "text",
-        "prompt",
+        "prompt + chosen + rejected",
+        WITHOUT_SCORES,
+        ("chosen", "rejected", *PROMPTS, *CONVERSATION_KEYS),
+        lambda v, _: (
+            "chosen" in v
+            and "rejected" in v
+            and (has(v, PROMPT_KEYS) or has(v, CONVERSATION_KEYS) or not isinstance(v["chosen"], str))
+        ),
+        lambda row, _source, _words: graded.read_preference(row),
     ),
-}
-KIND_KEYS = {
-    "demonstration": "prompt + response",
-    "conversation": "messages",
-    "preference": "prompt + chosen + rejected",
-    "transcript pair": "chosen + rejected",
-    "scored": "prompt + response + score",
-    "labelled": "text + label",
-    "text": "text",
-    "prompt": "prompt",
-}
+    Format(
+        "hh",
+        "chosen + rejected",
+        WITHOUT_SCORES,
+        ("chosen", "rejected"),
+        lambda v, _: "chosen" in v and "rejected" in v,
+        lambda row, _source, _words: graded.read_hh(row),
+    ),
+    Format(
+        "shp",
+        "history + human_ref_A + labels",
+        ALL,
+        ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"),
+        lambda v, _: "history" in v and "human_ref_A" in v and "human_ref_B" in v,
+        lambda row, _source, _words: graded.read_shp(row),
+    ),
+    Format(
+        "summarize",
+        "summaries + choice",
+        WITHOUT_SCORES,
+        ("info", "summaries", "choice"),
+        lambda v, _: "info" in v and "summaries" in v and "choice" in v,
+        lambda row, _source, _words: graded.read_summarize(row),
+    ),
+    Format(
+        "webgpt",
+        "answer_0 + answer_1",
+        ALL,
+        ("question", "answer_0", "answer_1", "score_0", "score_1"),
+        lambda v, _: "question" in v and "answer_0" in v and "answer_1" in v,
+        lambda row, _source, _words: graded.read_webgpt(row),
+    ),
+    Format(
+        "stackexchange",
+        "response_j + response_k",
+        WITHOUT_SCORES,
+        ("question", "response_j", "response_k"),
+        lambda v, _: "question" in v and "response_j" in v and "response_k" in v,
+        lambda row, _source, _words: graded.read_stackexchange(row),
+    ),
+    Format(
+        "pandalm",
+        "response1 + response2",
+        WITHOUT_SCORES,
+        ("instruction", "input", "response1", "response2", *VOTES),
+        lambda v, _: "instruction" in v and "response1" in v and "response2" in v,
+        lambda row, _source, _words: graded.read_pandalm(row),
+    ),
+    Format(
+        "ultrafeedback",
+        "instruction + completions",
+        ALL,
+        ("instruction", "completions"),
+        lambda v, _: "instruction" in v and "completions" in v,
+        lambda row, source, _words: graded.read_ultrafeedback(row, source.weights),
+        takes_weights=True,
+    ),
+    Format(
+        "helpsteer",
+        "response + helpfulness",
+        WITHOUT_PAIRS,
+        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, *GRADES),
+        lambda v, _: has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS) and "helpfulness" in v and "correctness" in v,
+        lambda row, source, _words: graded.read_helpsteer(row, source.weights),
+        takes_weights=True,
+    ),
+    Format(
+        "kto",
+        "completion + label",
+        WITHOUT_PAIRS,
+        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, "label"),
+        lambda v, _: (
+            _is_truth(v.get("label")) and ((has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS)) or has(v, CONVERSATION_KEYS))
+        ),
+        lambda row, _source, _words: graded.read_kto(row),
+    ),
+    Format(
+        "ranking",
+        "prompt + answers",
+        WITHOUT_SCORES,
+        (*PROMPTS, *CONVERSATION_KEYS, *ANSWERS_KEYS, "scores"),
+        lambda v, _: has(v, PROMPT_KEYS) and _has_list(v),
+        lambda row, source, _words: graded.read_ranking(row, source.weights),
+        takes_weights=True,
+    ),
+    Format(
+        "alpaca",
+        "instruction + output",
+        ("sft", "ppo"),
+        ("instruction", "input", "output"),
+        lambda v, _: "instruction" in v and "output" in v,
+        lambda row, _source, _words: plain.read_instruction(row, template=True),
+    ),
+    Format(
+        "instruction",
+        "instruction + output",
+        ("sft", "ppo"),
+        ("instruction", "input", "output"),
+        lambda _values, _source: False,
+        lambda row, _source, _words: plain.read_instruction(row, template=False),
+    ),
+    Format(
+        "prompt_response",
+        "prompt + response",
+        ("sft", "ppo"),
+        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS),
+        lambda v, _: has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS),
+        lambda row, _source, _words: plain.read_prompt_response(row),
+    ),
+    Format(
+        "scored",
+        "prompt + response + score",
+        WITHOUT_PAIRS,
+        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, *ANSWERS_KEYS, "score", "scores"),
+        lambda v, source: has(v, PROMPT_KEYS) and (has(v, RESPONSE_KEYS) or _has_list(v)) and _has_score(v, source),
+        lambda row, source, _words: graded.read_scored(row, source.weights),
+        takes_weights=True,
+    ),
+    Format(
+        "messages",
+        "messages",
+        ("sft", "ppo"),
+        TURNS,
+        lambda v, _: has(v, CONVERSATION_KEYS),
+        lambda row, _source, _words: plain.read_messages(row),
+    ),
+    Format(
+        "text",
+        "text",
+        ("sft", "ppo"),
+        ("text",),
+        lambda v, _: "text" in v,
+        lambda row, _source, words: plain.read_text(row, words),
+    ),
+    Format(
+        "labelled",
+        "text + label",
+        ALL,
+        ("text", "label"),
+        lambda v, _: "text" in v and "label" in v,
+        lambda row, _source, words: plain.read_text(row, words, labelled=True),
+    ),
+    Format(
+        "prompt",
+        "prompt",
+        ("ppo",),
+        (*PROMPTS, *CONVERSATION_KEYS),
+        lambda v, _: has(v, PROMPT_KEYS),
+        lambda row, _source, _words: plain.read_prompt(row),
+    ),
+)
+FORMATS: dict[str, Format] = {format_.name: format_ for format_ in _ALL_FORMATS}
 
 
-def _kind(row: Row, stage: str) -> str:
-    keys = row.values.keys()
-    prompt, response = any(k in keys for k in PROMPT_KEYS), any(k in keys for k in RESPONSE_KEYS)
-    candidates = {
-        "preference": prompt and {"chosen", "rejected"} <= keys,
-        "transcript pair": {"chosen", "rejected"} <= keys and not prompt,
-        "scored": prompt and response and "score" in keys,
-        "demonstration": prompt and response,
-        "conversation": "messages" in keys,
-        "labelled": {"text", "label"} <= keys,
-        "text": "text" in keys,
-        "prompt": prompt,
-    }
-    for kind, fits in candidates.items():
-        if fits and kind in STAGE_KINDS[stage]:
-            return kind
-    wanted = "; ".join(KIND_KEYS[kind] for kind in STAGE_KINDS[stage])
-    found = ", ".join(map(str, keys)) or "no keys at all"
-    raise DataError(f"{row.where}: found the keys {found}, {stage} takes rows of: {wanted}. Rename the keys")
+def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
+    """The format of a source's rows: the one that it names, else the first that this row's keys fit and that the
+    stage can learn from.
 
+    Raises DataError where there is none, saying what was found and what the stage takes, and where `keys` or `weights`
+    of the source mean nothing to the format.
 
-def _first_key(row: Row, names: tuple[str, ...]) -> str:
-    for name in names:
-        if name in row.values:
-            return name
-    found = ", ".join(map(str, row.values)) or "no keys at all"
-    raise DataError(f"{row.where}: found the keys {found}, one of {', '.join(names)} is needed as in the first row")
-
-
-def _string(row: Row, key: str, *, empty: bool = False) -> str:
-    if key not in row.values:
-        found = ", ".join(map(str, row.values)) or "no keys at all"
-        raise DataError(f"{row.where}: found the keys {found}, `{key}` is needed as in the first row")
-    value = row.values[key]
-    if not isinstance(value, str):
-        raise DataError(f"{row.where}: `{key}` is a {type(value).__name__}, it must be text")
-    if not value.strip() and not empty:
-        raise DataError(f"{row.where}: `{key}` is empty, there is nothing to learn from. Remove the row")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"{row.where}: `{key}` holds half a character (a lone surrogate). Mend the row") from None
-    return value
-
-
-def _number(row: Row, key: str) -> float:
-    value = row.values.get(key)
-    try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"{row.where}: `{key}` is {value!r}, it must be a number")
-    return number
-
-
-def _demonstration(row: Row) -> Demonstration:
-    prompt = _string(row, _first_key(row, PROMPT_KEYS), empty=True)
-    return Demonstration(prompt, _string(row, _first_key(row, RESPONSE_KEYS)), row.where)
-
-
-def _conversation(row: Row) -> Demonstration:
-    items = row.values.get("messages")
-    if not isinstance(items, list) or not items:
-        raise DataError(f"{row.where}: `messages` is not a list of messages with role and content")
-    messages = []
-    for number, item in enumerate(items, 1):
-        if not isinstance(item, dict) or not all(isinstance(item.get(k), str) for k in ("role", "content")):
-            raise DataError(f"{row.where}: message {number} needs a text `role` and a text `content`")
-        if item["role"] not in ("system", "user", "assistant"):
-            raise DataError(f"{row.where}: message {number} has role {item['role']!r}, not system, user or assistant")
-        messages.append(Message(item["role"], item["content"]))
-    if messages[-1].role != "assistant" or not messages[-1].content.strip():
-        raise DataError(f"{row.where}: the last message must be the assistant's and not empty")
-    return Demonstration(transcript(messages[:-1]), " " + messages[-1].content, row.where, tuple(messages))
-
-
-def transcript(messages: list[Message]) -> str:
-    """A conversation as plain text in the style of HH-RLHF, ending where the assistant answers."""
-    names = {"system": "System", "user": "Human", "assistant": "Assistant"}
-    return "".join(f"\n\n{names[m.role]}: {m.content}" for m in messages) + ASSISTANT
-
-
-def _as_demonstration(pair: Preference) -> Demonstration:
-    return Demonstration(pair.prompt, pair.chosen, pair.where)
-
-
-def _preference(row: Row, margin_column: str | None) -> Preference:
-    prompt = _string(row, _first_key(row, PROMPT_KEYS), empty=True)
-    chosen, rejected = _string(row, "chosen"), _string(row, "rejected")
-    margin = _number(row, margin_column) if margin_column else 0.0
-    return Preference(prompt, chosen, rejected, row.where, margin, row.values)
-
-
-def _transcripts(row: Row, margin_column: str | None) -> Preference:
-    """HH-RLHF: the prompt is the common beginning, up to and with its last "Assistant:"."""
-    chosen, rejected = _string(row, "chosen"), _string(row, "rejected")
-    cut = _end_of_prompt(chosen, rejected)
-    if cut == 0:
-        raise DataError(
-            f'{row.where}: chosen and rejected have no common beginning that ends in "Assistant:". '
-            "Give the prompt in a column of its own"
-        )
-    prompt, a, b = chosen[:cut], chosen[cut:], rejected[cut:]
-    # An answer of no words happens in HH-RLHF as published: it is a worse answer, not a broken row.
-    margin = _number(row, margin_column) if margin_column else 0.0
-    return Preference(prompt, a or " ", b or " ", row.where, margin, row.values)
-
-
-def _end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the answers begin in two transcripts: behind the last "Assistant:" of what they share, else 0."""
-    common = 0
-    for a, b in zip(chosen, rejected, strict=False):
-        if a != b:
-            break
-        common += 1
-    cut = chosen[:common].rfind(ASSISTANT)
-    return cut + len(ASSISTANT) if cut >= 0 else 0
-
-
-def _text(row: Row, prompt_words: int) -> Demonstration:
-    text = _string(row, "text")
-    prompt, rest = first_words(text, prompt_words)
-    return Demonstration(prompt, rest, row.where) if rest.strip() else Demonstration("", text, row.where)
-
-
-def first_words(text: str, count: int) -> tuple[str, str]:
-    """The first `count` words with the blanks before them, and what follows.
-
-    >>> first_words("a slow film, but good", 3)
-    ('a slow film,', ' but good')
+    >>> recognise(Row({"question": "1+1=", "answer": "2"}, "file:1"), DataSource(path="file"), "sft").name
+    'prompt_response'
     """
-    end = 0
-    for _ in range(count):
-        while end < len(text) and text[end].isspace():
-            end += 1
-        while end < len(text) and not text[end].isspace():
-            end += 1
-    return text[:end], text[end:]
+    values = mapped(row, source).values
+    if source.format == "auto":
+        fitting = (f for f in FORMATS.values() if _suits(f, source, purpose) and f.fits(values, source))
+        found = next(fitting, None)
+        if found is None:
+            raise DataError(
+                f"{row.where}: found the keys {found_keys(values)}, {_takes(purpose, source)}. Rename them or map "
+                "them with `keys`"
+            )
+    else:
+        found = FORMATS[source.format]
+        # A list of responses with their scores serves both losses, by either of its names.
+        both = found.name in ("ranking", "scored") and _has_list(values) and _has_score(values, source)
+        if purpose not in found.purposes and not both:
+            raise DataError(f"{row.where}: the format is {found.name}, {_takes(purpose, source)}")
+        if source.weights and not found.takes_weights:
+            raise DataError(f"{row.where}: rows of {found.name} have no grades, `weights` means nothing. Remove it")
+    known = {*found.columns, *source.weights, *(name.partition(".")[0] for name in source.weights)}
+    for ours in source.keys:
+        if ours not in known:
+            raise DataError(
+                f"{row.where}: `keys` maps `{shown_name(ours)}`, which rows of {found.name} don't have. "
+                f"They have: {', '.join(found.columns)}"
+            )
+    return found
 
 
-def _pairs_of_labels(rows: list[Row], generator: torch.Generator) -> list[Preference]:
-    labels = [_number(row, "label") for row in rows]
-    middle = (min(labels) + max(labels)) / 2
-    high = [i for i, label in enumerate(labels) if label > middle]
-    low = [i for i, label in enumerate(labels) if label <= middle]
-    if not high or not low:
-        raise DataError(f"{rows[0].where}: every label is {labels[0]}, pairs need two different ones")
-    order = torch.randperm(len(low), generator=generator).tolist()
-    return [
-        # No shared prompt: each text is its own, and is judged whole.
-        Preference("", _string(rows[i], "text"), _string(rows[j], "text"), rows[i].where)
-        for n, i in enumerate(high)
-        for j in (low[order[n % len(low)]],)
-    ]
+def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: int = 0) -> Record:
+    """One row as a Record; `prompt_words` first words of a plain text are its prompt.
+
+    Raises DataError, naming the row, for one that does not fit the format.
+    """
+    if not source.keys:
+        return format.read(row, source, prompt_words)
+    return replace(format.read(mapped(row, source), source, prompt_words), columns=row.values)
+
+
+def _suits(format: Format, source: DataSource, purpose: Purpose) -> bool:
+    return purpose in format.purposes and (format.takes_weights or not source.weights)
+
+
+def _takes(purpose: Purpose, source: DataSource) -> str:
+    """What a stage takes, for messages, the shortest first; not what is only a longer form of what comes before it."""
+    said: list[str] = []
+    for format in FORMATS.values():
+        columns = set(format.keys.split(" + "))
+        if _suits(format, source, purpose) and not any(set(keys.split(" + ")) <= columns for keys in said):
+            said.append(format.keys)
+    with_weights = f" with the columns of `weights` ({found_keys(source.weights)})" if source.weights else ""
+    return f"{purpose}{with_weights} takes rows of: {'; '.join(sorted(said, key=len))}"
+
+
+def _has_list(values: Values) -> bool:
+    return any(isinstance(values.get(name), list) for name in ANSWERS_KEYS)
+
+
+def _has_score(values: Values, source: DataSource) -> bool:
+    if source.weights:
+        return all(name in values or name.partition(".")[0] in values for name in source.weights)
+    return "scores" in values if _has_list(values) and not has(values, RESPONSE_KEYS) else "score" in values
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value[:9].strip().lower() in ("true", "false"))

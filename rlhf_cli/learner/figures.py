@@ -50,6 +50,9 @@ def judged(learner: Learner, prompts: Sequence[PromptRow], texts: list[str], res
         [r.ended for r in responses],
         [p.row.columns for p in prompts],
         [[str(learner.tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None,
+        [p.row.where for p in prompts],
+        [p.row.prompt for p in prompts],
+        [p.row.messages for p in prompts],
     )
 
 
@@ -79,11 +82,14 @@ def iteration_metrics(
     }
     tokens = [t[mask].double().cpu() for t in (rollout.values, returns, rollout.logprobs)]
     gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item()
+    counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
+    counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in learner.rewards if s.on_error == "zero"}
     mine = (
         {name: values.double().cpu() for name, values in columns.items()},
         tokens,
         [(prompt.text, text) for prompt, text in zip(rollout.prompts, texts, strict=True)],
         gap,
+        counts,
     )
     everyone = world.gather(mine)
     whole = {name: torch.cat([own[0][name] for own in everyone]) for name in columns}
@@ -97,6 +103,7 @@ def iteration_metrics(
         "response/duplicate_fraction": _duplicates(pairs),
         "policy/entropy": -logprobs.mean().item(),
         "policy/sampler_gap": max(own[3] for own in everyone),
+        **{name: float(sum(own[4][name] for own in everyone)) for name in counts},
     }
     if learner.models.has_values:
         real = torch.ones_like(values).bool()
@@ -144,7 +151,8 @@ def measurement(learner: Learner) -> Callable[[], Evaluation]:
 
     def judge(prompts: Sequence[PromptRow], texts: list[str], ended: list[bool]) -> list[dict[str, float]]:
         assert gold is not None
-        judged = Judged([p.text for p in prompts], texts, [], [], ended, [p.row.columns for p in prompts])
+        columns, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
+        judged = Judged([p.text for p in prompts], texts, [], [], ended, columns, where=where)
         return call(str(gold_name), gold, judged, named_numbers)
 
     def measure() -> Evaluation:

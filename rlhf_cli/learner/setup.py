@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.schemas import ModelReward, PPOConfig
+from rlhf_cli.config.schemas import ModelReward, PPOConfig, Rows
 from rlhf_cli.data.encode import (
     Example,
-    drop_too_long,
+    LeftOut,
+    Limits,
+    answer_to_learn,
     encode_demonstrations,
     encode_rows,
+    fit_prompt,
     prompt_text,
     require_eos,
 )
-from rlhf_cli.data.formats import demonstrations as read_demonstrations
-from rlhf_cli.data.formats import prompts as read_prompts
-from rlhf_cli.data.split import read_split, selected
+from rlhf_cli.data.records import Demonstration, Prompt, Record, prompt
+from rlhf_cli.data.table import Table
+from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import computes_in_bfloat16, vocabulary_rows
@@ -38,6 +43,7 @@ from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import (
     RewardModel,
     RewardSource,
+    check_rows,
     load_rewards,
 )
 from rlhf_cli.rollout.experience import (
@@ -62,9 +68,9 @@ class Learner:
     models: Models
     rewards: Sequence[RewardSource]
     sampling: Sampling
-    train: list[PromptRow]
-    test: list[PromptRow]
-    ptx: list[Example]
+    train: Sequence[PromptRow]
+    test: Sequence[PromptRow]
+    ptx: Sequence[Example]
     policy_stepper: Stepper
     value_stepper: Stepper | None
     average: WeightAverage | None
@@ -72,6 +78,8 @@ class Learner:
     kl_coef: float
     policy_kl_coef: float
     """PPO-penalty's coefficient."""
+    mean_prompt_length: float = math.nan
+    """Of the training prompts, in tokens."""
 
     @property
     def world(self) -> World:
@@ -112,7 +120,9 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
             display.note(line)
 
     train, test = _prompts(config, tokenizer, stage)
-    longest = max(len(p.ids) for p in train + test) + config.rollout.max_new_tokens
+    check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
+    lengths = np.concatenate([train.lengths("ids"), test.lengths("ids")])
+    longest = int(lengths.max()) + config.rollout.max_new_tokens
     readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
     for model in (policy, ref_policy, value_model, *readers):
         if model is not None:
@@ -132,11 +142,12 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         rewards=rewards,
         sampling=_sampling(config, policy, tokenizer),
         train=train,
-        test=test,
+        test=test[: config.evaluation.num_prompts],
         ptx=_ptx_rows(config, tokenizer, stage),
         policy_stepper=build_stepper(policy, config.optimizer, policy_steps),
         value_stepper=build_stepper(value, config.optimizer, ppo.total_steps, learning_rate=rate) if value else None,
         average=WeightAverage(policy, decay=ppo.ema_decay) if ppo.ema_decay is not None else None,
+        mean_prompt_length=float(train.lengths("ids").mean()),
         scale=ScoreScale(ppo),
         kl_coef=ppo.kl_coef,
         policy_kl_coef=ppo.policy_kl_coef,
@@ -236,17 +247,30 @@ def _kl_note(config: PPOConfig) -> str | None:
     return f"ppo.kl_estimator: {note} (docs/ppo.md)" if note else None
 
 
-def _ptx_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun) -> list[Example]:
+def _ptx_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun) -> Sequence[Example]:
     """The rows of the language-model loss, as the SFT stage would read them."""
     ptx = config.ptx
     if ptx is None:
         return []
-    rows, kind = read_demonstrations(selected(ptx.train), prompt_words=ptx.prompt_words)
-    examples = encode_demonstrations(tokenizer, rows, config.data.prompt_template, learn_all=ptx.loss_on == "all")
-    kept, dropped = drop_too_long(examples, lambda e: len(e.ids), ptx.max_length, "ptx.train")
-    more = f"; {dropped} longer than {ptx.max_length} tokens dropped" if dropped else ""
-    stage.display.note(f"{ptx.train.path}: {len(kept)} rows of {kind} for ptx{more}")
-    return kept
+    template, limits = config.data.prompt_template, Limits(ptx.max_length)
+
+    def encode(rows: Sequence[Demonstration]) -> list[Example | LeftOut]:
+        return encode_demonstrations(tokenizer, rows, template, learn_all=ptx.loss_on == "all", limits=limits)
+
+    rows = tokenise(
+        Rows(train=ptx.train, test_fraction=0),
+        "sft",
+        Example,
+        answer_to_learn,
+        encode,
+        tokenizer,
+        prompt_words=ptx.prompt_words,
+        settings={"template": template, "max_length": ptx.max_length, "loss_on": ptx.loss_on},
+        role="ptx",
+    )
+    for line in rows.lines:
+        stage.display.note(f"{line} (ptx)" if not line.startswith("ptx.") else line)
+    return rows.train
 
 
 def new_health(learner: Learner) -> Health:
@@ -267,7 +291,7 @@ def plan(learner: Learner) -> list[tuple[str, str]]:
     config, ppo, rollout = learner.config, learner.config.ppo, learner.config.rollout
     responses = ppo.num_iterations * ppo.rollout_batch_size
     epochs = ppo.num_iterations * config.num_prompts / len(learner.train)
-    prompt_tokens = sum(len(p.ids) for p in learner.train) / len(learner.train)
+    prompt_tokens = learner.mean_prompt_length
     per_step = f"{ppo.ppo_epochs} ppo_epochs x {ppo.rollout_batch_size // ppo.minibatch_size} minibatches"
     if ppo.num_rollouts_per_update > 1:
         per_step += f" x {ppo.num_rollouts_per_update} rollouts"
@@ -305,24 +329,27 @@ def plan(learner: Learner) -> list[tuple[str, str]]:
 
 def _prompts(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> tuple[list[PromptRow], list[PromptRow]]:
+) -> tuple[Table[PromptRow], Table[PromptRow]]:
     """The training prompts and the held-out ones."""
     data = config.data
-    sides: list[list[PromptRow]] = []
-    for what, rows in zip(("train", "test"), read_split(data), strict=True):
-        if not rows:
-            sides.append([])
-            continue
-        prompts, kind = read_prompts(rows, prompt_words=data.prompt_words)
-        if what == "train":
-            stage.display.note(f"{data.train.path}: rows of {kind}")
-        ids = encode_rows(tokenizer, prompts, data.prompt_template)
-        texts = [prompt_text(p.prompt, data.prompt_template, tokenizer, p.messages) for p in prompts]
-        items = [PromptRow(text, i, p) for text, i, p in zip(texts, ids, prompts, strict=True)]
-        kept, dropped = drop_too_long(items, lambda p: len(p.ids), data.max_prompt_length, f"data.{what}")
-        if dropped:
-            stage.display.note(
-                f"data.{what}: {dropped} of {len(items)} prompts longer than {data.max_prompt_length} dropped"
-            )
-        sides.append(kept)
-    return sides[0], sides[1][: config.evaluation.num_prompts]
+    limits = Limits(data.max_prompt_length, data.truncation)
+
+    def view(record: Record, side: str) -> Prompt:  # noqa: ARG001
+        return prompt(record)
+
+    def encode(rows: Sequence[Prompt]) -> Iterator[PromptRow | LeftOut]:
+        for row, ids in zip(rows, encode_rows(tokenizer, rows, data.prompt_template), strict=True):
+            kept = fit_prompt(ids, limits, tokenizer.bos_token_id)
+            if isinstance(kept, LeftOut):
+                yield kept
+                continue
+            text = prompt_text(row.prompt, data.prompt_template, tokenizer, row.messages)
+            if kept != ids:
+                # Whoever judges the text reads what the policy read.
+                text = str(tokenizer.decode(kept, skip_special_tokens=True))
+            yield PromptRow(text, kept, row)
+
+    rows = tokenise(data, "ppo", PromptRow, view, encode, tokenizer, prompt_words=data.prompt_words)
+    for line in rows.lines:
+        stage.display.note(line)
+    return rows.train, rows.test

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.batches import chunks
-from rlhf_cli.data.formats import Prompt
+from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, scalar_head, scalar_scores
 from rlhf_cli.packing import PackedBatch, pack, response_positions

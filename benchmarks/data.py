@@ -1,0 +1,181 @@
+"""How fast, and in how much memory, rows become tokens and are checked: a generated file of 2 million rows.
+
+    .venv/bin/python benchmarks/data.py --work DIR
+
+Needs about 8 GB under DIR for the file, the tokens and the tokenizer, removes them at the end, and writes nothing
+else. Each line is a process of its own:
+
+    read             the rows as the stages read them, and nothing else
+    check            `rlhf data check`, lengths in words
+    check, tokens    the same with a tokenizer
+    tokenise         `rlhf_cli.data.tokens.tokenise` as the SFT stage calls it, into an empty cache
+    tokenise again   the same, from the cache
+
+Memory is the largest resident set. CPU / wall is how many cores were at work on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+WORDS = 20_000
+SENTENCES = 50_000
+VOCAB_SIZE = 8192
+MAX_LENGTH = 1024
+TASKS = ("read", "check", "check, tokens", "tokenise", "tokenise again")
+
+
+def main() -> None:
+    """Make the files, run each task in a process of its own, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="an empty folder, or one to be made")
+    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 2_000_000])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ |= {"RLHF_CACHE": str(args.work / "cache"), "HF_HUB_OFFLINE": "1"}
+    if args.task:
+        print(json.dumps(measured(args.task, args.work / f"{args.rows[0]}.jsonl", args.work / "tokenizer")))
+        return
+    args.work.mkdir(parents=True, exist_ok=True)
+    print(f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}", flush=True)
+    made = [args.work / f"{rows}.jsonl" for rows in args.rows]
+    try:
+        for rows, path in zip(args.rows, made, strict=True):
+            write_rows(path, rows)
+            print(f"{rows:,} rows, {path.stat().st_size / 2**20:,.0f} MiB", flush=True)
+        subprocess.run([sys.executable, __file__, *_arguments(args, args.rows[0], "tokenizer")], check=True)
+        print("| rows | task | wall s | beyond reading s | rows/s | CPU / wall | memory MiB |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for rows in args.rows:
+            reading = 0.0
+            for task in args.tasks:
+                output = subprocess.run(
+                    [sys.executable, __file__, *_arguments(args, rows, task)],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                ).stdout
+                found = json.loads(output.splitlines()[-1])
+                reading = found["wall"] if task == "read" else reading
+                beyond = f"{found['wall'] - reading:.1f}" if reading and task != "read" else ""
+                print(
+                    f"| {rows:,} | {task} | {found['wall']:.1f} | {beyond} | {rows / found['wall']:,.0f} "
+                    f"| {found['cpu'] / found['wall']:.2f} | {found['memory']:,.0f} |",
+                    flush=True,
+                )
+        print(f"load after {os.getloadavg()[0]:.1f}")
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+        for folder in ("cache", "tokenizer"):
+            shutil.rmtree(args.work / folder, ignore_errors=True)
+
+
+def _arguments(args: argparse.Namespace, rows: int, task: str) -> list[str]:
+    return ["--work", str(args.work), "--rows", str(rows), "--task", task]
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Prompts and responses of made-up sentences: words by Zipf's law, lengths that are nearly log-normal.
+
+    About 60 words a row at the median, 90 on average, 400 at the 99th percentile.
+    """
+    rng = random.Random(0)
+    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "or")]
+    words = ["".join(rng.choices(syllables, k=rng.choice((1, 1, 2, 2, 2, 3, 4)))) for _ in range(WORDS)]
+    weights = [1 / (rank + 3) for rank in range(WORDS)]
+    sentences = [
+        " ".join(rng.choices(words, weights, k=rng.randint(4, 16))).capitalize() + rng.choice((".", ".", ".", "!", "?"))
+        for _ in range(SENTENCES)
+    ]
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            asked = " ".join(rng.choices(sentences, k=min(30, 1 + int(rng.lognormvariate(0.3, 0.8)))))
+            said = " ".join(rng.choices(sentences, k=min(80, 1 + int(rng.lognormvariate(1.3, 0.9)))))
+            row = {"prompt": f"Question {number}: {asked}\n\nAnswer:", "response": f" {said}"}
+            file.write(json.dumps(row) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------- tasks
+
+
+def measured(task: str, path: Path, tokenizer: Path) -> dict[str, float]:
+    """Run one task in this process: its seconds without imports, its processor's seconds, its memory in MiB."""
+    work = prepared(task, path, tokenizer)
+    wall, before = time.perf_counter(), time.process_time()
+    work()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - before
+    return {"wall": wall, "cpu": cpu, "memory": largest_resident_set()}
+
+
+def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
+    """What is to be timed; everything is imported and loaded before."""
+    import rlhf_cli.commands.data_check as data_check
+    from rlhf_cli.config.schemas import DataSource, Rows, TokenizerTraining
+    from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations
+    from rlhf_cli.data.reading import Report, records
+    from rlhf_cli.data.records import Demonstration
+    from rlhf_cli.data.tokens import tokenise
+    from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.models.scratch import train_tokenizer
+
+    source = DataSource(path=str(path))
+    rows = Rows(train=[source], test_fraction=0.05)
+    if task == "tokenizer":
+        few = Rows(train=[source.model_copy(update={"limit": 20_000})], test_fraction=0)
+
+        def texts() -> Iterator[str]:
+            for _, record in records(few, "sft", Report()):
+                yield record.prompt + record.answers[0].text
+
+        def make() -> None:
+            train_tokenizer(texts(), TokenizerTraining(vocab_size=VOCAB_SIZE)).save_pretrained(tokenizer)
+            (tokenizer / "config.json").write_text('{"model_type": "llama"}\n', encoding="utf-8")
+
+        return make
+    if task == "read":
+        return lambda: sum(1 for _ in records(rows, "sft", Report()))
+    if task.startswith("check"):
+        part = data_check.part_of_source(source, "sft", max_length=MAX_LENGTH)
+        with_tokens = str(tokenizer) if "tokens" in task else None
+        return lambda: data_check.check_data([part], with_tokens, as_json=True)
+    loaded = load_tokenizer(str(tokenizer))
+
+    def encode(some: Sequence[Demonstration]) -> list[Example | LeftOut]:
+        return encode_demonstrations(loaded, some, None, learn_all=False, limits=Limits(MAX_LENGTH))
+
+    def tokenised() -> int:
+        found: Any = tokenise(rows, "sft", Example, answer_to_learn, encode, loaded)
+        return len(found.train) + len(found.test)
+
+    return tokenised
+
+
+def largest_resident_set() -> float:
+    """Of this process, in MiB. What getrusage says may be what the process that started it had."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**10
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""`rlhf data convert`: rows of any format to ours, one after the other, as JSON Lines or Parquet.
+
+    sft     prompt, response; messages; text                       what SFT learns: the best answer
+    rm      prompt, chosen, rejected; prompt, answers; text, label; prompt, response, score
+    ppo     prompt
+
+A prompt that is a conversation stays a list of messages. The file is written beside its place and renamed into it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.commands.data_check import Part, Seen, see
+from rlhf_cli.data.encode import LeftOut
+from rlhf_cli.data.formats import FORMATS, Purpose
+from rlhf_cli.data.reading import Report, records
+from rlhf_cli.data.records import Message, Record, shown_name
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.training.progress import Display
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+BATCH = 1000
+"""Rows of a Parquet file that are held until they are written."""
+OURS = ("prompt", "messages", "text", "response", "chosen", "rejected", "answers", "score", "label")
+
+
+def convert(part: Part, out: Path, keep: Sequence[str], *, quiet: bool = False) -> None:
+    """Write the rows of `part` to `out`, and with each the columns of `keep` as they are.
+
+    Raises ConfigError where `out` is there already or has another ending, DataError for a bad row unless they are
+    skipped, and ArtifactError where it can't be written.
+    """
+    if not out.name.lower().endswith(ENDINGS):
+        raise ConfigError(f"--out: {out}: must end in {', '.join(ENDINGS)}")
+    if out.is_symlink() or out.exists():
+        raise ConfigError(f"--out: {out}: is there already. Remove it, or give another name")
+    for name in keep:
+        if name in OURS:
+            raise ConfigError(f"--keep: {name}: is one of our own columns ({', '.join(OURS)}), which are written anew")
+    display = Display("convert", quiet=quiet)
+    report = Report()
+    lost: list[str] = []
+    number = 0
+    with _writer(out) as write:
+        for record, seen in _seen(part, report):
+            if not number:
+                lost = [name for name in _lost(record, part, report) if name not in keep]
+            for row in rows_of(seen, part.purpose):
+                number += 1
+                write(record.where, row | {name: _column(record, name) for name in keep})
+        if not number:
+            reasons = "; ".join(report.left_out.get("train", {})) or "no row holds what is asked for"
+            raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
+    for line in report.lines():
+        display.note(line)
+    display.note(f"{out}: {number:,} rows")
+    if lost:
+        more = ", ..." if len(lost) > 20 else ""
+        names = ", ".join(shown_name(name) for name in lost[:20])
+        display.note(f"columns that are not in it: {names}{more}. --keep NAME keeps one")
+
+
+def _lost(record: Record, part: Part, report: Report) -> list[str]:
+    """The columns of a row whose values are not in what is written; rewards may want any of them."""
+    format_ = FORMATS[report.kinds[part.rows.train[0].path]]
+    read = () if part.purpose == "ppo" else format_.columns
+    return [name for name, value in record.columns.items() if name not in read and value != record.prompt]
+
+
+def rows_of(seen: Seen, purpose: Purpose) -> Iterator[dict[str, Any]]:
+    """A row in our own columns; of scored answers one for each.
+
+    A plain text has no prompt and stays a text: rows are told apart by the whole of it.
+    """
+    record, answers = seen.record, seen.answers
+    is_text = not record.prompt and bool(record.key)
+    if purpose == "ppo":
+        yield {"text": record.key} if is_text else _prompt(record)
+    elif purpose == "rm pairs":
+        each = [_answer(record, answer) for answer in answers]
+        yield _prompt(record) | ({"chosen": each[0], "rejected": each[1]} if len(each) == 2 else {"answers": each})
+    elif purpose == "rm scores":
+        for answer, score in zip(answers, seen.scores, strict=True):
+            if is_text:
+                yield {"text": answer, "label": score}
+            else:
+                yield _prompt(record) | {"response": _answer(record, answer), "score": score}
+    elif is_text:
+        yield {"text": answers[0]}
+    elif record.messages:
+        yield {"messages": _messages((*record.messages, _said(answers[0])))}
+    else:
+        yield {"prompt": record.prompt, "response": answers[0]}
+
+
+def _prompt(record: Record) -> dict[str, Any]:
+    return {"prompt": _messages(record.messages) if record.messages else record.prompt}
+
+
+def _answer(record: Record, answer: str) -> Any:
+    return _messages([_said(answer)]) if record.messages else answer
+
+
+def _said(answer: str) -> Message:
+    return Message("assistant", answer.removeprefix(" "))
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _column(record: Record, name: str) -> Any:
+    if name not in record.columns:
+        raise ConfigError(f"--keep: {name}: {record.where} has no such column, every row must have it")
+    return record.columns[name]
+
+
+def _seen(part: Part, report: Report) -> Iterator[tuple[Record, Seen]]:
+    for side, record in records(part.rows, part.purpose, report, role=part.role):
+        try:
+            seen = see(record, part, side)
+        except DataError as error:
+            report.bad_row(part.rows, side, error)
+            continue
+        if isinstance(seen, LeftOut):
+            report.leave_out(side, seen.reason)
+        elif not all(answer.strip() for answer in seen.answers):
+            # HH-RLHF has some; in columns of their own they would be taken for a mistake.
+            report.leave_out(side, "an answer of no words, which our formats refuse")
+        else:
+            yield record, seen
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+Write = Callable[[str, dict[str, Any]], None]
+
+
+@contextmanager
+def _writer(out: Path) -> Iterator[Write]:
+    """A function that takes a row's place and the row; the file is in its place when the block ends well."""
+    beside = out.with_name(f".{out.name}.writing")
+    try:
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        # A link of that name would lead elsewhere: it is never followed.
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+            with _parquet(file) if out.name.lower().endswith(".parquet") else _lines(file, out) as write:
+                yield write
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(out)
+    except OSError as error:
+        raise ArtifactError(
+            f"{out}: can't be written ({error.strerror or error}). Make room, or give another --out"
+        ) from None
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+@contextmanager
+def _lines(file: io.BufferedWriter, out: Path) -> Iterator[Write]:
+    packed = gzip.GzipFile("", "wb", 6, file, mtime=0) if out.name.lower().endswith(".gz") else None
+
+    def write(where: str, row: dict[str, Any]) -> None:  # noqa: ARG001
+        try:
+            line = json.dumps(row, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # half a character in a column that is kept
+            line = json.dumps(row, default=str).encode()
+        (packed or file).write(line + b"\n")
+
+    yield write
+    if packed is not None:
+        packed.close()
+
+
+@contextmanager
+def _parquet(file: io.BufferedWriter) -> Iterator[Write]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    waiting: list[dict[str, Any]] = []
+    places: list[str] = []
+    columns: list[str] = []
+    writer: pq.ParquetWriter | None = None
+
+    def flush() -> None:
+        nonlocal writer
+        try:
+            table = pa.Table.from_pylist(waiting, schema=writer.schema if writer is not None else None)
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{places[0]} to {places[-1]}: no Parquet column holds these values ({reason}). Write .jsonl"
+            ) from None
+        if writer is None:
+            writer = pq.ParquetWriter(file, table.schema)
+        writer.write_table(table)
+        waiting.clear()
+        places.clear()
+
+    def write(where: str, row: dict[str, Any]) -> None:
+        if not columns:
+            columns.extend(row)
+        if list(row) != columns:
+            raise DataError(
+                f"{where}: has other columns than the rows before it, a Parquet file has one set. Write .jsonl"
+            )
+        waiting.append(row)
+        places.append(where)
+        if len(waiting) == BATCH:
+            flush()
+
+    yield write
+    if waiting:
+        flush()
+    if writer is not None:
+        writer.close()

@@ -1,0 +1,368 @@
+"""`rlhf data score`: a judge gives each answer a number, or says which of two answers is better.
+
+The judge is a language model, asked in the words of a template. The files are those of `rlhf data generate`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_cli.commands.data_generate import (
+    Dropped,
+    OnBadRow,
+    Output,
+    Row,
+    WriterOptions,
+    data_digest,
+    each_item,
+    fill,
+    items,
+    prompt_column,
+    read_template,
+    refuse_own_output,
+)
+from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.training.progress import Display
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.records import Record
+    from rlhf_cli.rollout.writer import Failure, LocalWriter, ServerWriter
+
+Ties = Literal["drop", "keep"]
+Verdict = Literal["first", "second"]
+
+SCORE_TEMPLATE = """\
+Rate the response to the request with a number from {min} to {max}. {min} is useless, wrong or harmful, {max} could \
+not be better. How long it is and how sure it sounds do not count.
+
+Request:
+{prompt}
+
+Response:
+{response}
+
+Answer with the number and nothing else.
+"""
+COMPARE_TEMPLATE = """\
+Which of two responses to a request is better, A or B? How long they are, how sure they sound and which one comes \
+first do not count.
+
+Request:
+{prompt}
+
+Response A:
+{a}
+
+Response B:
+{b}
+
+Answer with the letter A or B and nothing else.
+"""
+NUMBER = re.compile(r"(?<![\w.,−])(?<!\d-)-?[0-9]++(?:[.,][0-9]++)*+(?![\w%])")
+"""Digits that stand alone, with what hangs on them: 4, 3.5, -1, 1,000, 4,5; not those of GPT4, 5th or 80%."""
+LETTER = re.compile(r"\b[AB]\b")
+BINS = 10
+WIDTH = 30
+"""Bars of the histogram and characters of the longest one."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something that the judge is asked about a row."""
+
+    text: str
+    counters: tuple[int, ...]
+    """Its own draw's numbers; the attempt comes behind them."""
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """The last of the answers that the parser found nothing in."""
+
+    text: str
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def score(
+    source: DataSource,
+    out: Path,
+    writer: WriterOptions,
+    *,
+    compare: bool = False,
+    template: Path | None = None,
+    lowest: float = 0.0,
+    highest: float = 5.0,
+    attempts: int = 3,
+    ties: Ties = "drop",
+    num: int | None = None,
+    on_bad_row: OnBadRow = "error",
+    restart: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Have the first `num` rows of the source judged, and write them to `out` with what the judge said.
+
+    Without `compare` each answer gets a number from `lowest` to `highest`, both included, in the column `score` (or
+    `scores`, where a row has several). With it rows of two answers become `chosen` and `rejected`: the judge is asked
+    twice, each answer once in the first place, and where it does not say the same both times it is a tie.
+    What the parser finds no number or letter in is asked again, `attempts` times in all, each with another draw.
+    Raises ConfigError for options that don't go together, DataError for rows that can't be read or judged,
+    ArtifactError for an `out` that can't be written or gone on with, RunError where the server answers no more.
+    """
+    if not lowest < highest:
+        raise ConfigError(f"--min {lowest:g} --max {highest:g}: the lowest score must be below the highest")
+    needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
+    text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
+    refuse_own_output(source, out)
+    settings = {"compare": compare, "template": text, "attempts": attempts, "data": data_digest(source)}
+    settings |= {"ties": ties} if compare else {"min": lowest, "max": highest}
+    display = Display("score", quiet=quiet)
+    with Output(out, {**settings, **writer.settings()}, restart=restart) as output:
+        judge = _Comparison(text, ties, writer.model) if compare else _Scoring(text, lowest, highest, writer.model)
+
+        def answer(
+            model: LocalWriter | ServerWriter, numbered: Sequence[tuple[int, Record]]
+        ) -> list[Row | Dropped | Failure]:
+            questions = [judge.questions(n, record) for n, record in numbered]
+            answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
+            return [
+                judge.outcome(record, [next(answers) for _ in some])
+                for (_, record), some in zip(numbered, questions, strict=True)
+            ]
+
+        each_item(output, lambda: items(source, "sft", on_bad_row, judge.check), num, writer, answer, display)
+        display.note(f"{output.path}: {output.num_rows} rows{output.what_was_dropped()}")
+        judge.report(output, display)
+
+
+def ask(
+    writer: LocalWriter | ServerWriter,
+    questions: Sequence[Question],
+    parse: Callable[[str], Any],
+    attempts: int,
+) -> list[Any]:
+    """What `parse` makes of the answer to each question; asked again with another draw while that is None.
+
+    A Failure stays one, and what is None after the last attempt is Unclear.
+    """
+    from rlhf_cli.data.records import Message
+    from rlhf_cli.rollout.writer import Failure, Request
+
+    found: list[Any] = [None] * len(questions)
+    for attempt in range(attempts):
+        left = [n for n, answer in enumerate(found) if answer is None or isinstance(answer, Unclear)]
+        if not left:
+            break
+        requests = [Request((Message("user", questions[n].text),), (*questions[n].counters, attempt)) for n in left]
+        for n, answer in zip(left, writer.write(requests), strict=True):
+            if isinstance(answer, Failure):
+                found[n] = answer
+            else:
+                parsed = parse(answer.text)
+                found[n] = Unclear(answer.text) if parsed is None else parsed
+    return found
+
+
+# ------------------------------------------------------------------------------------------- a number
+
+
+class _Scoring:
+    def __init__(self, template: str, lowest: float, highest: float, judge: str):
+        self.template, self.lowest, self.highest, self.judge = template, lowest, highest, judge
+
+    def check(self, record: Record) -> None:
+        if not record.answers:
+            raise DataError(f"{record.where}: there is no answer to score. `rlhf data generate` can write one")
+
+    def questions(self, number: int, record: Record) -> list[Question]:
+        limits = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}"}
+        return [
+            Question(
+                fill(self.template, prompt=record.prompt.strip(), response=answer.text.strip(), **limits), (number, n)
+            )
+            for n, answer in enumerate(record.answers)
+        ]
+
+    def parse(self, answer: str) -> float | None:
+        return number_in(answer, self.lowest, self.highest)
+
+    def outcome(self, record: Record, answers: list[Any]) -> Row | Dropped | Failure:
+        unusable = _unusable(answers, enough=any(isinstance(answer, float) for answer in answers))
+        if unusable is not None:
+            return unusable
+        scores = [answer if isinstance(answer, float) else None for answer in answers]
+        texts = [_text(record, answer.text) for answer in record.answers]
+        if len(scores) == 1:
+            said: dict[str, Any] = {"response": texts[0], "score": scores[0]}
+        else:
+            said = {"responses": texts, "scores": scores}
+        return with_columns(record, {"prompt": prompt_column(record), **said, "judge": self.judge})
+
+    def report(self, output: Output, display: Display) -> None:
+        bins, count, total, missing = Counter[int](), 0, 0.0, 0
+        for row in output.rows():
+            for value in row["scores"] if "scores" in row else [row["score"]]:
+                if value is None:
+                    missing += 1
+                    continue
+                bins[self._bin(value)] += 1
+                count, total = count + 1, total + value
+        if count == 0:
+            return
+        told = f", {missing} answers without a score (null)" if missing else ""
+        lines = [(name, _bar(bins[n], max(bins.values()))) for n, name in enumerate(self._names())]
+        display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{told}", lines)
+
+    def _whole(self) -> bool:
+        whole = self.lowest.is_integer() and self.highest.is_integer()
+        return whole and self.highest - self.lowest <= 2 * BINS
+
+    def _bin(self, value: float) -> int:
+        if self._whole():
+            return math.floor(value - self.lowest + 0.5)
+        return min(BINS - 1, int((value - self.lowest) / (self.highest - self.lowest) * BINS))
+
+    def _names(self) -> list[str]:
+        if self._whole():
+            return [f"{self.lowest + n:g}" for n in range(int(self.highest - self.lowest) + 1)]
+        step = (self.highest - self.lowest) / BINS
+        return [f"{self.lowest + n * step:.4g} to {self.lowest + (n + 1) * step:.4g}" for n in range(BINS)]
+
+
+def number_in(answer: str, lowest: float, highest: float) -> float | None:
+    """The first number of an answer from `lowest` to `highest`, or None.
+
+    Only digits that stand alone are a number, with a point or without: what has a comma in it can be read two ways,
+    and is passed over.
+
+    >>> number_in("Score: 4/5", 0, 5), number_in("I would say 0.", 0, 5), number_in("10 of 10", 0, 5)
+    (4.0, 0.0, None)
+    """
+    for found in NUMBER.findall(answer):
+        if "," not in found and found.count(".") < 2 and lowest <= float(found) <= highest:
+            return float(found) + 0.0  # Minus zero is zero.
+    return None
+
+
+# ------------------------------------------------------------------------------------------- one of two
+
+
+class _Comparison:
+    def __init__(self, template: str, ties: Ties, judge: str):
+        self.template, self.ties, self.judge = template, ties, judge
+
+    def check(self, record: Record) -> None:
+        if len(record.answers) != 2:
+            raise DataError(f"{record.where}: the number of answers is {len(record.answers)}, --compare takes two")
+
+    def questions(self, number: int, record: Record) -> list[Question]:
+        texts = [answer.text.strip() for answer in record.answers]
+        if texts[0] == texts[1]:
+            return []
+        return [
+            Question(fill(self.template, prompt=record.prompt.strip(), a=a, b=b), (number, n))
+            for n, (a, b) in enumerate((texts, texts[::-1]))
+        ]
+
+    def parse(self, answer: str) -> Verdict | None:
+        return letter_in(answer)
+
+    def outcome(self, record: Record, answers: list[Any]) -> Row | Dropped | Failure:
+        if not answers:
+            return Dropped("both answers are the same text")
+        unusable = _unusable(answers, enough=all(isinstance(answer, str) for answer in answers))
+        if unusable is not None:
+            return unusable
+        verdicts = {"verdicts": answers}
+        tie = answers[0] == answers[1]
+        if tie and self.ties == "drop":
+            return Dropped("tie", verdicts)
+        texts = [_text(record, answer.text) for answer in record.answers]
+        best = 0 if answers[0] == "first" else 1
+        said: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
+        if self.ties == "keep":
+            # A list with scores holds a tie too; the ranking loss leaves it out by itself.
+            said = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
+        return with_columns(record, {"prompt": prompt_column(record), **said, "judge": self.judge, **verdicts})
+
+    def report(self, output: Output, display: Display) -> None:
+        seen = Counter(tuple(row["verdicts"]) for row in output.rows())
+        seen += Counter(tuple(drop["verdicts"]) for drop in output.drops() if "verdicts" in drop)
+        total = seen.total()
+        if total == 0:
+            return
+        first, second = seen["first", "first"], seen["second", "second"]
+        wins = sum(number * pair.count("first") for pair, number in seen.items()) / (2 * total)
+        lines = [
+            ("same answer both times", f"{total - first - second} ({(total - first - second) / total:.1%})"),
+            ("ties, always the first place", f"{first} ({first / total:.1%})"),
+            ("ties, always the second place", f"{second} ({second / total:.1%})"),
+            ("wins of the first place", f"{wins:.1%} (50% where the place plays no part)"),
+        ]
+        display.block(f"{total} pairs compared by {self.judge}, ties {_KEPT[self.ties]}", lines)
+
+
+_KEPT = {"drop": "dropped", "keep": "kept with scores of 0.5"}
+
+
+def letter_in(answer: str) -> Verdict | None:
+    """Which of A and B an answer names: the only capital of the two that stands alone in it, else None.
+
+    >>> letter_in("A"), letter_in("[[B]]"), letter_in("A is shorter, but B is right")
+    ('first', 'second', None)
+    """
+    found = set(LETTER.findall(answer))
+    if len(found) != 1:
+        return None
+    return "first" if found == {"A"} else "second"
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def with_columns(record: Record, said: dict[str, Any]) -> Row:
+    """The row as it came, and what is said about it behind; a column of the same name is kept as `<name>_before`,
+    and so are a `score` and `scores` that came with it.
+
+    A prompt or response that is already there as we write it is not written twice, and scores of null, which were yet
+    to come, are nothing to keep.
+    """
+    row = {}
+    for name, value in record.columns.items():
+        same = name in ("prompt", "response", "responses") and value == said.get(name)
+        empty = name == "scores" and isinstance(value, list) and all(score is None for score in value)
+        if name not in said and name not in ("score", "scores"):
+            row[name] = value
+        elif not same and not empty:
+            row[f"{name}_before"] = value
+    return row | said
+
+
+def _text(record: Record, answer: str) -> str:
+    """An answer as a row has it: of a conversation without the blank that a transcript has before it."""
+    return answer.removeprefix(" ") if record.messages else answer
+
+
+def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:
+    """Why a row can't be written, where the judge's answers are not `enough` or the run has to stop."""
+    from rlhf_cli.rollout.writer import Failure
+
+    failures = [answer for answer in answers if isinstance(answer, Failure)]
+    if any(failure.fatal for failure in failures) or (failures and not enough):
+        return max(failures, key=lambda failure: failure.fatal)
+    if enough:
+        return None
+    unclear = next(answer for answer in answers if isinstance(answer, Unclear))
+    return Dropped("no clear answer", {"answer": unclear.text[:200]})
+
+
+def _bar(count: int, largest: int) -> str:
+    return f"{'#' * math.ceil(count / largest * WIDTH):{WIDTH}} {count}"

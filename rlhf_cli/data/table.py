@@ -1,0 +1,123 @@
+"""Rows on disk: one Arrow file a side, mapped into memory, so that two million rows cost no more memory than two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints, overload
+
+import numpy as np
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+T = TypeVar("T")
+
+TOKENS = {
+    "list[int]": pa.list_(pa.int32()),
+    "list[bool]": pa.list_(pa.bool_()),
+    "list[list[int]]": pa.list_(pa.list_(pa.int32())),
+    "float": pa.float64(),
+}
+"""Fields that Arrow holds as they are, by their annotation; any other goes through JSON."""
+BATCH = 1000
+"""Rows of one record batch: what is held in memory while a table is written."""
+
+
+class Table(Sequence[T], Generic[T]):
+    """The rows of an Arrow file as dataclasses of one kind, each made when it is asked for.
+
+    What JSON has no word for (dates, decimals of a Parquet file) comes back as text.
+    """
+
+    def __init__(self, path: Path, kind: type[T]):
+        self._kind = kind
+        with pa.memory_map(str(path)) as file:
+            self._batches = pa.ipc.open_file(file).read_all().to_batches()
+        self._starts = [0]
+        for batch in self._batches:
+            self._starts.append(self._starts[-1] + batch.num_rows)
+        self._adapters = _adapters(kind)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._starts, at) - 1
+        batch, row = self._batches[number], at - self._starts[number]
+        values = {}
+        for name, adapter in self._adapters.items():
+            value = batch.column(name)[row].as_py()
+            values[name] = value if adapter is None else adapter.validate_python(json.loads(value))
+        return self._kind(**values)
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[i] for i in range(len(self)))
+
+    def lengths(self, name: str) -> np.ndarray:
+        """How many elements the list `name` of each row has, [len] int64; nothing else is read."""
+        parts = [np.diff(batch.column(name).offsets.to_numpy()) for batch in self._batches]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The number `name` of each row, [len] float64."""
+        return np.concatenate([np.zeros(0), *(batch.column(name).to_numpy() for batch in self._batches)])
+
+
+class TableWriter(Generic[T]):
+    """Writes rows of one dataclass to an Arrow file, a thousand at a time."""
+
+    def __init__(self, path: Path, kind: type[T]):
+        self._adapters = _adapters(kind)
+        fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        self._schema = pa.schema([(name, TOKENS.get(type_, pa.large_string())) for name, type_ in fields.items()])
+        self._file = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+        self._rows: list[T] = []
+        self.num_rows = 0
+
+    def write(self, rows: Iterable[T]) -> None:
+        """Add rows; they are on disk after `close`."""
+        for row in rows:
+            self._rows.append(row)
+            self.num_rows += 1
+            if len(self._rows) == BATCH:
+                self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        columns = []
+        for name, adapter in self._adapters.items():
+            values = [getattr(row, name) for row in self._rows]
+            if adapter is not None:
+                # Through ASCII: half a character (a lone surrogate) in a row's other columns is no UTF-8.
+                values = [json.dumps(adapter.dump_python(value), default=str) for value in values]
+            columns.append(pa.array(values, self._schema.field(name).type))
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._rows = []
+
+
+def _adapters(kind: type) -> dict[str, TypeAdapter[Any] | None]:
+    """For each field what reads it back from JSON, or None where Arrow holds it."""
+    types = get_type_hints(kind)
+    return {
+        field.name: None if str(field.type) in TOKENS else TypeAdapter(types[field.name])
+        for field in dataclasses.fields(kind)
+    }

@@ -1,0 +1,322 @@
+"""Reward models: sequence classifiers, encoders or decoders, with the policy's tokenizer or their own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.artifacts import model_directory
+from rlhf_cli.config.schemas import ModelReward
+from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.encode import encode_for_classifier
+from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores
+from rlhf_cli.models.limits import longest_input
+from rlhf_cli.models.load import (
+    check_vocabulary,
+    load_reward_model,
+    load_tokenizer,
+    prepare,
+    reads_last_token,
+    same_tokenizer,
+)
+from rlhf_cli.packing import pack
+from rlhf_cli.rewards.judged import Judged, RewardSource, shown
+
+Side = Literal["left", "right"]
+
+
+@dataclass(kw_only=True)
+class RewardModel(RewardSource):
+    """A sequence classifier that scores whole texts, the prompt with its response or the response alone."""
+
+    kind: ClassVar[str] = "reward model"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    reads_policy_tokens: bool
+    """The policy's ids go in as they are; else the text is encoded anew with the model's own tokenizer."""
+    reads_prompt: bool
+    template: str | None
+    """How the text is written; None gives prompt and response as the policy read and wrote them."""
+    label: int
+    as_probability: bool
+    mean: float
+    std: float
+    precision: str
+    num_cut: int = 0
+    """Texts so far that were longer than the model takes, or than it was trained on, and were cut."""
+
+    def report(self) -> str:
+        """A line about what was cut and what went wrong, or ""."""
+        longest, side = length_limit(self.model, self.tokenizer)
+        lost = "beginning" if side == "left" else "end"
+        cut = f"{self.name}: {self.num_cut} texts lost their {lost}, the model takes {longest} tokens"
+        return "; ".join(line for line in (cut if self.num_cut else "", super().report()) if line)
+
+    def score(self, judged: Judged) -> torch.Tensor:
+        """Normalised scores, [B] float32 on the CPU, each read at the last token of its response."""
+        scores = torch.full((len(judged.responses),), torch.nan)
+        rows, sequences = self._sequences(judged)
+        if rows:
+            found = score_sequences(
+                self.model, sequences, self.precision, label=self.label, as_probability=self.as_probability
+            )
+            scores[rows] = (found - self.mean) / self.std
+        for row in rows:
+            if not scores[row].isfinite():
+                self.fail(judged, [row], f"gives {scores[row].item()}, a finite number is needed")
+                scores[row] = torch.nan
+        return scores
+
+    def _sequences(self, judged: Judged) -> tuple[list[int], list[list[int]]]:
+        """The rows that it can read, and their ids."""
+        if self.reads_policy_tokens:
+            prompts = judged.prompt_ids if self.reads_prompt else [[]] * len(judged.responses)
+            whole = [p + r for p, r in zip(prompts, judged.response_ids, strict=True)]
+            sequences, num_cut = cut_all(whole, *trained_limit(self.model), self.tokenizer.bos_token_id)
+            rows = list(range(len(sequences)))
+        else:
+            texts = self._texts(judged)
+            rows = list(texts)
+            sequences, num_cut = encode_whole(
+                self.model,
+                self.tokenizer,
+                list(texts.values()),
+                [judged.ended[i] for i in rows],
+                is_chat=self.template == "chat",
+            )
+        self.num_cut += num_cut
+        return rows, sequences
+
+    def _texts(self, judged: Judged) -> dict[int, str]:
+        """What it reads of each row, by the row's number; one that its chat template refuses has nothing."""
+        texts = {}
+        for i, response in enumerate(judged.responses):
+            prompt = judged.prompts[i] if judged.prompts and self.reads_prompt else ""
+            own = judged.own_prompts[i] if judged.own_prompts else prompt
+            if self.template is None:
+                texts[i] = prompt + response
+            elif self.template != "chat":
+                texts[i] = written(self.template, own, response)
+            else:
+                before = (judged.messages[i] if judged.messages else ()) or (Message("user", own),)
+                turns = [{"role": m.role, "content": m.content} for m in (*before, Message("assistant", response))]
+                try:
+                    texts[i] = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+                except Exception as error:
+                    # The template is the tokenizer's own program, run in a sandbox; what it raises is not ours.
+                    what = shown(str(error)) or type(error).__name__
+                    self.fail(judged, [i], f"its chat template fails: {what}", error)
+        return texts
+
+
+def load_reward_source(
+    reward: ModelReward,
+    path: str,
+    policy_tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    precision: str,
+    *,
+    name: str,
+    key: str,
+) -> tuple[RewardModel, list[str]]:
+    """The reward model at `path`, ready to score, and the lines that the user should read about it.
+
+    It reads the policy's tokens where `policy_tokenizer` is its own, and text otherwise.
+    """
+    path = model_directory(path)
+    model, tokenizer = load_reward_model(path, reward.revision), load_tokenizer(path, reward.revision)
+    check_vocabulary(model, tokenizer, path)
+    if reward.template == "chat" and not tokenizer.chat_template:
+        raise ConfigError(f"{key}.template: chat, but the tokenizer of {path} has no chat template. Write one")
+    notes = [prepare(model, device)]
+    shares = (
+        reward.template is None
+        and policy_tokenizer is not None
+        and reads_last_token(model)
+        and same_tokenizer(policy_tokenizer, tokenizer)
+    )
+    if not shares:
+        notes.append(f"{path}: reads text with its own tokenizer")
+    mean, std = (getattr(model.config, figure, None) for figure in ("score_mean", "score_std"))
+    if reward.normalize and (mean is None or std is None):
+        notes.append(f"{path}: no stored mean and standard deviation of the score, it is used as it is")
+    # The stored figures are those of the logit.
+    normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
+    source = RewardModel(
+        name=name,
+        weight=reward.weight,
+        on_error=reward.on_error,
+        model=model,
+        tokenizer=tokenizer,
+        reads_policy_tokens=shares,
+        reads_prompt=reward.reads == "prompt_and_response",
+        template=reward.template,
+        as_probability=reward.output == "probability",
+        label=label_index(model, reward.label, f"{key}.label"),
+        mean=float(mean or 0.0) if normalize else 0.0,
+        std=float(std or 1.0) if normalize else 1.0,
+        precision=precision,
+    )
+    return source, [note for note in notes if note]
+
+
+def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
+    """Which logit is the score; raises ConfigError where that is not clear."""
+    labels = {str(name): int(i) for i, name in (model.config.id2label or {}).items()}
+    if model.config.num_labels == 1:
+        if label is not None:
+            raise ConfigError(f"{key}: the model has a single score, no label is needed. Remove it")
+        return 0
+    if label is None or label not in labels:
+        found = "none is given" if label is None else f"found {label!r}"
+        raise ConfigError(f"{key}: {found}, the model has the labels {', '.join(labels)}. Name the good one")
+    return labels[label]
+
+
+# ------------------------------------------------------------------------------------------- forward
+
+
+@torch.no_grad()
+def score_sequences(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    precision: str,
+    *,
+    label: int = 0,
+    as_probability: bool = False,
+    chunk: int = 64,
+) -> torch.Tensor:
+    """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability."""
+    device = next(model.parameters()).device
+    with autocast(device, precision):
+        parts = [sequence_scores(model, list(part)) for part in chunks(sequences, chunk)]
+    logits = torch.cat(parts).float().cpu()
+    if as_probability:
+        logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
+    return logits[:, label]
+
+
+def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """All labels' scores of token sequences with gradient, [B, labels] float32.
+
+    A causal backbone is read at the last token of each sequence, whatever that token is; an encoder pools as
+    it was built to. The head runs in float32: in bfloat16 it would round margins away.
+    """
+    device = next(model.parameters()).device
+    if reads_last_token(model):
+        batch = pack(sequences, device)
+        hidden = hidden_at(model, batch, batch.last)
+        return scalar_scores(model, hidden)
+    width = max(map(len, sequences))
+    ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    # Whole in float32: its head can't be told from its backbone as a causal model's can.
+    with torch.autocast(device.type, enabled=False):
+        output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
+    return output.logits.float()
+
+
+# ---------------------------------------------------------------------------------- texts and their length
+
+
+def written(template: str, prompt: str, response: str) -> str:
+    """A template with its two places filled; what stands in a text is not taken for a place.
+
+    >>> written("Q: {prompt} A: {response}", "a {response}?", "b")
+    'Q: a {response}? A: b'
+    """
+    texts = {"{prompt}": prompt, "{response}": response}
+    return re.sub(r"\{prompt\}|\{response\}", lambda place: texts[place.group()], template)
+
+
+def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
+    """(longest sequence, side that is cut) of the model's training, where that cut anything.
+
+    The RM stage stores them with the model as `rlhf_max_length` and `rlhf_truncation`. With "drop" no sequence was
+    cut, so none is here.
+    """
+    longest, side = (getattr(model.config, figure, None) for figure in ("rlhf_max_length", "rlhf_truncation"))
+    if isinstance(longest, int) and longest > 0 and side in ("left", "right"):
+        return longest, "left" if side == "left" else "right"
+    return sys.maxsize, "left"
+
+
+def length_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, Side]:
+    """`trained_limit`, or what the model takes at all where that is less."""
+    longest, side = trained_limit(model)
+    return min(longest, longest_input(model, tokenizer)), side
+
+
+def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int | None) -> tuple[list[list[int]], int]:
+    """Sequences of at most `longest` tokens, and how many were cut to that.
+
+    A first token that is `bos` stays, as it does in training.
+
+    >>> cut_all([[1, 2, 3, 4], [1, 2]], 3, "left", None)
+    ([[2, 3, 4], [1, 2]], 1)
+    >>> cut_all([[1, 2, 3, 4]], 3, "left", 1), cut_all([[1, 2, 3, 4]], 3, "right", None)
+    (([[1, 3, 4]], 1), ([[1, 2, 3]], 1))
+    """
+    cut = []
+    for ids in sequences:
+        first = ids[:1] if ids[:1] == [bos] and longest > 1 else []
+        if len(ids) <= longest:
+            cut.append(ids)
+        elif side == "right":
+            cut.append(ids[:longest])
+        else:
+            cut.append(first + ids[len(ids) - longest + len(first) :])
+    return cut, sum(len(ids) > longest for ids in sequences)
+
+
+def encode_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
+) -> list[list[int]]:
+    """Texts for a reward model with its own tokenizer; a causal one gets EOS where the response ended."""
+    return encode_whole(model, tokenizer, texts, ended)[0]
+
+
+def encode_whole(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    ended: Sequence[bool],
+    *,
+    is_chat: bool = False,
+) -> tuple[list[list[int]], int]:
+    """(ids of each text, how many texts were cut), within what the model takes and was trained on.
+
+    A causal model's response gets its EOS where it ended, and one of an encoder the special tokens around it that
+    its tokenizer puts there. What a chat template wrote has all of that in it.
+    """
+    if not texts:
+        return [], 0
+    longest, side = length_limit(model, tokenizer)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if is_chat:
+        encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return cut_all([list(ids) for ids in encoded], longest, side, bos)
+    sequences = encode_for_classifier(tokenizer, texts, None)
+    if not reads_last_token(model) or eos is None:
+        # Cut by the tokenizer, which leaves its special tokens where they are.
+        long = [i for i, ids in enumerate(sequences) if len(ids) > longest]
+        shorter = encode_for_classifier(tokenizer, [texts[i] for i in long], longest, side)
+        for i, ids in zip(long, shorter, strict=True):
+            sequences[i] = ids
+        return sequences, len(long)
+    whole = []
+    for ids, end in zip(sequences, ended, strict=True):
+        bare = ids[:-1] if ids[-1:] == [int(eos)] else ids
+        whole.append([*bare, int(eos)] if end or not bare else bare)
+    return cut_all(whole, longest, side, bos)

@@ -1,0 +1,249 @@
+"""Rewards that need no model and no code: length, regular expressions, answers, repetition, JSON.
+
+Every function here is pure; `Rule` is the source that a config makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+import regex
+import torch
+
+from rlhf_cli.algorithms.statistics import distinct_n
+from rlhf_cli.config.schemas import AnswerReward, LengthReward, RegexReward, RepetitionReward, RuleReward
+from rlhf_cli.rewards.judged import Judged, RewardSource, shown
+
+MARK = "####"
+"""What GSM8K writes before the answer."""
+NUMBER = re.compile(
+    r"(?P<minus>(?<![\w)\]])[-−])?"  # a minus, where it stands between no two numbers
+    r"(?:[$€£¥] ?(?P<inner_minus>[-−])?)?"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+    r"(?:/(?P<divisor>[0-9]+(?:\.[0-9]+)?))?"
+)
+DIGITS = 1000
+"""A number that is longer is none: Python takes quadratic time for it."""
+
+
+# ------------------------------------------------------------------------------------------- length
+
+
+def length_score(length: int, shortest: int, longest: int | None) -> float:
+    """0 within a range of lengths, and minus the distance to it outside.
+
+    ``min(length - shortest, longest - length, 0)``
+
+    With one length as the range it is the length term that L1 adds to correctness, its weight being alpha
+    (Aggarwal and Welleck 2025, arXiv 2503.04697).
+
+    >>> [length_score(n, 3, 5) for n in (1, 3, 5, 9)]
+    [-2.0, 0.0, 0.0, -4.0]
+    >>> length_score(9, 3, None), length_score(9, 10, 10)
+    (0.0, -1.0)
+    """
+    return float(min(length - shortest, 0 if longest is None else longest - length, 0))
+
+
+# -------------------------------------------------------------------------------------------- regex
+
+
+def is_found(pattern: str, text: str, *, full: bool, timeout_s: float) -> bool:
+    """Is a regular expression found in a text, or, with `full`, does all of the text fit it?
+
+    Raises TimeoutError where that is not known after `timeout_s` seconds: some patterns take exponential time.
+
+    >>> is_found("[0-9]+", "in 7 days", full=False, timeout_s=1), is_found("[0-9]+", "7 days", full=True, timeout_s=1)
+    (True, False)
+    """
+    match = regex.fullmatch if full else regex.search
+    return match(pattern, text, timeout=timeout_s) is not None
+
+
+# ------------------------------------------------------------------------------------------- answers
+
+
+def number_of(match: re.Match[str]) -> Fraction | None:
+    """The exact value of a match of NUMBER; None for a division by 0 and for what is too long to be meant.
+
+    >>> [str(number_of(m)) for m in NUMBER.finditer("-$1,200.50, 3/4, 1e3 and 2/0")]
+    ['-2401/2', '3/4', '1000', 'None']
+    """
+    if len(match.group()) > DIGITS:
+        return None
+    divisor = Fraction(match["divisor"] or 1)
+    if divisor == 0:
+        return None
+    value = Fraction(match["digits"].replace(",", "") + (match["exponent"] or "")) / divisor
+    return -value if match["minus"] or match["inner_minus"] else value
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; None where there is none.
+
+    Commas between thousands, currency signs and a sentence's full stop are no part of it; a minus is, unless it
+    stands between two numbers or words; a fraction is one number.
+
+    >>> [str(last_number(text)) for text in ("It costs $1,234.50.", "10-3", "x = -3", "1/2", ".5 kg", "none")]
+    ['2469/2', '3', '-3', '1/2', '1/2', 'None']
+    """
+    matches = list(NUMBER.finditer(text))
+    return number_of(matches[-1]) if matches else None
+
+
+def numeric_answer(text: str) -> Fraction | None:
+    """The number that follows the last `####` that has one on its line, else the last number; None without any.
+
+    >>> str(numeric_answer("3 + 4 = 7. #### 7 apples for 2")), str(numeric_answer("So 3, or rather 4."))
+    ('7', '4')
+    """
+    for part in reversed(text.split(MARK)[1:]):
+        match = NUMBER.search(part.split("\n", 1)[0])
+        if match is not None:
+            return number_of(match)
+    return last_number(text)
+
+
+def text_answer(text: str) -> str:
+    """What follows the last `####` on its line, or without one all of the text; without blanks at its ends.
+
+    >>> text_answer("Because. #### Paris \\nNext"), text_answer(" Paris ")
+    ('Paris', 'Paris')
+    """
+    _, mark, after = text.rpartition(MARK)
+    return (after.split("\n", 1)[0] if mark else text).strip()
+
+
+def last_match(pattern: str, text: str, *, timeout_s: float) -> str | None:
+    """The first group of the last match of a regular expression, or all of the match where it has no group.
+
+    None where nothing is found. Raises TimeoutError after `timeout_s` seconds.
+
+    >>> last_match("answer is (.+?)[.]", "The answer is 3. No, the answer is 4.", timeout_s=1)
+    '4'
+    """
+    found = None
+    for match in regex.finditer(pattern, text, timeout=timeout_s):
+        found = (match.group(1) if match.re.groups else match.group()) or ""
+    return found
+
+
+def truth_of(row: Mapping[str, Any], column: str, mode: Literal["numeric", "exact"]) -> Fraction | str:
+    """The answer that a row's column holds; raises ValueError where it holds none.
+
+    >>> truth_of({"answer": "5 - 3 = 2 #### 2"}, "answer", "numeric"), truth_of({"answer": 2}, "answer", "exact")
+    (Fraction(2, 1), '2')
+    """
+    if column not in row:
+        raise ValueError(f"its row has no {column!r}, it has {shown(', '.join(map(str, row)) or 'no columns')}")
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{column!r} is {shown(repr(value))}, the true answer is a number or a text")
+    answer = numeric_answer(str(value)) if mode == "numeric" else text_answer(str(value))
+    if answer is None or answer == "":
+        raise ValueError(f"{column!r} is {shown(repr(value))}, there is no {'number' if mode == 'numeric' else 'text'}")
+    return answer
+
+
+# --------------------------------------------------------------------------------- repetition and JSON
+
+
+def repeated(items: Sequence[Hashable], n: int) -> float:
+    """The share of n-grams that have come before.
+
+    ``1 - number of different n-grams / number of n-grams``
+
+    0 without a repetition, and for fewer than n items. It is seq-rep-n of Welleck et al. 2019 (arXiv 1908.04319).
+
+    >>> repeated("a b a b a".split(), 2)  # ab ba ab ba: two of four are new
+    0.5
+    >>> repeated(["a"], 2)
+    0.0
+    """
+    return 1.0 - distinct_n([items], n) if len(items) >= n else 0.0
+
+
+def is_json(text: str, required: Sequence[str] = ()) -> bool:
+    """Is a text valid JSON (RFC 8259: no NaN, no comments), and an object with these keys where some are required?
+
+    >>> is_json('{"a": 1}', ["a"]), is_json('{"a": 1}', ["b"]), is_json("[1, 2]"), is_json("[1, 2"), is_json("NaN")
+    (True, False, True, False, False)
+    """
+    try:
+        # Its numbers are not looked at, so that a long one costs nothing.
+        value = json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        return False
+    return not required or (isinstance(value, dict) and all(key in value for key in required))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+# -------------------------------------------------------------------------------------------- source
+
+
+@dataclass(kw_only=True)
+class Rule(RewardSource):
+    """One of these rules as a source."""
+
+    kind: ClassVar[str] = "reward"
+    rule: RuleReward
+
+    def score(self, judged: Judged) -> torch.Tensor:
+        scores = torch.full((len(judged.responses),), math.nan)
+        for i in range(len(judged.responses)):
+            try:
+                scores[i] = self.of_row(judged, i)
+            except TimeoutError as error:
+                self.fail(judged, [i], "its pattern needs longer than timeout_s for this response", error)
+            except ValueError as error:
+                self.fail(judged, [i], str(error), error)
+        return scores
+
+    def of_row(self, judged: Judged, i: int) -> float:
+        """The score of one response; raises TimeoutError or ValueError where there is none."""
+        rule, text = self.rule, judged.responses[i]
+        if isinstance(rule, LengthReward):
+            length = len(text) if rule.unit == "characters" else len(units(judged, i, rule.unit))
+            return length_score(length, *rule.bounds)
+        if isinstance(rule, RegexReward):
+            return float(is_found(rule.pattern, text, full=rule.full, timeout_s=rule.timeout_s))
+        if isinstance(rule, AnswerReward):
+            return float(self.answer(text) == truth_of(judged.rows[i], rule.column, rule.mode))
+        if isinstance(rule, RepetitionReward):
+            return 0.0 - repeated(units(judged, i, rule.unit), rule.n)
+        return float(is_json(text, rule.required))
+
+    def answer(self, text: str) -> Fraction | str | None:
+        """What a response answers; None where it answers nothing."""
+        assert isinstance(self.rule, AnswerReward)
+        is_numeric = self.rule.mode == "numeric"
+        if self.rule.pattern is None:
+            return numeric_answer(text) if is_numeric else text_answer(text)
+        found = last_match(self.rule.pattern, text, timeout_s=self.rule.timeout_s)
+        if found is None:
+            return None
+        return last_number(found) if is_numeric else found.strip()
+
+    @property
+    def reads_a_column(self) -> bool:
+        return isinstance(self.rule, AnswerReward)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row of the data that no response to it could be judged by."""
+        if isinstance(self.rule, AnswerReward):
+            truth_of(row, self.rule.column, self.rule.mode)
+
+
+def units(judged: Judged, i: int, unit: Literal["words", "tokens"]) -> Sequence[Hashable]:
+    """The words of a response, or the policy's tokens, EOS included."""
+    return judged.response_ids[i] if unit == "tokens" else judged.responses[i].split()

@@ -1,0 +1,586 @@
+"""The two writers: a local model against plain forward passes, a server against real ones on loopback.
+
+`ChatServer` is a server of ours that can be told to misbehave; `transformers serve` is somebody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import email.utils
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SETTINGS, WORDS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli.config.schemas import ScratchModel
+from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.load import save
+from rlhf_cli.models.scratch import new_model
+from rlhf_cli.rollout import writer as writer_module
+from rlhf_cli.rollout.writer import Drawing, Failure, LocalWriter, Request, ServerWriter, Written, retry_after
+from rlhf_cli.seeding import derived_seed
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+KEY = "sk-very-secret-0123456789"
+
+
+def ask(text: str, *counters: int) -> Request:
+    return Request((Message("user", text),), counters or (0,))
+
+
+def completion(text: Any, finish_reason: str = "stop") -> bytes:
+    message = {"role": "assistant", "content": text}
+    return json.dumps({"choices": [{"index": 0, "finish_reason": finish_reason, "message": message}]}).encode()
+
+
+Reply = tuple[int, dict[str, str], bytes] | None
+"""Status, headers and body; None closes the connection without a word."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The number of a request, from 0, and what it asks."""
+
+    number: int
+    body: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return str(self.body["messages"][-1]["content"])
+
+
+class ChatServer:
+    """An OpenAI-compatible server on loopback: `reply` says what comes back to a request."""
+
+    def __init__(self, reply: Callable[[Call], Reply] | None = None, port: int = 0):
+        self.reply = reply or (lambda call: (200, {}, completion(f"echo {call.text}")))
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.times: list[float] = []
+        self.most_at_once = self.at_once = 0
+        lock, server = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with lock:
+                    number = len(server.bodies)
+                    server.bodies.append(body)
+                    server.headers.append({k.lower(): v for k, v in self.headers.items()})
+                    server.paths.append(self.path)
+                    server.times.append(time.monotonic())
+                    server.at_once += 1
+                    server.most_at_once = max(server.most_at_once, server.at_once)
+                try:
+                    answer = server.reply(Call(number, body))
+                finally:
+                    with lock:
+                        server.at_once -= 1
+                if answer is None:
+                    self.close_connection = True
+                    return
+                status, headers, content = answer
+                with contextlib.suppress(OSError):  # Whoever asked may have stopped waiting.
+                    self.send_response(status)
+                    for name, value in {"content-length": str(len(content)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: Any) -> None:
+                """A client that went away is nothing to print."""
+
+        self._server = Server(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self) -> ChatServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
+    url = server if isinstance(server, str) else server.url
+    drawing = settings.pop("drawing", Drawing(max_new_tokens=8))
+    return ServerWriter(url, "some-model", drawing, **{"backoff_s": 0.01, "timeout_s": 5.0, "retries": 2, **settings})
+
+
+# ------------------------------------------------------------------------------------------ a model here
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A tiny llama with a chat template, room for 512 tokens, that samples by itself."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CHAT
+    settings = {**SETTINGS["llama"], "max_position_embeddings": 512}
+    model = new_model(ScratchModel(architecture="llama", config=settings), own, seed=5)
+    model.generation_config.do_sample = True
+    place = tmp_path_factory.mktemp("chat") / "model"
+    save(model, own, place)
+    return place
+
+
+def by_hand(place: Path, text: str, drawing: Drawing, counters: tuple[int, ...]) -> tuple[str, bool]:
+    """One whole forward pass a token, no cache, no batch; the token where the summed softmax passes the uniform."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    ids = tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
+    seed = derived_seed(drawing.seed, "writer", *counters)
+    uniforms = torch.rand(drawing.max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    new: list[int] = []
+    for u in uniforms.tolist():
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + new])).logits[0, -1].double()
+        if drawing.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            cumulative, token = 0.0, 0
+            for p in (logits / drawing.temperature).softmax(0).tolist():
+                cumulative += p
+                if cumulative > u:
+                    break
+                token += 1
+        new.append(token)
+        if token == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(new, skip_special_tokens=True), new[-1] == tokenizer.eos_token_id
+
+
+PROMPTS = ["the tent is", "radio", "the map is late broken please help thank", "lamp lamp", "please"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_local_answer_is_that_of_plain_forward_passes(make_model: Any, temperature: float) -> None:
+    place = make_model("llama")
+    drawing = Drawing(temperature=temperature, max_new_tokens=10, seed=4)
+    answers = LocalWriter(str(place), drawing, batch_size=2, device="cpu").write(
+        [ask(text, n) for n, text in enumerate(PROMPTS)]
+    )
+    for n, (text, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        assert isinstance(answer, Written)
+        assert (answer.text, answer.ended) == by_hand(place, text, drawing, (n,))
+
+
+def test_a_chat_template_is_used_where_there_is_one(chat_model: Path, make_model: Any) -> None:
+    drawing = Drawing(max_new_tokens=10)
+    turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please help"))
+    [answer] = LocalWriter(str(chat_model), drawing, device="cpu").write([Request(turns, (7, 1))])
+    assert isinstance(answer, Written)
+    text = "<user>the tent\n<assistant>is late\n<user>please help\n<assistant>"
+    assert (answer.text, answer.ended) == by_hand(chat_model, text, drawing, (7, 1))
+    plain = make_model("llama")
+    [answer] = LocalWriter(str(plain), drawing, device="cpu").write([Request(turns, (7, 1))])
+    assert isinstance(answer, Written)
+    text = "\n\nHuman: the tent\n\nAssistant: is late\n\nHuman: please help\n\nAssistant:"
+    assert (answer.text, answer.ended) == by_hand(plain, text, drawing, (7, 1))
+
+
+def test_an_answer_depends_on_its_own_counters_only(make_model: Any) -> None:
+    drawing = Drawing(max_new_tokens=12)
+    requests = [ask(text, n, 0) for n, text in enumerate(PROMPTS)]
+    several = LocalWriter(str(make_model("llama")), drawing, batch_size=5, device="cpu")
+    one = LocalWriter(str(make_model("llama")), drawing, batch_size=1, device="cpu")
+    answers = several.write(requests)
+    assert one.write(requests) == answers
+    assert several.write(requests[::-1]) == answers[::-1]
+    assert several.write([ask(text, n, 1) for n, text in enumerate(PROMPTS)]) != answers
+    other_seed = LocalWriter(str(make_model("llama")), Drawing(max_new_tokens=12, seed=1), device="cpu")
+    assert other_seed.write(requests) != answers
+
+
+def test_a_local_model_without_room_or_template_for_a_request_fails_at_it_alone(
+    make_model: Any, chat_model: Path
+) -> None:
+    drawing = Drawing(max_new_tokens=100)
+    long, short = ask(" ".join(WORDS * 3)), ask("the tent")
+    first, second = LocalWriter(str(make_model("llama")), drawing, device="cpu").write([long, short])
+    assert isinstance(first, Failure)
+    assert not first.fatal
+    assert "100 new ones, the model has 128 positions" in first.reason
+    assert isinstance(second, Written)
+
+    local = LocalWriter(str(chat_model), Drawing(max_new_tokens=4), device="cpu")
+    local.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    [failure] = local.write([short])
+    assert isinstance(failure, Failure)
+    assert "roles must alternate" in failure.reason
+
+
+# ------------------------------------------------------------------------------------------- a server
+
+
+def test_what_a_server_is_asked_and_what_comes_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", KEY + "\n")
+    turns = (Message("system", "be kind"), Message("user", "hi"))
+
+    def answer(call: Call) -> Reply:
+        return 200, {}, completion(f" answer {call.number} \ud83d", "length" if call.number else "stop")
+
+    with ChatServer(answer) as server:
+        drawing = Drawing(temperature=0.5, top_p=0.9, max_new_tokens=7, seed=3)
+        writer = server_writer(server, drawing=drawing, api_key_env="MY_KEY")
+        assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 0 ?", True)]
+        assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 1 ?", False)]
+        writer.write([Request(turns, (5, 3))])
+    assert server.paths[0] == "/v1/chat/completions"
+    seed = derived_seed(3, "writer", 5, 2) >> 32
+    assert (
+        server.bodies[0]
+        == server.bodies[1]
+        == {
+            "model": "some-model",
+            "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "max_tokens": 7,
+            "seed": seed,
+            "stream": False,
+        }
+    )
+    assert 0 <= seed < 2**31
+    assert server.bodies[2]["seed"] != seed
+    assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+def test_the_hubs_token_goes_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_private")
+    with ChatServer() as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("echo hi", True)]
+    assert "hf_private" not in json.dumps(server.headers)
+
+
+def test_a_server_is_asked_where_the_hub_is_shut_off() -> None:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    assert constants.is_offline_mode()  # The tests' own setting.
+    with ChatServer() as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("echo hi", True)]
+    with pytest.raises(OfflineModeIsEnabled):
+        get_session().get(constants.ENDPOINT)
+
+
+def test_answers_stand_in_the_order_of_the_requests_and_so_many_are_under_way() -> None:
+    def slow_first(call: Call) -> Reply:
+        time.sleep(0.15 if call.number < 3 else 0.01)
+        return 200, {}, completion(call.text)
+
+    with ChatServer(slow_first) as server:
+        texts = [str(n) for n in range(12)]
+        answers = server_writer(server, concurrency=3).write([ask(text, n) for n, text in enumerate(texts)])
+    assert answers == [Written(text, True) for text in texts]
+    assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((500, {}, b"boom"), "HTTP 500 (boom)"),
+        ((503, {}, b""), "HTTP 503 (nothing else)"),
+        ((429, {}, b'{"error": "slow down"}'), 'HTTP 429 ({"error": "slow down"})'),
+        ((408, {}, b"late"), "HTTP 408 (late)"),
+        (None, "no connection (Server disconnected"),
+        ((200, {}, b"<html>hello</html>"), "answered what is no chat completion (Expecting value"),
+        ((200, {}, b"\xff\xfe\x00"), "answered what is no chat completion ('utf-8' codec"),
+        ((200, {}, b""), "answered what is no chat completion (Expecting value"),
+        ((200, {}, b"[" * 100_000), "answered what is no chat completion (maximum recursion"),
+        ((200, {}, b"{}"), "answered what is no chat completion (there is no choices[0].message in it)"),
+        ((200, {}, b"[]"), "answered what is no chat completion"),
+        ((200, {}, b"null"), "answered what is no chat completion"),
+        ((200, {}, b"[{}]"), "answered what is no chat completion"),
+        ((200, {}, b'{"choices": []}'), "answered what is no chat completion (there is no choices[0].message in it)"),
+        ((200, {}, b'{"choices": [null]}'), "answered what is no chat completion"),
+        ((200, {}, b'{"choices": 3}'), "answered what is no chat completion (there is no choices[0].message in it)"),
+        ((200, {}, b'{"choices": ["hello"]}'), "answered what is no chat completion"),
+        (
+            (200, {}, b'{"choices": [{"message": "hello"}]}'),
+            "answered what is no chat completion (there is no choices[0].message in it)",
+        ),
+        ((200, {}, completion(["a"])), "answered what is no chat completion (choices[0].message.content is a list)"),
+        ((200, {"content-length": "99", "connection": "close"}, b"{"), "no connection (peer closed"),
+        ((200, {"content-encoding": "gzip"}, b"not gzip"), "no connection (Error -3"),
+    ],
+)
+def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> None:
+    with ChatServer(lambda call: reply if call.number < 2 else (200, {}, completion("fine"))) as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("fine", True)]
+        assert len(server.bodies) == 3
+        assert server.bodies[0] == server.bodies[2]
+    with ChatServer(lambda _: reply) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert failure.reason.startswith(f"127.0.0.1:{server.port}: {said}"), failure.reason
+    assert failure.reason.endswith("3 tries in 0 s. What is written stands, and the same command goes on")
+    assert "\n" not in failure.reason
+    assert len(server.bodies) == 3
+
+
+def test_a_server_that_says_nothing_and_one_that_is_not_there() -> None:
+    def hang(call: Call) -> Reply:
+        time.sleep(0.5 if call.number < 2 else 0)
+        return 200, {}, completion("late")
+
+    with ChatServer(hang) as server:
+        assert server_writer(server, timeout_s=0.2).write([ask("hi")]) == [Written("late", True)]
+    with ChatServer(hang) as server:
+        [failure] = server_writer(server, timeout_s=0.2, retries=1).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert f"127.0.0.1:{server.port}: said nothing for 0.2 s, 2 tries" in failure.reason
+    [failure] = server_writer(server, retries=0).write([ask("hi")])  # Nobody listens there any more.
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert "no connection ([Errno 111] Connection refused), 1 tries" in failure.reason
+
+
+def test_waiting_grows_and_is_never_shorter_than_the_server_asks() -> None:
+    with ChatServer(lambda _: (500, {}, b"")) as server:
+        server_writer(server, backoff_s=0.1, retries=3).write([ask("hi")])
+    gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
+    assert [round(gap, 1) for gap in gaps] == pytest.approx([0.1, 0.2, 0.4], abs=0.11)
+    assert gaps[2] > gaps[1] > gaps[0] >= 0.1
+
+    def busy(call: Call) -> Reply:
+        return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
+
+    with ChatServer(busy) as server:
+        # The second request waits with the first, which was told to.
+        writer = server_writer(server, concurrency=1)
+        started = time.monotonic()
+        assert writer.write([ask("hi"), ask("ho")]) == [Written("x", True)] * 2
+    assert server.times[1] - started >= 1.0
+
+
+def test_nobody_sends_while_the_server_wants_a_pause() -> None:
+    def busy(call: Call) -> Reply:
+        time.sleep(0.0 if call.number == 0 else 0.1)
+        return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
+
+    with ChatServer(busy) as server:
+        server_writer(server, concurrency=2).write([ask(str(n)) for n in range(6)])
+    late = [t - server.times[0] for t in server.times[2:]]
+    assert len(late) == 5
+    assert min(late) >= 1.0, "one was sent in the pause that another was asked for"
+
+
+def test_a_pause_of_hours_is_said_and_not_waited_for() -> None:
+    with ChatServer(lambda _: (429, {"Retry-After": "7200"}, b"quota")) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert "HTTP 429 (quota), asks for a pause of 7200 s" in failure.reason
+    assert len(server.bodies) == 1
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
+    assert retry_after("7") == 7.0
+    assert 25 < (retry_after(email.utils.format_datetime(soon, usegmt=True)) or 0) <= 30
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    for odd in (
+        None,
+        "",
+        "soon",
+        "-5",
+        "1e3",
+        "Wed, 99 Oct 2015 07:28:00 GMT",
+        "nan",
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+    ):
+        found = retry_after(odd)
+        assert found is None or found >= 0, odd
+    assert retry_after("soon") is None
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_request_that_is_refused_fails_alone(status: int) -> None:
+    def refuse(call: Call) -> Reply:
+        if call.text == "long":
+            return status, {}, b'{"error": "too long"}'
+        return 200, {}, completion("fine")
+
+    with ChatServer(refuse) as server:
+        answers = server_writer(server).write([ask("short"), ask("long"), ask("short")])
+    reason = f'127.0.0.1:{server.port}: HTTP {status} ({{"error": "too long"}})'
+    assert answers == [Written("fine", True), Failure(reason), Written("fine", True)]
+    assert len(server.bodies) == 3
+
+
+def test_an_answer_without_text_fails_alone() -> None:
+    with ChatServer(lambda _: (200, {}, completion(None))) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert failure == Failure(f"127.0.0.1:{server.port}: the answer has no text")
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"),
+    [
+        (401, "Is the key in $MY_KEY right?"),
+        (403, "Is the key in $MY_KEY right?"),
+        (404, "Is --server the base URL (it often ends in /v1), and is a model called some-model there?"),
+        (405, ""),
+    ],
+)
+def test_what_no_retry_mends_ends_at_once_and_the_rest_is_not_sent(
+    status: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    echo = f"wrong key: Bearer {KEY}\n\x1b[31mred\x1b[0m".encode()
+    with ChatServer(lambda _: (status, {}, echo)) as server:
+        writer = server_writer(server, api_key_env="MY_KEY", concurrency=2)
+        answers = writer.write([ask(str(n)) for n in range(50)])
+    assert len(server.bodies) <= 2
+    assert all(isinstance(answer, Failure) and answer.fatal for answer in answers)
+    for answer in answers:
+        assert answer == answers[0]
+    [reason] = {answer.reason for answer in answers if isinstance(answer, Failure)}
+    assert reason.startswith(f"127.0.0.1:{server.port}: HTTP {status} (wrong key: Bearer *** [31mred [0m)")
+    assert reason.endswith(hint)
+    assert KEY not in reason
+    assert reason.isprintable()
+
+
+def test_a_writer_that_gave_up_may_be_asked_again() -> None:
+    with ChatServer(lambda call: (500, {}, b"") if call.number < 3 else (200, {}, completion("back"))) as server:
+        writer = server_writer(server, retries=2)
+        assert isinstance(writer.write([ask("hi")])[0], Failure)
+        assert writer.write([ask("hi")]) == [Written("back", True)]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://me:hidden@127.0.0.1/v1", "has a user or a password in it"),
+        ("http://hidden@127.0.0.1/v1", "has a user or a password in it"),
+        ("http://:hidden@127.0.0.1/v1", "has a user or a password in it"),
+        ("http://127.0.0.1/v1?key=hidden", "has a ? or a # in it"),
+        ("http://127.0.0.1/v1#hidden", "has a ? or a # in it"),
+        ("ftp://hidden/v1", "is no http or https URL"),
+        ("hidden/model", "is no http or https URL"),
+        ("http://", "is no http or https URL"),
+        ("http://[::1", "is no URL"),
+        ("http://127.0.0.1:hidden/v1", "is no URL"),
+        ("http://127.0.0.1:99999/v1", "is no URL"),
+        ("http://127.0.0.1/hidden\x00", "is no URL"),
+        ("http://a hidden/v1", "is no"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused_and_not_repeated(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        server_writer(url)
+    assert str(error.value).startswith(f"--server: {said}"), str(error.value)
+    assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "sk secret", "sk-sécret", "sk\x07secret", "a\nb"])
+def test_keys_that_cannot_be_sent_are_refused_and_not_repeated(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_KEY", value)
+    with pytest.raises(ConfigError) as error:
+        server_writer("http://127.0.0.1:1/v1", api_key_env="MY_KEY")
+    assert "MY_KEY" in str(error.value)
+    assert "cret" not in str(error.value)
+
+
+def test_a_bug_in_a_thread_is_raised_and_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_output: dict[str, Any]) -> Written:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(writer_module, "_written", broken)
+    with ChatServer() as server:
+        with pytest.raises(KeyError, match="ours"):
+            server_writer(server, concurrency=2).write([ask(str(n)) for n in range(20)])
+    assert len(server.bodies) <= 4
+
+
+# ------------------------------------------------------------------------------------ transformers serve
+
+
+@contextlib.contextmanager
+def transformers_serve(model: Path, log: Path) -> Iterator[str]:
+    """`transformers serve` with one model on a free port; the base URL."""
+    missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install -e '.[dev]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model), "--device", "cpu"]
+    with log.open("wb") as out:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], stdout=out, stderr=out, env=environment
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert process.poll() is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline, log.read_text(errors="replace")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
+    with transformers_serve(chat_model, tmp_path / "log") as url:
+        greedy = Drawing(temperature=0, max_new_tokens=8)
+        served = ServerWriter(url, str(chat_model), greedy, concurrency=2, retries=0)
+        here = LocalWriter(str(chat_model), greedy, device="cpu")
+        requests = [ask(text, n) for n, text in enumerate(PROMPTS)]
+        assert served.write(requests) == here.write(requests), "the likeliest tokens are the same, wherever they run"
+
+        drawn = ServerWriter(url, str(chat_model), Drawing(max_new_tokens=8), concurrency=1, retries=0)
+        answers = drawn.write([ask("the tent", n) for n in range(4)])
+        assert len({answer.text for answer in answers if isinstance(answer, Written)}) == 4
+        assert drawn.write([ask("the tent", n) for n in range(4)]) == answers, "a request's seed is its draw's"
+
+        [failure] = ServerWriter(url, "another", greedy, retries=0).write([ask("hi")])
+        assert isinstance(failure, Failure)
+        assert "HTTP 400" in failure.reason
+        assert "pinned" in failure.reason
