@@ -17,8 +17,8 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ from rlhf_cli.data.encode import encode_for_classifier, encode_pairs, encode_pro
 from rlhf_cli.data.formats import Preference, Scored, first_words, preferences, scored
 from rlhf_cli.data.sources import Row, read_rows
 from rlhf_cli.data.split import read_split
-from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import check_length, longest_input, positions
 from rlhf_cli.models.load import (
@@ -139,9 +139,13 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
             rate = stepper.learning_rate
-            stats = _accumulate(model, [train[i] for i in rows], config, world)
-            norm = stepper.step(world, f"rm step {step + 1}")
-            stage.log(step + 1, {**stats, "rm/learning_rate": rate, "rm/grad_norm": norm}, shown)
+            batch = [train[i] for i in rows]
+            stats = _accumulate(model, batch, config, world)
+            numbers = {"loss/rm": stats["loss/rm"], "rm/grad_norm": stepper.clip(world)}
+            moves = stage.may_step(step + 1, f"rm step {step + 1}", numbers, partial(list, map(asdict, batch)))
+            stepper.advance(move=moves)
+            figures = {**stats, **numbers, "rm/learning_rate": rate, "rm/bad_steps": float(not moves)}
+            stage.log(step + 1, figures, shown)
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
                 stage.log(step + 1, _evaluate(model, test, scale, config, world))
@@ -264,14 +268,7 @@ def _accumulate(model: PreTrainedModel, batch: list, config: RMConfig, world: Wo
         loss.backward()
         for key, value in {"loss/rm": loss, **stats}.items():
             sums[key] = sums.get(key, 0.0) + value.item()
-    sums = world.sum_floats(sums)
-    if not math.isfinite(sums["loss/rm"]):
-        where = ", ".join(item.row.where for item in batch[:4])
-        raise RunError(
-            f"rm: the loss is {sums['loss/rm']}, nothing was stepped. The batch holds {where}, ... "
-            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at these rows"
-        )
-    return sums
+    return world.sum_floats(sums)
 
 
 def _loss(

@@ -228,6 +228,9 @@ class Optimizer(Section):
     """On matrices only; biases and norms are never decayed."""
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's norm is clipped to this."""
+    max_bad_steps: PositiveInt = 1
+    """So many steps in a row whose loss or gradient is no number stop the run; of fewer each is left out: nothing is
+    stepped, the schedule and the data go on, and its batch is in `<artifacts>/<stage>.failed_batch.jsonl`."""
 
 
 class Training(Section):

@@ -12,8 +12,14 @@ from rlhf_cli.artifacts import MissingStageError, fingerprint, require_stage
 from rlhf_cli.config.schemas import STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
-NOT_PART = {"artifacts", "device", "checkpoints"}
-"""Keys that say where and how safely a stage runs, and not what it computes."""
+NOT_PART: dict[str, Any] = {
+    "artifacts": True,
+    "device": True,
+    "checkpoints": True,
+    "optimizer": {"max_bad_steps"},
+}
+"""Keys that say where and how safely a stage runs, and not what it computes: a run that comes to its end comes to the
+same one, whatever these are."""
 MAY_CHANGE = (
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
