@@ -640,8 +640,8 @@ class Health:
 
 
 def _within_floats(value: float) -> float:
-    """JSON has no infinity: the largest float stands for it."""
-    return max(-1e308, min(1e308, float(value)))
+    """JSON has no infinity: a number that float32 has none of stands for it, whose square can still be summed."""
+    return max(-1e75, min(1e75, float(value)))
 
 
 def _halves(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:

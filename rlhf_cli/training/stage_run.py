@@ -186,7 +186,7 @@ class StageRun:
         # The clock of the first process counts, a signal to any of them.
         is_time = asked[0][0] and not self.bad_steps.in_a_row and step < total
         began = time.monotonic()
-        if is_time or stop is not None or step == total:
+        if is_time or stop is not None or step == total or self.bad_steps.in_a_row:
             self._require_numbers(step)
         if is_time or stop is not None:
             self._is_due = False
