@@ -58,6 +58,11 @@ def partial_directory(root: str | Path, stage: str) -> Path:
     return Path(root) / f".{stage}.partial"
 
 
+def set_aside_directory(root: str | Path, stage: str) -> Path:
+    """Where the finished stage stands while another one takes its place."""
+    return Path(root) / f".{stage}.old"
+
+
 def read_manifest(directory: str | Path) -> Manifest | None:
     """The manifest of a finished stage, or None where there is none.
 
@@ -99,22 +104,24 @@ def digest_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(path: str | None, revision: str | None = None) -> str:
+def fingerprint(path: str | None, revision: str | None = None, *, endings: tuple[str, ...] | None = None) -> str:
     """A digest that changes when what stands at `path` changes; the missing give "missing".
 
     A finished stage gives its manifest's digest, a file or a folder that of its bytes, and anything that is
-    not on disk counts as a name on the hub, which is known by its revision only.
+    not on disk counts as a name on the hub, which is known by its revision only. With `endings` a folder is the
+    files right in it whose names end so, and no others.
     """
     if path is None:
         return "missing"
     place = Path(path)
     if place.is_file():
         return digest_file(place)
-    if (place / MANIFEST).is_file():
+    if endings is None and (place / MANIFEST).is_file():
         return digest_file(place / MANIFEST)
     if place.is_dir():
         whole = hashlib.sha256()
-        for file in sorted(p for p in place.rglob("*") if p.is_file()):
+        inside = place.rglob("*") if endings is None else (p for p in place.iterdir() if p.name.endswith(endings))
+        for file in sorted(p for p in inside if p.is_file()):
             whole.update(f"{file.relative_to(place).as_posix()}\0{digest_file(file)}\n".encode())
         return whole.hexdigest()
     return f"hub:{path}@{revision or 'main'}"
@@ -198,7 +205,7 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
     (partial / MANIFEST).write_text(text, encoding="utf-8")
     sync_tree(partial)
-    old = _set_aside(root, stage)
+    old = set_aside_directory(root, stage)
     if place.exists():
         place.rename(old)
     partial.rename(place)
@@ -207,13 +214,9 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     return manifest
 
 
-def _set_aside(root: str | Path, stage: str) -> Path:
-    return Path(root) / f".{stage}.old"
-
-
 def recover(root: str | Path, stage: str) -> None:
     """Undo a publication that was cut off between its two renames."""
-    old, place = _set_aside(root, stage), stage_directory(root, stage)
+    old, place = set_aside_directory(root, stage), stage_directory(root, stage)
     if old.is_dir() and not place.exists():
         old.rename(place)
     elif old.is_dir():

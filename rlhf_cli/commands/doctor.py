@@ -30,6 +30,7 @@ from rlhf_cli.artifacts import (
     model_directory,
     partial_directory,
     read_manifest,
+    set_aside_directory,
     stage_directory,
 )
 from rlhf_cli.config.schemas import STAGES, PPOConfig, Stage
@@ -520,7 +521,7 @@ def inputs(place: Path, manifest: Manifest) -> Line:
 def unfinished(root: Path, stage: str) -> Iterator[Line]:
     """Who is writing a stage, an interrupted run and its checkpoints, and what a kill has left behind."""
     place, partial = checkpoints_directory(root, stage), partial_directory(root, stage)
-    old, lock = root / f".{stage}.old", root / f".{stage}.lock"
+    old, lock = set_aside_directory(root, stage), root / f".{stage}.lock"
     is_lock = lock.is_file() and not lock.is_symlink()
     owner = owner_of(root, stage) if is_lock else None
     if owner is not None:
