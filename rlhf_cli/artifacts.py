@@ -73,7 +73,7 @@ def read_manifest(directory: str | Path) -> Manifest | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: can't be read ({error}). Run the stage again with --restart") from None
     if not isinstance(values, dict) or values.get("contract") != CONTRACT_VERSION:
         found = values.get("contract") if isinstance(values, dict) else None
@@ -82,9 +82,42 @@ def read_manifest(directory: str | Path) -> Manifest | None:
             "Run the stage again with --restart"
         )
     try:
-        return Manifest(**values)
+        manifest = Manifest(**values)
     except TypeError:
         raise ArtifactError(f"{path}: keys are missing or unknown. Run the stage again with --restart") from None
+    wrong = _wrongly_typed(manifest)
+    if wrong is not None:
+        raise ArtifactError(f"{path}: {wrong} is not what rlhf writes. Run the stage again with --restart")
+    return manifest
+
+
+def _wrongly_typed(manifest: Manifest) -> str | None:
+    """The first value of a manifest of another type than ours have; a file may say anything."""
+    types: dict[str, type | tuple[type, ...]] = {
+        "stage": str,
+        "identity": dict,
+        "files": dict,
+        "metrics": dict,
+        "seed": int,
+        "versions": dict,
+        "device": str,
+        "num_processes": int,
+        "seconds": (int, float),
+        "finished": str,
+    }
+    for key, kind in types.items():
+        if not isinstance(getattr(manifest, key), kind):
+            return key
+    for part in ("config", "data", "inputs"):
+        if not isinstance(manifest.identity.get(part), dict):
+            return f"identity.{part}"
+    for name, digest in manifest.files.items():
+        if not isinstance(digest, str):
+            return f"files: {name}"
+    for name, figure in manifest.metrics.items():
+        if not isinstance(figure, int | float):
+            return f"metrics: {name}"
+    return None
 
 
 def read_manifest_or_none(directory: str | Path) -> Manifest | None:

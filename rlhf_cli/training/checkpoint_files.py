@@ -171,7 +171,7 @@ def read_run(place: Path) -> dict[str, Any] | None:
     """The identity of the run whose checkpoints these are; None where there is none that can be read."""
     try:
         values = json.loads((place / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -307,5 +307,5 @@ def _read_owner(file: IO[str]) -> Owner | None:
     try:
         file.seek(0)
         return Owner(**json.load(file))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
