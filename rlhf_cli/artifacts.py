@@ -58,6 +58,11 @@ def partial_directory(root: str | Path, stage: str) -> Path:
     return Path(root) / f".{stage}.partial"
 
 
+def set_aside_directory(root: str | Path, stage: str) -> Path:
+    """Where the finished stage stands while another one takes its place."""
+    return Path(root) / f".{stage}.old"
+
+
 def read_manifest(directory: str | Path) -> Manifest | None:
     """The manifest of a finished stage, or None where there is none.
 
@@ -68,7 +73,7 @@ def read_manifest(directory: str | Path) -> Manifest | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: can't be read ({error}). Run the stage again with --restart") from None
     if not isinstance(values, dict) or values.get("contract") != CONTRACT_VERSION:
         found = values.get("contract") if isinstance(values, dict) else None
@@ -77,9 +82,42 @@ def read_manifest(directory: str | Path) -> Manifest | None:
             "Run the stage again with --restart"
         )
     try:
-        return Manifest(**values)
+        manifest = Manifest(**values)
     except TypeError:
         raise ArtifactError(f"{path}: keys are missing or unknown. Run the stage again with --restart") from None
+    wrong = _wrongly_typed(manifest)
+    if wrong is not None:
+        raise ArtifactError(f"{path}: {wrong} is not what rlhf writes. Run the stage again with --restart")
+    return manifest
+
+
+def _wrongly_typed(manifest: Manifest) -> str | None:
+    """The first value of a manifest of another type than ours have; a file may say anything."""
+    types: dict[str, type | tuple[type, ...]] = {
+        "stage": str,
+        "identity": dict,
+        "files": dict,
+        "metrics": dict,
+        "seed": int,
+        "versions": dict,
+        "device": str,
+        "num_processes": int,
+        "seconds": (int, float),
+        "finished": str,
+    }
+    for key, kind in types.items():
+        if not isinstance(getattr(manifest, key), kind):
+            return key
+    for part in ("config", "data", "inputs"):
+        if not isinstance(manifest.identity.get(part), dict):
+            return f"identity.{part}"
+    for name, digest in manifest.files.items():
+        if not isinstance(digest, str):
+            return f"files: {name}"
+    for name, figure in manifest.metrics.items():
+        if not isinstance(figure, int | float):
+            return f"metrics: {name}"
+    return None
 
 
 def read_manifest_or_none(directory: str | Path) -> Manifest | None:
@@ -99,22 +137,24 @@ def digest_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(path: str | None, revision: str | None = None) -> str:
+def fingerprint(path: str | None, revision: str | None = None, *, endings: tuple[str, ...] | None = None) -> str:
     """A digest that changes when what stands at `path` changes; the missing give "missing".
 
     A finished stage gives its manifest's digest, a file or a folder that of its bytes, and anything that is
-    not on disk counts as a name on the hub, which is known by its revision only.
+    not on disk counts as a name on the hub, which is known by its revision only. With `endings` a folder is the
+    files right in it whose names end so, and no others.
     """
     if path is None:
         return "missing"
     place = Path(path)
     if place.is_file():
         return digest_file(place)
-    if (place / MANIFEST).is_file():
+    if endings is None and (place / MANIFEST).is_file():
         return digest_file(place / MANIFEST)
     if place.is_dir():
         whole = hashlib.sha256()
-        for file in sorted(p for p in place.rglob("*") if p.is_file()):
+        inside = place.rglob("*") if endings is None else (p for p in place.iterdir() if p.name.endswith(endings))
+        for file in sorted(p for p in inside if p.is_file()):
             whole.update(f"{file.relative_to(place).as_posix()}\0{digest_file(file)}\n".encode())
         return whole.hexdigest()
     return f"hub:{path}@{revision or 'main'}"
@@ -198,7 +238,7 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
     (partial / MANIFEST).write_text(text, encoding="utf-8")
     sync_tree(partial)
-    old = _set_aside(root, stage)
+    old = set_aside_directory(root, stage)
     if place.exists():
         place.rename(old)
     partial.rename(place)
@@ -207,13 +247,9 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     return manifest
 
 
-def _set_aside(root: str | Path, stage: str) -> Path:
-    return Path(root) / f".{stage}.old"
-
-
 def recover(root: str | Path, stage: str) -> None:
     """Undo a publication that was cut off between its two renames."""
-    old, place = _set_aside(root, stage), stage_directory(root, stage)
+    old, place = set_aside_directory(root, stage), stage_directory(root, stage)
     if old.is_dir() and not place.exists():
         old.rename(place)
     elif old.is_dir():

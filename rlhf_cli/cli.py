@@ -434,6 +434,9 @@ def data_generate(
     device: Device = "auto",
     format: DataFormat = "auto",
     keys: DataKeys = None,
+    name: HubName = None,
+    split: HubSplit = None,
+    revision: HubRevision = None,
     on_bad_row: OnBadRow = "error",
     restart: RestartOut = False,
     quiet: Quiet = False,
@@ -450,7 +453,7 @@ def data_generate(
             device=device,
         )
         generate(
-            _data_source(path, format, keys),
+            _data_source(path, format, keys, name=name, split=split, revision=revision),
             task,
             out,
             options,
@@ -496,6 +499,9 @@ def data_score(
     device: Device = "auto",
     format: DataFormat = "auto",
     keys: DataKeys = None,
+    name: HubName = None,
+    split: HubSplit = None,
+    revision: HubRevision = None,
     on_bad_row: OnBadRow = "error",
     restart: RestartOut = False,
     quiet: Quiet = False,
@@ -513,7 +519,7 @@ def data_score(
             device=device,
         )
         score(
-            _data_source(path, format, keys),
+            _data_source(path, format, keys, name=name, split=split, revision=revision),
             out,
             options,
             compare=compare,

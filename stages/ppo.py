@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -50,6 +51,7 @@ from rlhf_cli.learner.carried import Carried, Recent, parts_of
 from rlhf_cli.learner.figures import (
     Best,
     compare,
+    failed_batch,
     gold_of,
     iteration_metrics,
     judged,
@@ -58,7 +60,6 @@ from rlhf_cli.learner.figures import (
     measurement,
     save_policy,
     save_value_model,
-    stop_at_bad_batch,
 )
 from rlhf_cli.learner.setup import Learner, load_learner, new_health, plan
 from rlhf_cli.models.forward import autocast, target_logits
@@ -224,7 +225,8 @@ def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> t
         at_end = at_end - torch.tensor([sum(row) for row in scores.dense])
         dense = pad_rows(torch.tensor([x for row in scores.dense for x in row]), lengths).to(learner.world.device)
     if learner.scale.kind == "running":
-        learner.scale.take(at_end, learner.world)
+        # One that is no number would make the statistics none for good; the steps that it is in are not taken.
+        learner.scale.take(at_end[at_end.isfinite()], learner.world)
     score = shaped_score(
         at_end,
         lengths,
@@ -324,7 +326,8 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
 
     A minibatch is one optimizer step of each model; its microbatches' losses are sums over tokens divided by
     the tokens of the whole minibatch over all processes, so their gradients add up to the minibatch's own.
-    Whether to step, to skip or to stop is decided by numbers summed over all processes, so by all alike.
+    Whether to step, to skip or to stop is decided by numbers summed over all processes, so by all alike. A step
+    that was not taken because they are no numbers has no part in the means.
     """
     config, world, ppo = learner.config, learner.world, learner.config.ppo
     num_rows = min(iteration + 1, ppo.num_rollouts_per_update) * ppo.rollout_batch_size
@@ -334,7 +337,8 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
         rates["value/learning_rate"] = learner.value_stepper.learning_rate
     step = sum(ppo.updates(i) for i in range(iteration))
     steps: list[dict[str, float]] = []
-    first_error, num_skipped, stopped = 0.0, 0, False
+    first: dict[str, float] = {}
+    num_bad, num_skipped, stopped = 0, 0, False
     for epoch in range(ppo.ppo_epochs):
         draw = generator(config.seed, "ppo minibatches", iteration, epoch)
         order = torch.randperm(num_rows, generator=draw).tolist()
@@ -346,25 +350,32 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
             # The minibatch is the same however many processes there are; this one has its own rows of it.
             rows = _own_rows(minibatch, ppo.rollout_batch_size, world)
             sums, error = _backward(learner, batch, rows, step, learns_policy)
-            if not steps:
+            if not first:
+                # Before the first step policy and sampler are the same model: anything but 1 is a bug.
                 first_error = max(world.gather(error))
-            where = f"ppo iteration {iteration + 1}, step {step}"
-            norms = _norms(learner, learns_policy)
-            if not all(math.isfinite(x) for x in (*sums.values(), *norms.values())):
-                stop_at_bad_batch(learner, batch, rows, where, sums | norms)
-            steps.append(sums | norms)
+                first = {"policy/first_ratio": sums["policy/ratio"], "policy/first_ratio_error": first_error}
+            numbers = sums | _norms(learner, learns_policy)
+            if not learner.stage.may_step(
+                iteration + 1,
+                f"ppo iteration {iteration + 1}, step {step}",
+                numbers,
+                partial(failed_batch, learner, batch, rows, step),
+            ):
+                num_bad += 1
+                _step(learner, learns_policy, move=False)
+                continue
+            steps.append(numbers)
             skipped = ppo.max_ratio is not None and sums["policy/ratio"] > ppo.max_ratio
             stopped = ppo.max_approx_kl is not None and sums["policy/approx_kl"] > ppo.max_approx_kl
             num_skipped += skipped
             _step(learner, learns_policy, move=not (skipped or stopped))
-    means = {key: sum(s[key] for s in steps) / len(steps) for key in steps[0]}
+    means = {key: sum(s[key] for s in steps) / len(steps) for key in (steps[0] if steps else ())}
     return (
         means
         | rates
+        | {key: value for key, value in first.items() if math.isfinite(value)}
         | {
-            # Before the first step policy and sampler are the same model: anything but 1 is a bug.
-            "policy/first_ratio": steps[0]["policy/ratio"],
-            "policy/first_ratio_error": first_error,
+            "policy/bad_steps": float(num_bad),
             "policy/skipped_steps": float(num_skipped),
             "policy/stopped_early": float(stopped),
         }

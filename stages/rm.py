@@ -18,9 +18,9 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ from rlhf_cli.data.records import (
     scored,
 )
 from rlhf_cli.data.tokens import Tokenised, tokenise
-from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import check_length, longest_input, positions
 from rlhf_cli.models.load import (
@@ -138,9 +138,9 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             if config.data.probes is not None:
                 probes = encode.rankings(Rows(train=[config.data.probes], test_fraction=0), "data.probes").train
         else:
-            rows = encode.scored(config.data)
-            train, test, lines = rows.train, rows.test, rows.lines
-            scores = rows.train.numbers("score")
+            data = encode.scored(config.data)
+            train, test, lines = data.train, data.test, data.lines
+            scores = data.train.numbers("score")
             scale = TargetScale(scores.mean().item(), max(scores.std().item(), 1e-8))
         test = test[: config.evaluation.max_rows]
         for line in lines:
@@ -163,9 +163,13 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
             rate = stepper.learning_rate
-            stats = _accumulate(model, [train[i] for i in rows], scale, config, world)
-            norm = stepper.step(world, f"rm step {step + 1}")
-            stage.log(step + 1, {**stats, "rm/learning_rate": rate, "rm/grad_norm": norm}, shown)
+            batch = [train[i] for i in rows]
+            stats = _accumulate(model, batch, scale, config, world)
+            numbers = {"loss/rm": stats["loss/rm"], "rm/grad_norm": stepper.clip(world)}
+            moves = stage.may_step(step + 1, f"rm step {step + 1}", numbers, partial(list, map(asdict, batch)))
+            stepper.advance(move=moves)
+            figures = {**stats, **numbers, "rm/learning_rate": rate, "rm/bad_steps": float(not moves)}
+            stage.log(step + 1, figures, shown)
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
                 stage.log(step + 1, _evaluate(model, test, scale, config, world))
@@ -186,7 +190,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         # 5. What the SFT model's answers score.
         mean, std = _normalization(model, tokenizer, encode, test or train, config, stage)
         final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
-        facts = {"score_mean": mean, "score_std": std}
+        facts: dict[str, float | str] = {"score_mean": mean, "score_std": std}
         # How what is judged later is cut: as what was learnt from.
         facts |= {"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation}
         if not pairwise:
@@ -239,7 +243,9 @@ class Encoder:
             found = iter(self([_answered(row, answer) for row in rows for answer in row.answers]))
             for row in rows:
                 answers = [next(found) for _ in row.answers]
-                yield next((each for each in answers if isinstance(each, LeftOut)), None) or _told_apart(answers, row)
+                kept = [ids for ids in answers if not isinstance(ids, LeftOut)]
+                too_long = [each for each in answers if isinstance(each, LeftOut)]
+                yield too_long[0] if too_long else _told_apart(kept, row)
 
         return self._tokenise(data, "rm pairs", RankedIds, view, encode, role)
 
@@ -256,7 +262,7 @@ class Encoder:
 
         return self._tokenise(data, "rm scores", ScoredIds, view, encode, "data")
 
-    def _tokenise(self, data, purpose, kind, view, encode, role):  # type: ignore[no-untyped-def]
+    def _tokenise(self, data, purpose, kind, view, encode, role):
         settings = self.config.data.model_dump(mode="json") | {
             "role": role,
             "reads last token": reads_last_token(self.model),
@@ -302,7 +308,7 @@ class LabelledPairs(Sequence[RankedIds]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         higher, lower = (self.items[i] for i in self.pairs[index])
@@ -325,14 +331,7 @@ def _accumulate(
         loss.backward()
         for key, value in {"loss/rm": loss, **stats}.items():
             sums[key] = sums.get(key, 0.0) + value.item()
-    sums = world.sum_floats(sums)
-    if not math.isfinite(sums["loss/rm"]):
-        where = ", ".join(item.row.where for item in batch[:4])
-        raise RunError(
-            f"rm: the loss is {sums['loss/rm']}, nothing was stepped. The batch holds {where}, ... "
-            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at these rows"
-        )
-    return sums
+    return world.sum_floats(sums)
 
 
 def _loss(

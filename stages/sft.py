@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +44,6 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Demonstration, demonstration
 from rlhf_cli.data.tokens import Tokenised, tokenise
-from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import autocast, target_logits
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
@@ -70,10 +71,10 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
-        rows = tokenised(config, tokenizer)
-        for line in rows.lines:
+        data = tokenised(config, tokenizer)
+        for line in data.lines:
             display.note(line)
-        train, test = rows.train, rows.test[: config.evaluation.max_rows]
+        train, test = data.train, data.test[: config.evaluation.max_rows]
         questions = _questions(config, model, tokenizer, stage) if test else []
 
         # 3. Training.
@@ -94,11 +95,13 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
             rate = stepper.learning_rate
-            loss = _accumulate(model, [train[i] for i in rows], config, world)
-            norm = stepper.step(world, f"sft step {step + 1}")
-            metrics = {"loss/sft": loss, "sft/learning_rate": rate, "sft/grad_norm": norm}
-            stage.log(step + 1, metrics, SHOWN)
-            if loss > abnormal and step > config.optimizer.warmup_steps and not warned:
+            batch = [train[i] for i in rows]
+            numbers = {"loss/sft": _accumulate(model, batch, config, world), "sft/grad_norm": stepper.clip(world)}
+            moves = stage.may_step(step + 1, f"sft step {step + 1}", numbers, partial(_rows, tokenizer, batch))
+            stepper.advance(move=moves)
+            loss = numbers["loss/sft"]
+            stage.log(step + 1, {**numbers, "sft/learning_rate": rate, "sft/bad_steps": float(not moves)}, SHOWN)
+            if moves and loss > abnormal and step > config.optimizer.warmup_steps and not warned:
                 warned = True
                 display.warn(
                     f"step {step + 1}: loss {loss:.2f} is above {abnormal:.2f}. Lower optimizer.learning_rate, or "
@@ -132,14 +135,12 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig,
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         loss.backward()
         total += loss.item()
-    total = world.sum_floats({"loss": total})["loss"]
-    if not math.isfinite(total):
-        where = ", ".join(example.where for example in batch[:4])
-        raise RunError(
-            f"sft: the loss is {total}, nothing was stepped. The batch holds {where}, ... "
-            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at these rows"
-        )
-    return total
+    return world.sum_floats({"loss": total})["loss"]
+
+
+def _rows(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:
+    """A batch that can't be learnt from, to be looked at: a row a sequence."""
+    return [{"text": str(tokenizer.decode(example.ids)), **asdict(example)} for example in batch]
 
 
 def _learnt_logprobs(model: PreTrainedModel, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:

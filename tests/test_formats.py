@@ -379,6 +379,7 @@ USER, ASKED, REPLY = (
 )
 OTHER = {"role": "assistant", "content": "No."}
 SYSTEM = {"role": "system", "content": "Be kind."}
+LONG = "u:Hi a:No. u:How?"
 
 
 @pytest.mark.parametrize(
@@ -393,6 +394,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
             "s:Be kind. u:How?",
         ),
         ({"system": "Be kind.", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "s:Be kind. u:How?"),
+        ({"prompt": [USER], "chosen": [USER, OTHER, ASKED, REPLY], "rejected": [USER, OTHER, ASKED, OTHER]}, LONG),
         ({"prompt": "", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
         # ... or what they lack.
         ({"prompt": "How?", "chosen": [SYSTEM, REPLY], "rejected": [SYSTEM, OTHER]}, "s:Be kind. u:How?"),
@@ -402,7 +404,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ({"question": "How?", "system": "", "chosen": "So.", "rejected": "No."}, "u:How?"),
         ({"messages": [SYSTEM, ASKED], "chosen": "So.", "rejected": "No."}, "s:Be kind. u:How?"),
         ({"messages": [USER, REPLY], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
-        ({"prompt": [USER, OTHER, ASKED], "chosen": [REPLY], "rejected": "No."}, "u:Hi a:No. u:How?"),
+        ({"prompt": [USER, OTHER, ASKED], "chosen": [REPLY], "rejected": "No."}, LONG),
     ],
 )
 def test_prompts_of_conversations_that_are_compared(values: dict[str, Any], turns: str) -> None:
@@ -488,9 +490,9 @@ def test_a_score_of_zero_is_a_score() -> None:
     assert best == Demonstration("p", "answer 2", "file:1")
 
 
-@pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, "9" * 400])
+@pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, 10**5000, "9" * 400])
 def test_what_is_no_score(score: object) -> None:
-    with pytest.raises(DataError, match=r"^file:3: `score` is .*, it must be a number$"):
+    with pytest.raises(DataError, match=r"^file:3: `score` is .{1,50}, it must be a number$"):
         read({"prompt": "a", "response": "b", "score": score}, "scored")
 
 
@@ -676,6 +678,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("alpaca", {"instruction": "a", "output": ""}, "`output` is empty"),
     ("preference", {"prompt": "a", "chosen": "b", "rejected": ""}, "`rejected` is empty"),
     ("preference", {"chosen": "a", "rejected": "b"}, "the answers have no prompt"),
+    ("preference", {"prompt": "", "chosen": REPLY, "rejected": OTHER}, "the answers have no prompt"),
+    ("kto", {"prompt": "a", "completion": {"role": "assistant", "content": " "}, "label": True}, "and not empty"),
     (
         "preference",
         {"prompt": "a", "chosen": [USER, REPLY], "rejected": [ASKED, OTHER]},

@@ -641,7 +641,13 @@ def test_a_message_is_sentences_with_a_number_and_advice_is_one_line() -> None:
 
 def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], Any]) -> None:
     read = {*WATCHED, *MUST_BE_FINITE, *SHOWN.values()}
-    read |= {"policy/first_ratio_error", "policy/first_ratio", "policy/sampler_gap", "policy/skipped_steps"}
+    read |= {
+        "policy/first_ratio_error",
+        "policy/first_ratio",
+        "policy/sampler_gap",
+        "policy/skipped_steps",
+        "policy/bad_steps",
+    }
     row = read_jsonl(pipeline("llama") / "ppo" / "metrics.jsonl")[0]
     assert sorted(read - set(row)) == []
 

@@ -615,7 +615,7 @@ def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=No
     """What the stage's functions read, on one process."""
     return Learner(
         config=config,
-        stage=SimpleNamespace(world=ALONE),
+        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True),
         tokenizer=None,
         models=models,
         rewards=rewards,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -52,3 +55,25 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path / "away", timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").is_file()
+
+
+NAME_OF = {"yaml": "pyyaml"}
+COME_ALONG = {"pyarrow": "datasets", "numpy": "torch and transformers", "huggingface_hub": "transformers"}
+"""Named nowhere: they come along with what is, which can't do without them."""
+
+
+def test_every_package_that_is_imported_is_asked_for_and_pinned() -> None:
+    """Inside functions too; one that happens to be there for another's sake may be gone tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
+    asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    imported: dict[str, Path] = {}
+    for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            imported |= {name.split(".")[0]: path for name in names}
+    others = imported.keys() - sys.stdlib_module_names - {"rlhf_cli", "stages"} - COME_ALONG.keys()
+    assert {NAME_OF.get(name, name) for name in others} == asked
+    assert asked <= pinned

@@ -146,7 +146,7 @@ def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_select_cuts_a_file_into_parts_without_loss(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(300))
     parts = [sides(Rows(train=[DataSource(path=path, select=f"{k}/4")], test_fraction=0))["train"] for k in range(4)]
-    assert sorted(sum(parts, [])) == sorted(row["prompt"] for row in numbered(300))
+    assert sorted(prompt for part in parts for prompt in part) == sorted(row["prompt"] for row in numbered(300))
     assert all(40 < len(part) < 120 for part in parts)
     two = sides(Rows(train=[DataSource(path=path, select="0/4,2/4")], test_fraction=0))["train"]
     assert sorted(two) == sorted(parts[0] + parts[2])
@@ -188,7 +188,7 @@ def test_bad_rows_are_skipped_aloud(tmp_path: Path) -> None:
 
 def test_a_file_of_bad_rows_is_no_data(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "response": 7}] * 5)
-    with pytest.raises(DataError, match="no row is left to train on.*5 rows: can't be read"):
+    with pytest.raises(DataError, match=r"no row is left to train on.*5 rows: can't be read"):
         sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
 
 
@@ -326,7 +326,8 @@ def test_a_table_is_mapped_and_not_read(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from rlhf_cli.data.table import Table; "
         "from rlhf_cli.data.encode import Example\n"
-        "def anonymous(): return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1])\n"
+        "status = lambda: open('/proc/self/status')\n"
+        "def anonymous(): return int(next(l for l in status() if l.startswith('RssAnon')).split()[1])\n"
         "before = anonymous(); t = Table(Path(sys.argv[1]), Example)\n"
         "assert t[9999].ids[-1] == 1999 and len(t) == 10000 and sum(len(t[i].ids) for i in range(0, 10000, 100))\n"
         "print(anonymous() - before)"
@@ -394,7 +395,7 @@ def test_what_decides_the_tokens_makes_a_new_entry(
     assert cached(data, prompt_words=2)[1] == 20
     assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
     with monkeypatch.context() as changed:
-        changed.setattr(tokens, "_digest_code", lambda kind: "other code")
+        changed.setattr(tokens, "_digest_code", lambda _: "other code")
         assert cached(data)[1] == 20
     assert cached(data)[1] == 0
     write(tmp_path / "a.jsonl", numbered(21))

@@ -897,6 +897,63 @@ def test_a_run_that_fails_or_is_stopped_leaves_the_finished_one(config_in, at_st
     same(crash.outcome(tmp_path / "run/sft"), undisturbed("sft"))
 
 
+# ------------------------------------------------------------------------------------------- links
+
+
+def test_the_root_may_be_a_link(stopped, config_in, undisturbed, tmp_path):
+    """To a scratch disk: going on, running again and what a kill leaves are as in a folder, and all of it is there."""
+    scratch, root = tmp_path / "scratch", tmp_path / "run"
+    stopped("sft", scratch)
+    root.symlink_to("scratch", target_is_directory=True)
+    arguments = config_in("sft", root)
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+    for _ in range(2):
+        succeed(arguments, "--restart")
+        same(crash.outcome(scratch / "sft"), undisturbed("sft"))
+    assert root.is_symlink()
+    assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
+    watch = crash.Watch(str(root), signals={"rename .sft.partial #1": signal.SIGKILL})
+    assert crash.Attempt([*arguments, "--restart"], tmp_path / "log", watch).wait() == crash.KILLED
+    assert not (scratch / "sft").exists()
+    succeed(arguments)
+    same(crash.outcome(scratch / "sft"), undisturbed("sft"))
+    assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
+
+
+def test_a_root_that_is_a_link_to_nowhere(config_in, tmp_path):
+    arguments = config_in("sft", tmp_path / "other")
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    message = refused(arguments, "--set", f"artifacts={tmp_path}/run")
+    assert f"{tmp_path}/run: can't be written" in message
+    assert not (tmp_path / "unmounted").exists()
+
+
+@pytest.mark.parametrize("name", ["sft", ".sft.old"])
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, config_in, undisturbed, tmp_path):
+    """What it points to is read, by the stages behind it too, and never written, renamed or removed."""
+    arguments = config_in("sft", tmp_path / "run", seed=1)
+    succeed(arguments)
+    (tmp_path / "run/sft").rename(tmp_path / "elsewhere")
+    before = {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
+    (tmp_path / "run" / name).symlink_to(tmp_path / target, target_is_directory=True)
+    if (name, target) == ("sft", "elsewhere"):
+        assert "skipped" in succeed(arguments)
+        assert "finished" in status(tmp_path / "run")
+    config_in("sft", tmp_path / "run")
+    for more in ([], ["--restart"]):
+        message = refused(arguments, *more)
+        assert "is a link, and a finished stage is renamed into its place" in message
+        assert f"{tmp_path}/run/" in message
+    assert not (tmp_path / "run/.sft.partial").exists()
+    assert before == {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
+    [link] = [path for path in (tmp_path / "run").iterdir() if path.is_symlink()]
+    link.unlink()
+    succeed(arguments)
+    same(crash.outcome(tmp_path / "run/sft"), undisturbed("sft"))
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 

@@ -567,6 +567,7 @@ def transformers_serve(model: Path, log: Path) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
     with transformers_serve(chat_model, tmp_path / "log") as url:
         greedy = Drawing(temperature=0, max_new_tokens=8)

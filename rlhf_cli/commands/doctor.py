@@ -30,6 +30,7 @@ from rlhf_cli.artifacts import (
     model_directory,
     partial_directory,
     read_manifest,
+    set_aside_directory,
     stage_directory,
 )
 from rlhf_cli.config.schemas import STAGES, PPOConfig, Stage
@@ -316,7 +317,8 @@ def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | Non
             logits, targets = target_logits(model, rows, learnt)
         loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=sum(map(sum, learnt)))
         loss.backward()
-        stepper.step(World(0, 1, device), "doctor")
+        stepper.clip(World(0, 1, device))
+        stepper.advance()
     whole = hashlib.sha256()
     for parameter in model.parameters():
         whole.update(parameter.detach().cpu().numpy().tobytes())
@@ -412,13 +414,13 @@ def finished(place: Path, stage: str) -> Iterator[Line]:
     """A finished stage: its manifest, the digest of every file, what is there beside, and whether it is stale."""
     try:
         manifest = read_manifest(place) if (place / MANIFEST).is_file() else None
-    except (ArtifactError, RecursionError) as error:
+    except ArtifactError as error:
         yield Line("problem", stage, str(error))
         return
     if manifest is None:
         yield Line("problem", stage, f"{place}: no {MANIFEST}, so it is no finished stage. Remove it, or run the stage")
         return
-    if not _is_usable(manifest):
+    if manifest.stage not in STAGES:
         yield Line("problem", stage, f"{place / MANIFEST}: not what rlhf writes. Run the stage again with --restart")
         return
     problems = list(files(place, manifest.files, stage))
@@ -428,19 +430,6 @@ def finished(place: Path, stage: str) -> Iterator[Line]:
         text = f"{len(manifest.files)} files, {_size(size)}, each as it was written on {manifest.finished[:10]}"
         yield Line("ok", stage, text)
     yield inputs(place, manifest)
-
-
-def _is_usable(manifest: Manifest) -> bool:
-    """Has a manifest the kinds of values that ours have? Its keys were checked when it was read."""
-    parts = [manifest.identity.get(key) for key in ("data", "inputs")] if isinstance(manifest.identity, dict) else []
-    return (
-        manifest.stage in STAGES
-        and isinstance(manifest.finished, str)
-        and isinstance(manifest.files, dict)
-        and all(isinstance(digest, str) for digest in manifest.files.values())
-        and len(parts) == 2
-        and all(isinstance(part, dict) for part in parts)
-    )
 
 
 def files(place: Path, digests: Mapping[str, str], stage: str) -> Iterator[Line]:
@@ -519,7 +508,7 @@ def inputs(place: Path, manifest: Manifest) -> Line:
 def unfinished(root: Path, stage: str) -> Iterator[Line]:
     """Who is writing a stage, an interrupted run and its checkpoints, and what a kill has left behind."""
     place, partial = checkpoints_directory(root, stage), partial_directory(root, stage)
-    old, lock = root / f".{stage}.old", root / f".{stage}.lock"
+    old, lock = set_aside_directory(root, stage), root / f".{stage}.lock"
     is_lock = lock.is_file() and not lock.is_symlink()
     owner = owner_of(root, stage) if is_lock else None
     if owner is not None:

@@ -55,7 +55,10 @@ def run_pipeline(
     if "ppo" in configs and "ppo" not in ran:
         evaluation = stage_directory(root, "ppo") / "evaluation.json"
         if evaluation.is_file():
-            display.before_and_after(json.loads(evaluation.read_text(encoding="utf-8")))
+            try:
+                display.before_and_after(json.loads(evaluation.read_text(encoding="utf-8")))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                display.warn(f"{evaluation}: is not as it was written, and can't be shown")
     display.table("Pipeline", ["stage", "seconds", "model"], rows)
 
 

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 STAGES = ("sft", "rm", "ppo")
+DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+"""Of the files that rows are read from; a folder's other files, and its folders, are not looked at."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -297,6 +299,9 @@ class Optimizer(Section):
     """On matrices only; biases and norms are never decayed."""
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's norm is clipped to this."""
+    max_bad_steps: PositiveInt = 1
+    """So many steps in a row whose loss or gradient is no number stop the run; of fewer each is left out: nothing is
+    stepped, the schedule and the data go on, and its batch is in `<artifacts>/<stage>.failed_batch.jsonl`."""
 
 
 class Training(Section):

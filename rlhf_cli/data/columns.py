@@ -242,7 +242,7 @@ def joined(
         if own[: len(before)] != before:
             own = before if own and own == before[-len(own) :] else before + own
     elif said is not None:
-        is_copy = bool(own) and said.strip() in {"", *(m.content.strip() for m in own)}
+        is_copy = said.strip() in {"", *(m.content.strip() for m in own)}
         if not is_copy and any(m.role == "user" for m in own):
             raise DataError(
                 f"{row.where}: the prompt is none of the messages before the answers, it must be one of them. Remove "

@@ -73,8 +73,8 @@ def tokenise(
 ) -> Tokenised[T]:
     """The rows of `data` as items of the dataclass `kind`, from the cache or made now.
 
-    `settings` is what `encode` goes by beside the keys of `data` and the tokenizer. `role` is how messages call the data.
-    Raises DataError for rows that can't be read, where no training row is left, or where there is no room.
+    `settings` is what `encode` goes by beside the keys of `data` and the tokenizer. `role` is how messages call the
+    data. Raises DataError for rows that can't be read, where no training row is left, or where there is no room.
     """
     key = _key(data, purpose, kind, tokenizer, {"prompt_words": prompt_words, "settings": settings})
     with _place(key) as place:
@@ -249,6 +249,6 @@ def _digest_code(kind: type) -> str:
     """Of this package's files, of the one that `kind` is written in, and of the libraries that tokenise."""
     own = sorted(Path(__file__).parent.glob("*.py"))
     module = sys.modules[kind.__module__].__file__
-    files = [digest_file(path) for path in (*own, *([module] if module else []))]
+    files = [digest_file(path) for path in [*own, *([Path(module)] if module else [])]]
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")]
     return " ".join(files + versions)

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.learner.setup import Learner
 from rlhf_cli.models.adapters import merged
 from rlhf_cli.models.load import (
@@ -229,7 +230,7 @@ class Best:
             return False
         sign = -1 if self.metric.startswith("-") else 1
         value = sign * evaluation.metrics[self.metric.removeprefix("-")]
-        if value <= self.value:
+        if not value > self.value:  # nor is what is no number
             return False
         self.step, self.value = step, value
         return True
@@ -285,12 +286,11 @@ def save_value_model(learner: Learner) -> None:
         save(shared_value_model(merged(models.policy), models.value_head), learner.tokenizer, place)
 
 
-def stop_at_bad_batch(
-    learner: Learner, batch: Experience, rows: list[int], where: str, numbers: dict[str, float]
-) -> None:
-    """Write the minibatch whose loss or gradient is not finite, step nothing, and raise RunError."""
+def failed_batch(learner: Learner, batch: Experience, rows: list[int], step: int) -> list[dict[str, Any]]:
+    """A minibatch that can't be learnt from, to be looked at: a row a response, over all processes."""
     mine = [
         {
+            "optimizer_step": step,
             "prompt": batch.prompts[i].text,
             "prompt_ids": batch.prompts[i].ids,
             "response": response_text(learner.tokenizer, batch.responses[i], learner.sampling),
@@ -307,10 +307,4 @@ def stop_at_bad_batch(
         }
         for i in rows
     ]
-    everyone = [row for part in learner.world.gather(mine) for row in part]
-    place = learner.stage.failed_batch(everyone)
-    wrong = ", ".join(f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value))
-    raise RunError(
-        f"{where}: {wrong}; nothing was stepped. The batch is in {place}. Lower optimizer.learning_rate, lengthen "
-        "optimizer.warmup_steps, or look in the batch for numbers that are not finite or far from the others"
-    )
+    return [row for part in learner.world.gather(mine) for row in part]

@@ -39,6 +39,9 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+FACTS = ("score_mean", "score_std", "target_mean", "target_std")
+"""What a reward model's config.json has of ours."""
+
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub id."""
@@ -59,7 +62,24 @@ def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel
 
     A missing head would be filled with random numbers, and PPO would follow them.
     """
-    return _load(AutoModelForSequenceClassification, path, revision)
+    model = _load(AutoModelForSequenceClassification, path, revision)
+    for key in FACTS:
+        value = getattr(model.config, key, None)
+        if value is not None and not _is_number(value, above_zero=key.endswith("_std")):
+            kind = "a number above 0" if key.endswith("_std") else "a number"
+            raise ArtifactError(
+                f"{path}: config.json says {key}: {str(value)[:80]!r}, {kind} is needed. Train the reward model again, "
+                "or remove the key"
+            )
+    return model
+
+
+def _is_number(value: Any, *, above_zero: bool) -> bool:
+    """Is this a finite number that a float can hold?"""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or not above_zero)
+    except OverflowError:
+        return False
 
 
 def new_reward_model(path: str, revision: str | None, *, seed: int, head_std: float | None) -> PreTrainedModel:
@@ -90,7 +110,7 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
     # It may come from a reward model, but its values are not scores to be normalised.
-    for key in ("score_mean", "score_std", "target_mean", "target_std"):
+    for key in FACTS:
         vars(model.config).pop(key, None)
     return model
 

@@ -82,6 +82,15 @@ class Checkpoints:
             self._writer.start()
         return time.monotonic() - started
 
+    def not_finite(self) -> str | None:
+        """The name of a weight that is no number, if there is one: from such a state nothing can go on."""
+        for part in self.parts.values():
+            if isinstance(part, Weights):
+                for name, weight in part.state()[0].items():
+                    if not weight.isfinite().all():
+                        return name
+        return None
+
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; raises what went wrong with it."""
         if self._writer is not None:
@@ -105,7 +114,11 @@ class Checkpoints:
         """
         wrong_ones: dict[Path, str] = {}
         for path in reversed(found(self.place)):
-            wrong = what_is_wrong(path) or unusable(json.loads((path / NUMBERS).read_text(encoding="utf-8")))
+            wrong = what_is_wrong(path)
+            if wrong is None:
+                numbers = json.loads((path / NUMBERS).read_text(encoding="utf-8"))
+                other = sorted(numbers.keys() ^ self.parts.keys())
+                wrong = f"another version wrote it ({', '.join(other)})" if other else unusable(numbers)
             if wrong is None:
                 return path, wrong_ones
             wrong_ones[path] = wrong

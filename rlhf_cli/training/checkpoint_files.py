@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_cli.artifacts import digest_file, partial_directory, recover, sync
+from rlhf_cli.artifacts import (
+    digest_file,
+    partial_directory,
+    recover,
+    set_aside_directory,
+    stage_directory,
+    sync,
+)
 from rlhf_cli.errors import ArtifactError
 
 MANIFEST = "manifest.json"
@@ -112,7 +119,16 @@ def remove_cut_off(place: Path) -> None:
 
 
 def refuse_links(root: str | Path, stage: str) -> None:
-    """Raise ArtifactError where what a run writes to, cuts or removes is a link: that would happen elsewhere."""
+    """Raise ArtifactError where what a run writes to, cuts, renames or removes is a link: that would happen elsewhere.
+
+    The root may be one, to a scratch disk say: what is renamed then all lies there.
+    """
+    for place in (stage_directory(root, stage), set_aside_directory(root, stage)):
+        if place.is_symlink():
+            raise ArtifactError(
+                f"{place}: is a link, and a finished stage is renamed into its place. Remove it (`{root}` itself may "
+                "be a link)"
+            )
     for place in (partial_directory(root, stage), checkpoints_directory(root, stage)):
         inside = place.rglob("*") if place.is_dir() and not place.is_symlink() else ()
         for path in (place, *inside):
@@ -155,7 +171,7 @@ def read_run(place: Path) -> dict[str, Any] | None:
     """The identity of the run whose checkpoints these are; None where there is none that can be read."""
     try:
         values = json.loads((place / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -291,5 +307,5 @@ def _read_owner(file: IO[str]) -> Owner | None:
     try:
         file.seek(0)
         return Owner(**json.load(file))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -274,7 +274,8 @@ class Health:
 
     def _not_finite(self, metrics: Mapping[str, float]) -> Finding | None:
         found = [f"{key} is {metrics[key]}" for key in MUST_BE_FINITE if not math.isfinite(metrics.get(key, 0.0))]
-        if not found:
+        # Steps that were left out have been said, and so many of them in a row as stop the run have stopped it.
+        if not found or metrics.get("policy/bad_steps", 0.0) > 0:
             return None
         return Finding(
             "not_finite",
@@ -639,8 +640,8 @@ class Health:
 
 
 def _within_floats(value: float) -> float:
-    """JSON has no infinity: the largest float stands for it."""
-    return max(-1e308, min(1e308, float(value)))
+    """JSON has no infinity: a number that float32 has none of stands for it, whose square can still be summed."""
+    return max(-1e75, min(1e75, float(value)))
 
 
 def _halves(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:

@@ -8,12 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import MissingStageError, fingerprint, require_stage
-from rlhf_cli.config.schemas import STAGES, Stage
+from rlhf_cli.artifacts import MANIFEST, MissingStageError, fingerprint, require_stage
+from rlhf_cli.config.schemas import DATA_ENDINGS, STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
-NOT_PART = {"artifacts", "device", "checkpoints"}
-"""Keys that say where and how safely a stage runs, and not what it computes."""
+NOT_PART: dict[str, Any] = {
+    "artifacts": True,
+    "device": True,
+    "checkpoints": True,
+    "optimizer": {"max_bad_steps"},
+}
+"""Keys that say where and how safely a stage runs, and not what it computes: a run that comes to its end comes to the
+same one, whatever these are."""
 MAY_CHANGE = (
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
@@ -36,7 +42,7 @@ def identity(config: Stage) -> dict[str, Any]:
     """Config, data and inputs of a stage, the latter two by digest."""
     return {
         "config": config.model_dump(mode="json", exclude=NOT_PART),
-        "data": {role: fingerprint(s.path, s.revision) for role, s in config.sources.items()},
+        "data": {role: fingerprint(s.path, s.revision, endings=DATA_ENDINGS) for role, s in config.sources.items()},
         "inputs": {role: fingerprint(*where) for role, where in config.inputs.items()},
     }
 
@@ -59,9 +65,12 @@ def require_files(config: Stage) -> None:
                 f"data.{role}: {source.path}: no such file (looked from {Path.cwd()}). "
                 "Give a path that exists or a hub dataset's id"
             )
+        require_data_files(role, source.path)
     own = {f"{config.artifacts}/{stage}" for stage in STAGES}
     for role, (path, _) in config.inputs.items():
         place = Path(path)
+        if place.is_dir() and path not in own:
+            require_model_files(role, path)
         if place.exists() or path in own:
             continue
         if place.suffix == ".py":
@@ -72,7 +81,33 @@ def require_files(config: Stage) -> None:
             raise ArtifactError(f"{role}: {path}: no such directory (looked from {Path.cwd()})")
 
 
+def require_data_files(role: str, path: str) -> None:
+    """Raise DataError for a folder without data files, before anybody reads through it."""
+    place = Path(path)
+    if not place.is_dir():
+        return
+    try:
+        has_some = any(inside.name.endswith(DATA_ENDINGS) for inside in place.iterdir())
+    except OSError as error:
+        raise DataError(f"data.{role}: {path}: can't be read ({error.strerror or error})") from None
+    # Files that lie in the root of the file system are hardly meant.
+    if not has_some or place.resolve() == place.resolve().parent:
+        raise DataError(
+            f"data.{role}: {path}: a folder without a data file, one of {', '.join(DATA_ENDINGS)} is needed right in it"
+        )
+
+
+def require_model_files(role: str, path: str) -> None:
+    """Raise ArtifactError for a folder that is no finished stage and no model, before anybody reads through it."""
+    place = Path(path)
+    if place.resolve() == place.resolve().parent or not any(
+        (place / name).is_file() for name in (MANIFEST, "config.json")
+    ):
+        raise ArtifactError(
+            f"{role}: {path}: no config.json, so it is no Hugging Face model directory, and no finished stage"
+        )
+
+
 def is_local(path: str) -> bool:
     """Can this path only mean a place on this machine? A hub id is a name or owner/name without an ending."""
-    endings = (".jsonl", ".json", ".csv", ".parquet", ".gz")
-    return path.startswith((".", "/", "~")) or path.endswith(endings) or path.count("/") > 1
+    return path.startswith((".", "/", "~")) or path.endswith((*DATA_ENDINGS, ".gz")) or path.count("/") > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 from transformers.optimization import get_scheduler
 
 from rlhf_cli.config.schemas import Optimizer
-from rlhf_cli.errors import RunError
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.distributed import World
 
@@ -30,20 +28,6 @@ class Stepper:
     def learning_rate(self) -> float:
         """The rate that the next step takes."""
         return float(self.scheduler.get_last_lr()[0])
-
-    def step(self, world: World, what: str) -> float:
-        """`clip` and `advance`; raises RunError, and steps nothing, where the norm is not finite.
-
-        `what` names the loss in the message. Returns the norm before clipping.
-        """
-        norm = self.clip(world)
-        if not math.isfinite(norm):
-            raise RunError(
-                f"{what}: the gradient is {norm}, nothing was stepped. "
-                "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look for broken rows"
-            )
-        self.advance()
-        return norm
 
     def clip(self, world: World) -> float:
         """Sum the gradients over processes and clip them; returns their norm before that."""

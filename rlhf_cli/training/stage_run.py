@@ -11,7 +11,7 @@ import platform
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +23,11 @@ import transformers
 import rlhf_cli
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
-from rlhf_cli.config.schemas import Stage
+from rlhf_cli.config.schemas import PPOConfig, RMConfig, SFTConfig, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import checkpoint_files, distributed
+from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import Checkpoints, Part, State
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import MAY_CHANGE, identity, require_inputs
@@ -34,6 +35,10 @@ from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
 
+WHAT_TO_TRY = (
+    "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for numbers that are not "
+    "finite or far from the others"
+)
 NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
 
 
@@ -57,8 +62,11 @@ class StageRun:
         self.place = checkpoint_files.checkpoints_directory(config.artifacts, stage)
         self.checkpoints = Checkpoints(self.place, keep=config.checkpoints.keep, writes=self.world.is_main)
         self.stop_requests = StopRequests()
+        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+        self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
         self._files: dict[str, JsonLines] = {}
         self._last_checkpoint = self.started
+        self._is_due = False
 
     def __enter__(self) -> Self:
         if self.world.is_main:
@@ -133,7 +141,7 @@ class StageRun:
         Rows of metrics and samples that were written after the last checkpoint are taken back, as their steps are
         done again and come out the same.
         """
-        self.checkpoints.parts = {"files": self, **parts}
+        self.checkpoints.parts = {"files": self, "bad_steps": self.bad_steps, **parts}
         found: tuple[Path | None, dict[Path, str]] = (None, {})
         if self.world.is_main:
             found = self.checkpoints.newest(self._rows_missing)
@@ -164,24 +172,45 @@ class StageRun:
     def finish_step(self, step: int, total: int) -> None:
         """A step is over: save if it is time to, and stop if a signal asked for it.
 
-        Raises Interrupted, after saving, where a signal came.
+        While steps are bad none is saved that a signal did not ask for: the last good ones would have to go for
+        them. Raises Interrupted, after saving, where a signal came, and RunError for weights that are no numbers.
         """
         settings, now = self.config.checkpoints, time.monotonic()
         late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
         due = late or (settings.every_steps is not None and step % settings.every_steps == 0)
-        asked = self.world.gather((due, self.stop_requests.received))
+        self._is_due |= due
+        asked = self.world.gather((self._is_due, self.stop_requests.received))
         stop = next((number for _, number in asked if number is not None), None)
         if self.world.is_main:
             self._require_place()
         # The clock of the first process counts, a signal to any of them.
-        if (asked[0][0] and step < total) or stop is not None:
-            self._pause = self.checkpoints.save(step)
+        is_time = asked[0][0] and not self.bad_steps.in_a_row and step < total
+        began = time.monotonic()
+        if is_time or stop is not None or step == total or self.bad_steps.in_a_row:
+            self._require_numbers(step)
+        if is_time or stop is not None:
+            self._is_due = False
+            self.checkpoints.save(step)
             self._last_checkpoint = time.monotonic()
-            self.record("checkpoints", {"step": step, "pause_s": round(self._pause, 4)})
+            self.record("checkpoints", {"step": step, "pause_s": round(self._last_checkpoint - began, 4)})
         if stop is not None:
             if self.world.is_main:
                 self.checkpoints.wait()
             raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
+
+    def _require_numbers(self, step: int) -> None:
+        """Raise RunError where a weight is no number: that is neither saved nor published."""
+        name = self.checkpoints.not_finite()
+        if name is not None:
+            raise RunError(
+                f"{self.stage} step {step}: the weights are no numbers any more ({name}), and nothing is saved of "
+                f"them. {self._what_stands()} Lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
+            )
+
+    def _what_stands(self) -> str:
+        self.checkpoints.wait()
+        step = checkpoint_files.last_step(self.config.artifacts, self.stage)
+        return "No checkpoint was written before." if step is None else f"The checkpoint of step {step} stands."
 
     def _interrupted(self, number: int, what: str) -> Interrupted:
         """The end of a run that was asked to stop."""
@@ -267,12 +296,30 @@ class StageRun:
                 raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message} To try: {finding.advice}")
             self.display.warn(f"step {step}, {finding.name}: {finding.message}\n  To try: {finding.advice}")
 
-    def failed_batch(self, rows: list[dict[str, Any]]) -> Path:
-        """Write the rows of a batch that can't be learnt from beside the stage; returns where."""
+    def may_step(
+        self, step: int, what: str, numbers: Mapping[str, float], rows: Callable[[], list[dict[str, Any]]]
+    ) -> bool:
+        """Is a step's loss and gradient a number, so that it may be taken?
+
+        Where it is not, the batch's `rows` go to the file beside the stage, with `step`, that of the metrics' row.
+        All processes ask, with the same numbers. Raises RunError where there were too many in a row
+        (`optimizer.max_bad_steps`).
+        """
+        wrong = self.bad_steps.count(numbers)
+        if wrong is None:
+            return True
         path = Path(self.config.artifacts) / f"{self.stage}.failed_batch.jsonl"
+        batch = [{"step": step, **row} for row in rows()]
         if self.world.is_main:
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        return path
+            append_new(path, batch)
+        message, most = f"{wrong}; nothing was stepped. The batch is in {path}.", self.bad_steps.most_in_a_row
+        if self.bad_steps.are_too_many:
+            many = f" It was the last of {most} such steps in a row." if most > 1 else ""
+            raise RunError(f"{what}: {message}{many} {self._what_stands()} {WHAT_TO_TRY}")
+        if self.bad_steps.in_a_row == 1:
+            text = f"{what}: {message} The run goes on, and stops after {most} such steps in a row."
+            self.report(step, [Finding("bad_step", "warning", text, WHAT_TO_TRY)], None)
+        return False
 
     def _close(self) -> None:
         for file in self._files.values():
@@ -289,6 +336,8 @@ class StageRun:
     def _publish(self, metrics: dict[str, float]) -> None:
         self._require_place()
         self.checkpoints.wait()
+        if self.bad_steps.total:
+            self.display.warn(f"{self.bad_steps.total} steps were left out, their loss or gradient was no number")
         self._close()
         (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:
