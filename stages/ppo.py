@@ -47,6 +47,7 @@ from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, 
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.errors import RewardError
 from rlhf_cli.learner.carried import Carried, Recent, parts_of
 from rlhf_cli.learner.figures import (
     Best,
@@ -115,7 +116,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             # 2. Score.
             started = time.monotonic()
             texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
-            scores = total_score(learner.rewards, judged(learner, rollout.prompts, texts, rollout.responses))
+            scores = _judge(learner, rollout, texts, iteration)
             score, dense = _score(learner, scores, rollout.responses)
             reward_s = time.monotonic() - started
 
@@ -214,6 +215,21 @@ def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
     config = learner.config
     numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
     return [prompt for i in numbers for prompt in [learner.train[i]] * config.rollout.samples_per_prompt]
+
+
+def _judge(learner: Learner, rollout: Rollout, texts: list[str], iteration: int) -> Scores:
+    """What the rewards say. Where one fails, on any process, what the iteration before left is saved first."""
+    scores, failure = None, ""
+    try:
+        scores = total_score(learner.rewards, judged(learner, rollout.prompts, texts, rollout.responses))
+    except RewardError as error:
+        failure = str(error)
+    told = next(filter(None, learner.world.gather(failure)), None)
+    if told is not None:
+        learner.stage.save_what_stands(iteration)
+        raise RewardError(told)
+    assert scores is not None
+    return scores
 
 
 def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor | None]:

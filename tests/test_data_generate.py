@@ -171,6 +171,10 @@ def test_broken_rows_are_said_before_anything_is_asked_or_counted(tmp_path: Path
         with pytest.raises(DataError, match=r"rows.jsonl:2: `prompt` is a number"):
             run(source, "demonstrations", out, remote(server))
         assert server.bodies == []
+        texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a story"}])
+        with pytest.raises(DataError, match=r"texts.jsonl:1: the row has no prompt"):
+            run(texts, "demonstrations", tmp_path / "out" / "texts.jsonl", remote(server))
+        assert server.bodies == []
         run(source, "demonstrations", out, remote(server), on_bad_row="skip")
     assert [row["response"] for row in read_jsonl(out)] == ["echo a", "echo b"]
     dropped = read_jsonl(out.with_name("out.jsonl.dropped"))
@@ -386,7 +390,7 @@ def test_a_finished_file_is_left_alone_and_more_rows_go_behind_it(
 def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
-        with pytest.raises(RunError, match=r"no connection .* the same command goes on"):
+        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: 127.0.0.1:\d+: no connection .* command goes on"):
             run(prompts, "demonstrations", out, remote(server))
     written = read_jsonl(out)
     assert 8 <= len(written) <= 11

@@ -346,8 +346,8 @@ score: 7 scores by judge-7b, mean 2.414
     with ChatServer(says(lambda text: numbers[int(text.split("\np")[1][0])])) as server:
         output = command(source, tmp_path / "out" / "wide.jsonl", server, "--min", "0", "--max", "2.5")
     assert "5 scores by judge-7b, mean 1.380" in output
-    assert "  0 to 0.25     ###############                1\n" in output
-    assert "  2.25 to 2.5   ############################## 2\n" in output
+    assert "  0 to 0.25    ###############                1\n" in output
+    assert "  2.25 to 2.5  ############################## 2\n" in output
 
 
 def test_position_bias_is_said(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ score: 5 pairs compared by judge-7b, ties dropped
 def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     compare: bool, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A random model as the judge, whose text decides by its length: some answers are none, and asked again."""
+    """A random model as the judge, whose letters add up to something: some answers are none, and asked again."""
     rng = random.Random(4)
     rows = [
         {"prompt": rng.choice(WORDS), "responses": [f"{rng.choice(WORDS)} {n}", f"{rng.choice(WORDS)} {n}b"]}
@@ -386,10 +386,8 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     template = tmp_path / "template.txt"
     template.write_text("{prompt} {a} {b}" if compare else "{prompt} {response}")
-    monkeypatch.setattr(data_score, "number_in", lambda text, *_: None if len(text) % 3 else float(len(text) % 5))
-    monkeypatch.setattr(
-        data_score, "letter_in", lambda text: (None, "first", "second")[len(text) % 3] if len(text) % 2 else "first"
-    )
+    monkeypatch.setattr(data_score, "number_in", lambda text, *_: (None, None, 4.0)[sum(text.encode()) % 3])
+    monkeypatch.setattr(data_score, "letter_in", lambda text: (None, "first", "second")[sum(text.encode()) % 3])
     writer = local(make_model("llama"), max_new_tokens=6)
     settings: dict[str, Any] = {"template": template, "compare": compare, "attempts": 2}
     whole = tmp_path / "whole" / "out.jsonl"

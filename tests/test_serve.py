@@ -234,7 +234,8 @@ def test_what_is_no_request_is_refused_and_the_server_lives(small, name, capfd):
     assert f" {status} " in answer.split("\r\n")[0]
     assert "error" in json.loads(answer.split("\r\n\r\n", 1)[1])
     assert ask(small.port, QUERY)[0] == 200
-    assert "Traceback" not in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "Traceback" not in err, err
 
 
 def test_a_body_that_is_too_large_is_answered_while_it_is_sent(small, monkeypatch):

@@ -210,7 +210,14 @@ def _write_answers(
         answers = iter(writer.write(requests))
         return [outcome(record, list(islice(answers, num_answers))) for _, record in numbered]
 
-    each_item(output, lambda: items(source, "ppo", on_bad_row), num, options, answer, display)
+    each_item(output, lambda: items(source, "ppo", on_bad_row, _require_prompt), num, options, answer, display)
+
+
+def _require_prompt(record: Record) -> None:
+    if not record.prompt.strip():
+        raise DataError(
+            f"{record.where}: the row has no prompt, there is nothing to answer. Give prompts, or map --key"
+        )
 
 
 def _row(task: Task, record: Record, answers: list[Written]) -> dict[str, Any]:
@@ -591,7 +598,7 @@ class Output:
         if isinstance(outcome, Dropped):
             line = {"reason": outcome.reason, **about, **outcome.columns}
         elif outcome.fatal:
-            raise RunError(outcome.reason)
+            raise RunError(f"{about['where']}: {outcome.reason}" if "where" in about else outcome.reason)
         else:
             line = {"reason": "no answer", **about, "detail": outcome.reason}
         self._line(1, line)

@@ -119,6 +119,7 @@ def score(
     """
     if not lowest < highest:
         raise ConfigError(f"--min {lowest:g} --max {highest:g}: the lowest score must be below the highest")
+    lowest, highest = float(lowest), float(highest)
     needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
     text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
     refuse_own_output(source, out)

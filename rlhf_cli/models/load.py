@@ -226,8 +226,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
         model.set_attn_implementation(implementation)
 
 
-def save_facts(model: PreTrainedModel, facts: dict[str, float], directory: Path) -> None:
-    """Add numbers to the config of a saved model, as attributes that `from_pretrained` gives back."""
+def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
+    """Add facts to the config of a saved model, as attributes that `from_pretrained` gives back."""
     path = directory / "config.json"
     for key, value in facts.items():
         setattr(model.config, key, value)

@@ -66,6 +66,7 @@ class StageRun:
         self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
         self._files: dict[str, JsonLines] = {}
         self._last_checkpoint = self.started
+        self._saved_step = 0
         self._is_due = False
 
     def __enter__(self) -> Self:
@@ -167,6 +168,7 @@ class StageRun:
             }
         self.world.barrier()
         self._last_checkpoint = time.monotonic()
+        self._saved_step = done
         return done
 
     def finish_step(self, step: int, total: int) -> None:
@@ -191,12 +193,21 @@ class StageRun:
         if is_time or stop is not None:
             self._is_due = False
             self.checkpoints.save(step)
+            self._saved_step = step
             self._last_checkpoint = time.monotonic()
             self.record("checkpoints", {"step": step, "pause_s": round(self._last_checkpoint - began, 4)})
         if stop is not None:
             if self.world.is_main:
                 self.checkpoints.wait()
             raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
+
+    def save_what_stands(self, step: int) -> None:
+        """Save the state after `step`, which is as it was then: something outside of the run is about to end it."""
+        if step > 0 and step != self._saved_step and not self.bad_steps.in_a_row:
+            self.checkpoints.save(step)
+            self._saved_step = step
+        if self.world.is_main:
+            self.checkpoints.wait()
 
     def _require_numbers(self, step: int) -> None:
         """Raise RunError where a weight is no number: that is neither saved nor published."""
