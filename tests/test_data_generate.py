@@ -157,7 +157,7 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
         assert (row["responses"], row["scores"]) == (["one", "two"], [None, None])
         run(prompts, "samples", tmp_path / "b.jsonl", remote(server, concurrency=1), num=1, num_samples=4)
         counters = itertools.count(1)
-        with pytest.raises(RunError, match=r"none of the first 1 requests was answered: 127.0.0.1:\d+: HTTP 400"):
+        with pytest.raises(RunError, match=r"none of the first 1 rows was answered: 127.0.0.1:\d+: HTTP 400"):
             run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, num_samples=2)
     assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
 

@@ -350,9 +350,30 @@ score: 7 scores by judge-7b, mean 2.414
     assert "  2.25 to 2.5  ############################## 2\n" in output
 
 
+def test_scores_are_compared_with_those_that_came_with_the_rows(tmp_path: Path) -> None:
+    judged, own = [0, 1, 3, 5], [1.0, -1.0, 2.0, 4.0]
+    rows = [{"prompt": f"p{n}.", "response": "r", "score": own[n]} for n in range(4)]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with ChatServer(says(lambda text: str(judged[int(text.split("\np")[1][0])]))) as server:
+        output = command(source, tmp_path / "out" / "out.jsonl", server)
+    mean = [sum(values) / 4 for values in (judged, own)]
+    products = [
+        [
+            sum((x - mean[i]) * (y - mean[j]) for x, y in zip((judged, own)[i], (judged, own)[j], strict=True))
+            for i in (0, 1)
+        ]
+        for j in (0, 1)
+    ]
+    r = products[0][1] / (products[0][0] * products[1][1]) ** 0.5
+    assert output.endswith(f"score: correlation with the 4 scores that came with the rows: {r:.2f}\n")
+    assert 0.5 < r < 0.99
+
+
 def test_position_bias_is_said(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
-    always_first = write_jsonl(tmp_path / "first.jsonl", [*PAIRS[:1], *PAIRS[2:3] * 3])
+    start = "\n\nHuman: hi\n\nAssistant:"
+    whole = [{"chosen": f"{start} {pair['chosen']}", "rejected": f"{start} {pair['rejected']}"} for pair in PAIRS]
+    always_first = write_jsonl(tmp_path / "first.jsonl", [*whole[:2], *whole[2:3] * 3])
     with ChatServer(by_kind) as server:
         output = command(source, out, server, "--compare")
         biased = command(always_first, tmp_path / "out" / "b.jsonl", server, "--compare", "--ties", "keep")
@@ -364,9 +385,11 @@ score: 5 pairs compared by judge-7b, ties dropped
   ties, always the first place   1 (20.0%)
   ties, always the second place  1 (20.0%)
   wins of the first place        50.0% (50% where the place plays no part)
+  same choice as the rows had    2 of 3 that are no ties (66.7%)
 """), output
-    assert "ties, always the first place   3 (75.0%)" in biased
-    assert "wins of the first place        87.5%" in biased  # (1 + 3 * 2) / 8
+    assert "ties, always the first place   3 (60.0%)" in biased
+    assert "wins of the first place        80.0%" in biased  # (2 + 3 * 2) / 10
+    assert "same choice as the rows had    1 of 2 that are no ties (50.0%)" in biased
 
 
 # --------------------------------------------------------------------------------------------- going on

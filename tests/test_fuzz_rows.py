@@ -101,7 +101,7 @@ def case(number: int) -> tuple[dict[str, Any], DataSource, Purpose, list[str]]:
     formats = ["auto"] * 4 + [name] * 4 + [draw.choice(get_args(schemas.Format))]
     settings: dict[str, Any] = {"format": draw.choice(formats)}
     if draw.random() < 0.1:
-        paths = [*values, "info.post", "a.b.c", "", "."]
+        paths = [*values, *(f"{column}.a" for column in list(values)[:9]), "info.post", "a.b.c", "", "."]
         settings["keys"] = {draw.choice([*NAMES, "typo"]): draw.choice(paths) for _ in range(draw.choice([1, 2]))}
     if draw.random() < 0.1:
         grades = ["helpfulness", "honesty", "scores", "score", "label", "info.post", "x\ny", "no" * 1000]

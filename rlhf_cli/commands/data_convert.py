@@ -1,10 +1,12 @@
 """`rlhf data convert`: rows of any format to ours, one after the other, as JSON Lines or Parquet.
 
-    sft     prompt, response; messages; text                       what SFT learns: the best answer
-    rm      prompt, chosen, rejected; prompt, answers; text, label; prompt, response, score
-    ppo     prompt
+    sft          prompt, response (the best answer); messages; text
+    rm           prompt, chosen, rejected; of what ranks more than two: prompt, answers (best first)
+    rm-scores    prompt, response, score, a row for each answer; text, label
+    ppo          prompt; text
 
-A prompt that is a conversation stays a list of messages. The file is written beside its place and renamed into it.
+What is written depends on the format that was read, so that all rows of a file are of one format. A prompt that is a
+conversation stays a list of messages. The file is written beside its place and renamed into it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.data_check import Part, Seen, see
+from rlhf_cli.config.schemas import DataSource, Rows
 from rlhf_cli.data.encode import LeftOut
-from rlhf_cli.data.formats import FORMATS, Purpose
+from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Message, Record, shown_name
+from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+RANKS = ("ranking", "scored", "ultrafeedback")
+"""Formats whose rows may have more than two answers."""
 BATCH = 1000
 """Rows of a Parquet file that are held until they are written."""
 OURS = ("prompt", "messages", "text", "response", "chosen", "rejected", "answers", "score", "label")
@@ -53,9 +59,12 @@ def convert(part: Part, out: Path, keep: Sequence[str], *, quiet: bool = False) 
         for record, seen in _seen(part, report):
             if not number:
                 lost = [name for name in _lost(record, part, report) if name not in keep]
-            for row in rows_of(seen, part.purpose):
+            for row in rows_of(seen, part.purpose, report.kinds[part.rows.train[0].path]):
+                row |= {name: _column(record, name) for name in keep}
+                if not number:
+                    _require_same(row, seen, part.purpose, keep)
+                write(record.where, row)
                 number += 1
-                write(record.where, row | {name: _column(record, name) for name in keep})
         if not number:
             reasons = "; ".join(report.left_out.get("train", {})) or "no row holds what is asked for"
             raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
@@ -75,30 +84,53 @@ def _lost(record: Record, part: Part, report: Report) -> list[str]:
     return [name for name, value in record.columns.items() if name not in read and value != record.prompt]
 
 
-def rows_of(seen: Seen, purpose: Purpose) -> Iterator[dict[str, Any]]:
-    """A row in our own columns; of scored answers one for each.
+def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Sequence[str]) -> None:
+    """Raise ConfigError where a column that is kept makes the first row be read as something else."""
+    where, source = seen.record.where, DataSource(path="out.jsonl")
+    told = "it would be read otherwise"
+    try:
+        written = Row(row, where)
+        format_ = recognise(written, source, purpose)
+        told = f"it would be read as {format_.name}, and otherwise"
+        again = see(read_record(written, format_, source), Part("data", Rows(train=[source]), purpose), "test")
+    except DataError as error:
+        told = str(error)
+        again = None
+    num = len(again.answers) if isinstance(again, Seen) else 0
+    if not isinstance(again, Seen) or _meaning(again, num) != _meaning(seen, num):
+        raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {told}. Leave out what is a column of ours too")
+
+
+def _meaning(seen: Seen, num: int) -> tuple[Any, ...]:
+    """What is to be the same when a row is read back; of scored answers only the first stand in one row."""
+    record = seen.record
+    return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num]
+
+
+def rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
+    """A row of the format `format` in our own columns; of scored answers one for each.
 
     A plain text has no prompt and stays a text: rows are told apart by the whole of it.
     """
     record, answers = seen.record, seen.answers
-    is_text = not record.prompt and bool(record.key)
+    is_text = format in ("text", "labelled")
     if purpose == "ppo":
         yield {"text": record.key} if is_text else _prompt(record)
-    elif purpose == "rm pairs":
-        each = [_answer(record, answer) for answer in answers]
-        yield _prompt(record) | ({"chosen": each[0], "rejected": each[1]} if len(each) == 2 else {"answers": each})
     elif purpose == "rm scores":
         for answer, score in zip(answers, seen.scores, strict=True):
             if is_text:
                 yield {"text": answer, "label": score}
             else:
                 yield _prompt(record) | {"response": _answer(record, answer), "score": score}
+    elif purpose == "rm pairs":
+        each = [_answer(record, answer) for answer in answers]
+        yield _prompt(record) | ({"answers": each} if format in RANKS else {"chosen": each[0], "rejected": each[1]})
     elif is_text:
         yield {"text": answers[0]}
-    elif record.messages:
+    elif format == "messages":
         yield {"messages": _messages((*record.messages, _said(answers[0])))}
     else:
-        yield {"prompt": record.prompt, "response": answers[0]}
+        yield _prompt(record) | {"response": _answer(record, answers[0])}
 
 
 def _prompt(record: Record) -> dict[str, Any]:

@@ -300,7 +300,9 @@ def _write_prompts(
             found = prompts_in(answer.text, ended=answer.ended)
             if not found:
                 output.take(Dropped("no prompt in the answer"), {"round": n})
-            for text in found[: num - output.num_rows]:
+            for text in found:
+                if output.num_rows == num:
+                    break
                 like = known.similar(text)
                 if like is not None:
                     output.take(Dropped("too similar to another"), {"round": n, "prompt": text, "other": like})
@@ -442,7 +444,7 @@ def each_item(
         records = [(begin + n, item) for n, item in enumerate(chunk) if n >= first and not isinstance(item, Dropped)]
         found = dict(zip((n for n, _ in records), answer(writer, records), strict=True))
         outcomes = [item if isinstance(item, Dropped) else found.get(begin + n) for n, item in enumerate(chunk)]
-        output.refuse_all_failed(outcomes[skip:])
+        output.refuse_all_failed(list(found.values()))
         for item, outcome in zip(chunk[skip:], outcomes[skip:], strict=True):
             assert outcome is not None
             output.take(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
@@ -605,14 +607,12 @@ class Output:
         self.num_dropped += 1
 
     def refuse_all_failed(self, outcomes: Sequence[Any]) -> None:
-        """Raise RunError where there is no row yet and nothing of these could be asked: it is not about one row."""
+        """Raise RunError where nothing is written yet and none of these was answered: it is not about one row."""
         from rlhf_cli.rollout.writer import Failure
 
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        if self.num_rows == 0 and failures and len(failures) == len(outcomes):
-            raise RunError(
-                f"{self.path}: none of the first {len(failures)} requests was answered: {failures[0].reason}"
-            )
+        if self.num_rows + self.num_dropped == 0 and failures and len(failures) == len(outcomes):
+            raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows that are written, from the file."""

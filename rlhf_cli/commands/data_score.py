@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ class _Scoring:
 
     def report(self, output: Output, display: Display) -> None:
         bins, count, total, missing = Counter[int](), 0, 0.0, 0
+        both: list[tuple[float, float]] = []
         for row in output.rows():
             for value in row["scores"] if "scores" in row else [row["score"]]:
                 if value is None:
@@ -216,11 +218,17 @@ class _Scoring:
                     continue
                 bins[self._bin(value)] += 1
                 count, total = count + 1, total + value
+            before = row.get("score_before")
+            if "score" in row and isinstance(before, int | float):
+                both.append((row["score"], before))
         if count == 0:
             return
         told = f", {missing} answers without a score (null)" if missing else ""
         lines = [(name, _bar(bins[n], max(bins.values()))) for n, name in enumerate(self._names())]
         display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{told}", lines)
+        if len({a for a, _ in both}) > 1 and len({b for _, b in both}) > 1:
+            r = statistics.correlation([a for a, _ in both], [b for _, b in both])
+            display.note(f"correlation with the {len(both)} scores that came with the rows: {r:.2f}")
 
     def _whole(self) -> bool:
         whole = self.lowest.is_integer() and self.highest.is_integer()
@@ -295,7 +303,13 @@ class _Comparison:
         return with_columns(record, {"prompt": prompt_column(record), **said, "judge": self.judge, **verdicts})
 
     def report(self, output: Output, display: Display) -> None:
-        seen = Counter(tuple(row["verdicts"]) for row in output.rows())
+        seen, agree, ranked = Counter[tuple[Verdict, Verdict]](), 0, 0
+        for row in output.rows():
+            verdicts = tuple(row["verdicts"])
+            seen[verdicts] += 1
+            if ("chosen" if self.ties == "keep" else "chosen_before") in row and verdicts[0] != verdicts[1]:
+                ranked += 1
+                agree += verdicts[0] == "first"  # The row's own choice is asked in the first place first.
         seen += Counter(tuple(drop["verdicts"]) for drop in output.drops() if "verdicts" in drop)
         total = seen.total()
         if total == 0:
@@ -308,6 +322,10 @@ class _Comparison:
             ("ties, always the second place", f"{second} ({second / total:.1%})"),
             ("wins of the first place", f"{wins:.1%} (50% where the place plays no part)"),
         ]
+        if ranked:
+            lines.append(
+                ("same choice as the rows had", f"{agree} of {ranked} that are no ties ({agree / ranked:.1%})")
+            )
         display.block(f"{total} pairs compared by {self.judge}, ties {_KEPT[self.ties]}", lines)
 
 

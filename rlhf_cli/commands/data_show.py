@@ -238,7 +238,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """A line of plain text."""
-        self.console.print(Text(printable(text, keep="\n\t")))
+        self.console.print(Text(printable(text, keep="\n")))
 
     def title(self, where: str, told: str = "") -> None:
         """Which row comes, and what is to be said of it."""
@@ -258,7 +258,7 @@ class Screen:
             if not self.coloured and learnt != open_:
                 text.append(self.marks[0] if learnt else self.marks[1])
                 open_ = learnt
-            shown = printable(piece, keep="\n\t").replace("\n", "\n  ")
+            shown = printable(piece, keep="\n").replace("\n", "\n  ")
             text.append(shown, f"{'green ' if learnt else ''}{'reverse' if special else ''}".strip())
         if open_:
             text.append(self.marks[1])

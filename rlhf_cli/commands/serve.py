@@ -156,7 +156,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _judge(self, length: int) -> None:
         """Read the body and answer it."""
-        started = time.monotonic()
         body = self.rfile.read(length)
         try:
             request = read_request(body, length, self.server.max_batch)
@@ -171,7 +170,6 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(500, {"error": f"the model fails ({type(error).__name__}), the server's own log says more"})
         else:
             self._reply(200, {"rewards": rewards})
-            print(f"{len(rewards)} texts in {time.monotonic() - started:.3f} s", file=sys.stderr, flush=True)
 
     def _require_token(self) -> None:
         token = self.server.token

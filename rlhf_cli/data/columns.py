@@ -285,7 +285,9 @@ def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
     """A value that must be one of a few whole numbers."""
     found = number(value, name, row.where)
     if found not in allowed:
-        raise DataError(f"{row.where}: `{name}` is {shown(value)}, it must be one of {', '.join(map(str, allowed))}")
+        raise DataError(
+            f"{row.where}: `{shown_name(name)}` is {shown(value)}, it must be one of {', '.join(map(str, allowed))}"
+        )
     return int(found)
 
 

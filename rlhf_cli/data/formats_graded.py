@@ -140,11 +140,7 @@ def read_pandalm(row: Row) -> Record:
     neither, or no such most, prefers neither.
     """
     answers = (Answer(text(row, "response1")), Answer(text(row, "response2")))
-    names = (
-        ["vote"]
-        if "vote" in row.values
-        else [n for n in row.values if re.fullmatch(r"annotator\d{1,3}|label_\d{1,3}", n)]
-    )
+    names = ["vote"] if "vote" in row.values else [n for n in row.values if re.fullmatch(r"annotator\d+|label_\d+", n)]
     if not names:
         first_key(row, ("vote", "annotator1", "label_0"))
     votes = Counter(_vote(row, name) for name in names).most_common()
