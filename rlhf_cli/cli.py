@@ -231,7 +231,7 @@ RestartOut = Annotated[bool, typer.Option("--restart", help="Begin anew; the row
 
 
 DataPathOrNone = Annotated[
-    str | None, typer.Argument(metavar="[SOURCE]", help="A data file, a folder of them, a glob, or a hub dataset's id.")
+    str | None, typer.Argument(metavar="SOURCE", help="A data file, a folder of them, a glob, or a hub dataset's id.")
 ]
 For = Annotated[
     Literal["sft", "rm", "rm-scores", "ppo"] | None,
@@ -245,6 +245,8 @@ DataWeights = Annotated[
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Read only the first rows.")]
 HubName = Annotated[str | None, typer.Option("--name", help="The subset of a hub dataset.")]
 HubSplit = Annotated[str | None, typer.Option("--split", help="The split of a hub dataset.", show_default="train")]
+HubFolder = Annotated[str | None, typer.Option("--data-dir", help="A folder inside a hub dataset.")]
+HubStreaming = Annotated[bool, typer.Option("--streaming", help="Read a hub dataset without keeping it on disk.")]
 HubRevision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub dataset.")]
 TokenizerPath = Annotated[
     str | None, typer.Option("--tokenizer", help="A model directory or hub id; without it lengths are in words.")
@@ -270,8 +272,10 @@ def data_check(
     weights: DataWeights = None,
     limit: Limit = None,
     name: HubName = None,
+    data_dir: HubFolder = None,
     split: HubSplit = None,
     revision: HubRevision = None,
+    streaming: HubStreaming = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What a stage would read: counts, lengths, duplicates, leaks, labels, length bias, and the first bad rows.
@@ -283,7 +287,8 @@ def data_check(
         from rlhf_cli.commands.data_check import check_data, part_of_source, parts_of_config
 
         of_source = {"--test": test, "--max-length": max_length}
-        source = _source_or_none(path, config, for_, overrides, format, keys, weights, limit, name, split, revision)
+        hub = _hub(name, data_dir, split, revision, streaming)
+        source = _source_or_none(path, config, for_, overrides, format, keys, weights, limit, hub)
         if source is None:
             _refuse_beside_config(of_source)
             assert config is not None
@@ -310,8 +315,10 @@ def data_show(
     keys: DataKeys = None,
     weights: DataWeights = None,
     name: HubName = None,
+    data_dir: HubFolder = None,
     split: HubSplit = None,
     revision: HubRevision = None,
+    streaming: HubStreaming = False,
 ) -> None:
     """Rows as the model will see them: prompt, answer, special tokens, and which tokens are learnt."""
 
@@ -319,7 +326,8 @@ def data_show(
         from rlhf_cli.commands.data_check import part_of_source, parts_of_config
         from rlhf_cli.commands.data_show import show_data
 
-        source = _source_or_none(path, config, for_, overrides, format, keys, weights, None, name, split, revision)
+        hub = _hub(name, data_dir, split, revision, streaming)
+        source = _source_or_none(path, config, for_, overrides, format, keys, weights, None, hub)
         if source is None:
             _refuse_beside_config({"--max-length": max_length})
             assert config is not None
@@ -349,8 +357,10 @@ def data_convert(
     weights: DataWeights = None,
     limit: Limit = None,
     name: HubName = None,
+    data_dir: HubFolder = None,
     split: HubSplit = None,
     revision: HubRevision = None,
+    streaming: HubStreaming = False,
     quiet: Quiet = False,
 ) -> None:
     """Write rows of any format in our own: one file that a stage reads as it is."""
@@ -359,7 +369,8 @@ def data_convert(
         from rlhf_cli.commands.data_check import part_of_source
         from rlhf_cli.commands.data_convert import convert
 
-        source = _data_source(path, format, keys, weights, limit=limit, name=name, split=split, revision=revision)
+        hub = _hub(name, data_dir, split, revision, streaming)
+        source = _data_source(path, format, keys, weights, limit, hub)
         part = part_of_source(source, for_, on_bad_row=on_bad_row)
         convert(part, out, keep or [], quiet=quiet)
 
@@ -375,9 +386,7 @@ def _source_or_none(
     keys: list[str] | None,
     weights: list[str] | None,
     limit: int | None,
-    name: str | None,
-    split: str | None,
-    revision: str | None,
+    hub: dict[str, object],
 ) -> DataSource | None:
     """The source of a command line, or None where it names a config instead; raises ConfigError for what is neither."""
     from rlhf_cli.errors import ConfigError
@@ -385,14 +394,22 @@ def _source_or_none(
     if (path is None) == (config is None):
         raise ConfigError("give either SOURCE and --for, or --config")
     if path is None:
-        given = {"--key": keys, "--weight": weights, "--limit": limit, "--name": name, "--split": split}
-        _refuse_beside_config({**given, "--revision": revision, "--format": None if format == "auto" else format})
+        given = {"--key": keys, "--weight": weights, "--limit": limit, "--format": None if format == "auto" else format}
+        _refuse_beside_config({**given, **{f"--{key.replace('_', '-')}": value for key, value in hub.items()}})
         return None
     if for_ is None:
         raise ConfigError("--for: is missing, one of sft, rm, rm-scores, ppo: the stage that is to read the rows")
     if overrides:
         raise ConfigError("--set: belongs to --config")
-    return _data_source(path, format, keys, weights, limit=limit, name=name, split=split, revision=revision)
+    return _data_source(path, format, keys, weights, limit, hub)
+
+
+def _hub(
+    name: str | None, data_dir: str | None, split: str | None, revision: str | None, streaming: bool
+) -> dict[str, object]:
+    """Those of a hub dataset's options that are given."""
+    given = {"name": name, "data_dir": data_dir, "split": split, "revision": revision, "streaming": streaming or None}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _refuse_beside_config(options: Mapping[str, object]) -> None:
@@ -435,8 +452,10 @@ def data_generate(
     format: DataFormat = "auto",
     keys: DataKeys = None,
     name: HubName = None,
+    data_dir: HubFolder = None,
     split: HubSplit = None,
     revision: HubRevision = None,
+    streaming: HubStreaming = False,
     on_bad_row: OnBadRow = "error",
     restart: RestartOut = False,
     quiet: Quiet = False,
@@ -453,7 +472,7 @@ def data_generate(
             device=device,
         )
         generate(
-            _data_source(path, format, keys, name=name, split=split, revision=revision),
+            _data_source(path, format, keys, hub=_hub(name, data_dir, split, revision, streaming)),
             task,
             out,
             options,
@@ -500,8 +519,10 @@ def data_score(
     format: DataFormat = "auto",
     keys: DataKeys = None,
     name: HubName = None,
+    data_dir: HubFolder = None,
     split: HubSplit = None,
     revision: HubRevision = None,
+    streaming: HubStreaming = False,
     on_bad_row: OnBadRow = "error",
     restart: RestartOut = False,
     quiet: Quiet = False,
@@ -519,7 +540,7 @@ def data_score(
             device=device,
         )
         score(
-            _data_source(path, format, keys, name=name, split=split, revision=revision),
+            _data_source(path, format, keys, hub=_hub(name, data_dir, split, revision, streaming)),
             out,
             options,
             compare=compare,
@@ -542,11 +563,8 @@ def _data_source(
     format: str,
     keys: list[str] | None,
     weights: list[str] | None = None,
-    *,
     limit: int | None = None,
-    name: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
+    hub: Mapping[str, object] | None = None,
 ) -> DataSource:
     """A source from the command line; raises ConfigError for what can't be one."""
     import pydantic
@@ -561,9 +579,8 @@ def _data_source(
     if any(len(pair) != 2 for pair in grades):
         raise ConfigError("--weight: must be NAME=NUMBER, for example helpfulness=0.65")
     values = {"path": path, "format": format, "keys": dict(pairs), "weights": dict(grades), "limit": limit}
-    hub = {"name": name, "split": split, "revision": revision}
     try:
-        return DataSource.model_validate(values | {key: value for key, value in hub.items() if value is not None})
+        return DataSource.model_validate({**values, **(hub or {})})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

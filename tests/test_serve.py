@@ -497,7 +497,7 @@ def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_mode
 @pytest.mark.slow
 def test_a_run_whose_server_is_killed_goes_on_to_the_same_bytes(judge, make_model, write_config, tmp_path):
     """Everything is a process of its own, and the server is killed in the middle."""
-    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 60}})
+    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 25}})
     with process(judge, "--port", "0") as at:
         reward = {"type": "http", "url": at.url, "retries": 2, "backoff_s": 0.05}
         command = {
@@ -521,7 +521,7 @@ def test_a_run_whose_server_is_killed_goes_on_to_the_same_bytes(judge, make_mode
     assert len(err.splitlines()) == 1
     assert "reward http, responses 1 to 8: http://127.0.0.1" in err
     done = len(read_jsonl(rows))
-    assert 3 <= done < 60
+    assert 3 <= done < 25
     with process(judge, "--port", str(at.port)):
         assert subprocess.run(command["stopped"], env=env, check=False).returncode == 0
     assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")

@@ -151,12 +151,10 @@ def parts_of_config(path: Path, stage: str | None, overrides: Sequence[str]) -> 
             if config.data.probes is not None:
                 probes = Rows(train=[config.data.probes], test_fraction=0)
                 parts.append(Part("data.probes", probes, "rm pairs", *limits))
-    role = "policy" if isinstance(config, PPOConfig) else "model"
-    found = config.inputs.get(role)
-    place = Path(model_directory(found[0])) if found is not None else None
-    is_there = place is not None and any(
-        (place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    )
+    path_or_none, _ = config.inputs.get("policy" if isinstance(config, PPOConfig) else "model", (None, None))
+    # A model made from scratch has a tokenizer once its stage is finished.
+    place = Path(model_directory(path_or_none or config.stage_model(None, "sft")))
+    is_there = any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return parts, str(place) if is_there else None
 
 

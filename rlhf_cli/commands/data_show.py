@@ -258,7 +258,7 @@ class Screen:
             if not self.coloured and learnt != open_:
                 text.append(self.marks[0] if learnt else self.marks[1])
                 open_ = learnt
-            shown = printable(piece, keep="\n").replace("\n", "\n  ")
+            shown = printable(piece, keep="\n").replace("\n", "\n  ").replace("\n  \n", "\n\n")
             text.append(shown, f"{'green ' if learnt else ''}{'reverse' if special else ''}".strip())
         if open_:
             text.append(self.marks[1])
