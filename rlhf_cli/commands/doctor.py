@@ -25,7 +25,6 @@ from rich.text import Text
 from rlhf_cli.artifacts import (
     MANIFEST,
     Manifest,
-    differences,
     digest_file,
     model_directory,
     partial_directory,
@@ -36,7 +35,7 @@ from rlhf_cli.artifacts import (
 from rlhf_cli.config.schemas import STAGES, PPOConfig, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, found, owner_of, what_is_wrong
-from rlhf_cli.training.identity import identity
+from rlhf_cli.training.identity import what_changed
 from rlhf_cli.training.launch import load_stage_config
 
 if TYPE_CHECKING:
@@ -230,8 +229,8 @@ def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Line:
         return Line("warning", "arithmetic", f"no bfloat16 here ({str(error).splitlines()[0][:200]}); auto is {auto}")
     ratio, where = float32 / bfloat16, " on one core" if device.type == "cpu" else ""
     text = (
-        f"a {size} x {size} matmul{where} takes {1e3 * float32:.3g} ms in float32 and {1e3 * bfloat16:.3g} ms in bfloat16, "
-        f"which is {ratio:.2g} times as fast; precision: auto takes {auto}"
+        f"a {size} x {size} matmul{where} takes {1e3 * float32:.3g} ms in float32 and {1e3 * bfloat16:.3g} ms in "
+        f"bfloat16, which is {ratio:.2g} times as fast; precision: auto takes {auto}"
     )
     # What little is left of other processes' doing must not make a warning.
     if auto_is_bfloat16 and ratio < 0.9:
@@ -501,22 +500,10 @@ def inputs(place: Path, manifest: Manifest) -> Line:
     if config is None:
         return Line("warning", stage, "its config.yaml can't be read by this version: whether it is stale is not known")
     try:
-        now = identity(config)
+        words = what_changed(config, manifest.identity, place.absolute().parent)
     except OSError as error:
         return Line("warning", stage, f"what it was made from can't be read ({error})")
-    paths = {f"data {role}": source.path for role, source in config.sources.items()}
-    paths |= {f"input {role}": path for role, (path, _) in config.inputs.items()}
-    changed = differences(manifest.identity["data"], now["data"], "data ")
-    changed += differences(manifest.identity["inputs"], now["inputs"], "input ")
-    if not changed:
-        return Line("ok", stage, "what it was made from is unchanged")
-    gone = [key for key in changed if key in paths and not Path(paths[key]).exists()]
-    parts = []
-    if len(gone) < len(changed):
-        parts.append(f"stale: changed since: {', '.join(key for key in changed if key not in gone)}")
-    if gone:
-        parts.append(f"not here, seen from {Path.cwd()}: {', '.join(f'{key} ({paths[key]})' for key in gone)}")
-    return Line("warning", stage, "; ".join(parts))
+    return Line("warning", stage, words) if words else Line("ok", stage, "what it was made from is unchanged")
 
 
 def unfinished(root: Path, stage: str) -> Iterator[Line]:

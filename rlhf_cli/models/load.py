@@ -270,8 +270,20 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     if wrong:
         raise ArtifactError(f"{path}: weights have other shapes than config.json says ({', '.join(wrong[:3])})")
     set_dropout_off(model)
+    if not model.config.is_encoder_decoder:
+        _try_out(model, path)
     model.eval()
     return model
+
+
+@torch.no_grad()
+def _try_out(model: PreTrainedModel, path: str) -> None:
+    """Raise ArtifactError where two tokens can't go through, as training would have them: config.json may say anything,
+    and what it says of heads, layers or dropout is first read here."""
+    try:
+        model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    except Exception as error:
+        raise ArtifactError(f"{path}: its config.json describes no model that computes ({_reason(error)})") from None
 
 
 def _check_directory(path: str, *, weights: bool) -> None:
