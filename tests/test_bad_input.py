@@ -485,7 +485,13 @@ def test_an_evaluation_that_cannot_be_shown(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_hidden_layers", -1), ("attention_dropout", None), ("num_attention_heads", 3), ("vocab_size", "x")],
+    [
+        ("num_hidden_layers", -1),
+        ("attention_dropout", None),
+        ("num_attention_heads", 3),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", "x"),
+    ],
 )
 def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> None:
     path = project / "run/sft/model/config.json"
