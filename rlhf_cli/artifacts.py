@@ -93,7 +93,7 @@ def read_manifest(directory: str | Path) -> Manifest | None:
 
 def _wrongly_typed(manifest: Manifest) -> str | None:
     """The first value of a manifest of another type than ours have; a file may say anything."""
-    types: dict[str, type | tuple[type, ...]] = {
+    types: dict[str, type] = {
         "stage": str,
         "identity": dict,
         "files": dict,
@@ -102,7 +102,6 @@ def _wrongly_typed(manifest: Manifest) -> str | None:
         "versions": dict,
         "device": str,
         "num_processes": int,
-        "seconds": (int, float),
         "finished": str,
     }
     for key, kind in types.items():
@@ -114,9 +113,10 @@ def _wrongly_typed(manifest: Manifest) -> str | None:
     for name, digest in manifest.files.items():
         if not isinstance(digest, str):
             return f"files: {name}"
-    for name, figure in manifest.metrics.items():
-        if not isinstance(figure, int | float):
-            return f"metrics: {name}"
+    for name, figure in {"seconds": manifest.seconds, **manifest.metrics}.items():
+        # JSON has integers that no float can hold.
+        if not isinstance(figure, float) and not (isinstance(figure, int) and abs(figure) < 2**63):
+            return name
     return None
 
 

@@ -416,6 +416,90 @@ def test_unwritable_directory(project: Path) -> None:
     assert "can't be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
 
 
+# ------------------------------------------------------------------------------- what files say, of any type
+
+
+OTHERS = ["x", None, -1, 10**400, 1.5, float("nan"), [], {}, [["a"]], True, {"a": {"b": 1}}]
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def ends(*arguments: str) -> str:
+    """Whatever the command makes of it, it is a line and not a traceback; returns stderr."""
+    result = CliRunner().invoke(app, [*arguments])
+    assert result.exit_code in (0, 1, 2), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    if result.exit_code:
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("key", ["score_mean", "score_std"])
+def test_a_reward_models_facts_of_another_type(project: Path, key: str) -> None:
+    path = project / "run/rm/model/config.json"
+    whole = json.loads(path.read_text())
+    for value in (*OTHERS, *((0, 0.0) if key == "score_std" else ())):
+        path.write_text(json.dumps(whole | {key: value}))
+        if value in (None, 1.5) or value is True or (value == -1 and key == "score_mean"):
+            continue
+        assert f"config.json says {key}: " in fails(project, "ppo", "--restart"), value
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "", "null", "3", "[]", '"x"', "{}", "\xff"])
+@pytest.mark.parametrize("name", ["manifest.json", "model/config.json", "model/tokenizer_config.json"])
+def test_a_file_of_a_stage_that_holds_anything(project: Path, name: str, text: str) -> None:
+    (project / "run/sft" / name).write_bytes(text.encode("latin-1"))
+    said = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
+    if name == "manifest.json":
+        assert "manifest.json: " in said
+    ends("status", str(project / "run"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_manifest_with_values_of_another_type(project: Path, stage: str) -> None:
+    """Each of its values, and each within them."""
+    path = project / "run" / stage / "manifest.json"
+    whole = json.loads(path.read_text())
+    places = [(key,) for key in whole] + [(k, inside) for k, v in whole.items() if isinstance(v, dict) for inside in v]
+    for place in places:
+        for value in OTHERS:
+            spoilt = json.loads(json.dumps(whole))
+            inside = spoilt
+            for key in place[:-1]:
+                inside = inside[key]
+            inside[place[-1]] = value
+            path.write_text(json.dumps(spoilt))
+            ends("status", str(project / "run"))
+    for key in whole:
+        path.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        assert "broken" in CliRunner().invoke(app, ["status", str(project / "run")]).stdout or key == "contract"
+
+
+def test_an_evaluation_that_cannot_be_shown(project: Path) -> None:
+    ends("pipeline", str(project), "--quiet")
+    for text in (DEEP, "", "3", "{}", '{"sft": [], "ppo": []}'):
+        (project / "run/ppo/evaluation.json").write_text(text)
+        result = CliRunner().invoke(app, ["pipeline", str(project)])
+        assert result.exit_code == 0, result.output
+        assert "evaluation.json: is not as it was written" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", -1),
+        ("attention_dropout", None),
+        ("num_attention_heads", 3),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", "x"),
+    ],
+)
+def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> None:
+    path = project / "run/sft/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    message = fails(project, "rm", "--restart")
+    assert "run/sft/model: " in message
+
+
 # ------------------------------------------------------------------------------------------- the run
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_bad_input import digests, finished, project, write_project
+from test_bad_input import PREFERENCES, digests, finished, project, write_project, write_rows
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
@@ -165,6 +165,58 @@ def test_status(project: Path) -> None:
     assert "stale" in rows["rm"]
     assert "interrupted" in rows["ppo"]
     assert rlhf("status", str(project / "nowhere")).returncode == 2
+
+
+def states(root: str, cwd: Path) -> dict[str, str]:
+    """What status says of each stage."""
+    env = {**os.environ, "COLUMNS": "400"}
+    command = [sys.executable, "-m", "rlhf_cli", "status", root]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**env, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines() if line.split()]
+    return {line.split()[0]: line for line in lines if line.split()[0] in ("sft", "rm", "ppo")}
+
+
+def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
+    """Configs have relative paths: they are seen from where the run was started, wherever that is now."""
+    for path in project.glob("*.yaml"):
+        path.write_text(path.read_text().replace(f"{project}/", ""), encoding="utf-8")
+    shutil.rmtree(project / "run")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rlhf_cli", "pipeline", ".", "--quiet"]
+    assert subprocess.run(command, cwd=project, env=env, check=False).returncode == 0
+    (tmp_path / "away").mkdir()
+    # A file of the same name is another one.
+    write_rows(tmp_path / "away/sft.jsonl", PREFERENCES)
+
+    def all_are(word: str, seen: dict[str, str]) -> None:
+        assert set(seen) == {"sft", "rm", "ppo"}
+        assert all(f" {word} " in line and ";" not in line and "stale" not in line for line in seen.values()), seen
+
+    for cwd in (project, project / "run", tmp_path / "away"):
+        for root in (str(project / "run"), os.path.relpath(project / "run", cwd)):
+            all_are("finished", states(root, cwd))
+    (tmp_path / "link").symlink_to(project, target_is_directory=True)
+    all_are("finished", states("link/run", tmp_path))
+    project.rename(tmp_path / "moved")
+    all_are("finished", states("moved/run", tmp_path))
+
+    # Without its data, or under another name, it can't be known; changed data is stale, from anywhere too.
+    shutil.copytree(tmp_path / "moved/run", tmp_path / "copies/another")
+    seen = states("copies/another", tmp_path)
+    assert all("finished; not here, seen from" in line and "stale" not in line for line in seen.values()), seen
+    assert f"seen from {tmp_path}: data train (pref.jsonl)" in seen["rm"], "its input, the SFT stage, is in the copy"
+    with (tmp_path / "moved/pref.jsonl").open("a") as file:
+        file.write("\n")
+    seen = states("moved/run", tmp_path)
+    assert "stale: changed since: data train" in seen["rm"]
+    assert "stale" not in seen["sft"] + seen["ppo"]
+    (tmp_path / "moved/sft.jsonl").unlink()
+    assert "finished; not here, seen from" in states("moved/run", tmp_path)["sft"]
+    (tmp_path / "moved/run/sft/manifest.json").unlink()
+    assert "input model" in states("moved/run", tmp_path)["rm"]
 
 
 def test_quiet_prints_nothing(project: Path) -> None:

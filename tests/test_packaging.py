@@ -58,8 +58,8 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
 
 
 NAME_OF = {"yaml": "pyyaml"}
-COME_ALONG = {"pyarrow": "datasets", "numpy": "torch and transformers", "huggingface_hub": "transformers"}
-"""Named nowhere: they come along with what is, which can't do without them."""
+COME_ALONG = {"pyarrow": "datasets"}
+"""Named nowhere: it comes along with what is, which can't do without it."""
 
 
 def test_every_package_that_is_imported_is_asked_for_and_pinned() -> None:

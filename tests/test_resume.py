@@ -382,6 +382,39 @@ def test_what_goes_wrong_with_a_checkpoint_is_told_by_the_next(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_memory_for_a_copy_a_checkpoint_is_written_in_the_foreground(
+    config_in, undisturbed, tmp_path, monkeypatch
+):
+    """And is the same one: the run that goes on from it ends as the undisturbed one."""
+    failed = []
+
+    def no_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        failed.append(len(tensors))
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."
+        )
+
+    monkeypatch.setattr(checkpoint, "copied", no_memory)
+    finish = StageRun.finish_step
+
+    def stop(self: StageRun, done: int, total: int) -> None:
+        if done in (2, 3):
+            ask_to_stop(self)
+        finish(self, done, total)
+        assert self.checkpoints._writer is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stop)
+        assert [rlhf(config_in("ppo", tmp_path)).exit_code for _ in range(2)] == [143, 143]
+    assert [path.name for path in checkpoints(tmp_path, "ppo")] == ["step-00000002", "step-00000003"]
+    assert len(failed) == 2
+    assert "goes on after step 3" in succeed(config_in("ppo", tmp_path))
+    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+    monkeypatch.setattr(checkpoint, "copied", lambda _: (_ for _ in ()).throw(RuntimeError("another error")))
+    with pytest.raises(RuntimeError, match="another error"):
+        Checkpoints(tmp_path, keep=2, writes=True).save(1)
+
+
 def test_all_is_on_the_disk_before_it_is_renamed_into_its_place(config_in, tmp_path):
     """As the order of the file operations says: a kill can't show it, only a power cut could."""
     root = tmp_path / "run"

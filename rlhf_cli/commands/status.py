@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_cli.artifacts import Manifest, differences, partial_directory, read_manifest, stage_directory
+from rlhf_cli.artifacts import Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.schemas import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import last_step, owner_of
-from rlhf_cli.training.identity import identity
+from rlhf_cli.training.identity import what_changed
 from rlhf_cli.training.launch import load_stage_config
 from rlhf_cli.training.progress import Display
 
@@ -64,7 +64,8 @@ def _state(root: Path, stage: str, manifest: Manifest) -> str:
         config = load_stage_config(stage, stage_directory(root, stage) / "config.yaml")
     except ConfigError:
         return "finished by another version (its config.yaml can't be read)"
-    now = identity(config)
-    changed = differences(manifest.identity["data"], now["data"], "data ")
-    changed += differences(manifest.identity["inputs"], now["inputs"], "input ")
-    return f"stale: changed since: {', '.join(changed)}" if changed else "finished"
+    try:
+        words = what_changed(config, manifest.identity, root)
+    except OSError as error:
+        return f"finished; what it was made from can't be read ({error})"
+    return words if words.startswith("stale") else "; ".join(filter(None, ("finished", words)))

@@ -13,5 +13,5 @@ def set_dropout_off(model: PreTrainedModel) -> None:
             module.p = 0.0
         # Others keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(module, name, 0.0)

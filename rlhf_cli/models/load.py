@@ -39,6 +39,7 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+MOST_LAYERS = 10_000
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """What a reward model's config.json has of ours."""
 
@@ -244,6 +245,7 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # Its own choice of attention could be a kernel of the hub, which is code.
         config._attn_implementation = None
+        _refuse_endless(path, config.get_text_config())
         _refuse_pickles(path, revision, config)
         model, info = auto.from_pretrained(
             path,
@@ -270,8 +272,20 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     if wrong:
         raise ArtifactError(f"{path}: weights have other shapes than config.json says ({', '.join(wrong[:3])})")
     set_dropout_off(model)
+    if not model.config.is_encoder_decoder:
+        _try_out(model, path)
     model.eval()
     return model
+
+
+@torch.no_grad()
+def _try_out(model: PreTrainedModel, path: str) -> None:
+    """Raise ArtifactError where two tokens can't go through, as training would have them: config.json may say anything,
+    and what it says of heads, layers or dropout is first read here."""
+    try:
+        model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    except Exception as error:
+        raise ArtifactError(f"{path}: its config.json describes no model that computes ({_reason(error)})") from None
 
 
 def _check_directory(path: str, *, weights: bool) -> None:
@@ -288,6 +302,13 @@ def _check_directory(path: str, *, weights: bool) -> None:
         pickles = [p.name for p in place.glob("*.bin")]
         found = f"found {pickles[0]}, a pickle is never read" if pickles else "no weights"
         raise ArtifactError(f"{path}: {found}, *.safetensors is needed. Save it again with save_pretrained")
+
+
+def _refuse_endless(path: str, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError for more layers or experts than any model has: they would be built one by one without end."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
+            raise ArtifactError(f"{path}: config.json says {key}: {str(value)[:20]}, no model has so many")
 
 
 def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.training.checkpoint_files import found, new_checkpoint, remove_old, step_of, what_is_wrong
+from rlhf_cli.training.memory import is_out_of_memory
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
 
@@ -53,6 +54,11 @@ class Weights:
             p.copy_(tensors[name])
 
 
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, of what is there already too: training goes on while they are written."""
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
 class Checkpoints:
     """The checkpoints of one run; only the first process writes, all read."""
 
@@ -65,21 +71,25 @@ class Checkpoints:
     def save(self, step: int) -> float:
         """Take a copy of the state after `step` and have it written; returns the seconds that it kept the run.
 
-        Raises what went wrong with the checkpoint before.
+        Where there is no memory for a copy it is written here and now. Raises what went wrong with the checkpoint
+        before.
         """
         started = time.monotonic()
         self.wait()
         states = {name: part.state() for name, part in self.parts.items()}
         if self.writes:
-            # A copy even where it is on the CPU already: training goes on while it is written.
-            tensors = {
-                f"{name}/{key}": tensor.detach().to("cpu", copy=True).contiguous()
-                for name, (own, _) in states.items()
-                for key, tensor in own.items()
-            }
+            live = {f"{name}/{key}": t.detach() for name, (own, _) in states.items() for key, t in own.items()}
             numbers = json.dumps({name: own for name, (_, own) in states.items()})
-            self._writer = threading.Thread(target=self._write, args=(step, tensors, numbers))
-            self._writer.start()
+            try:
+                copies = copied(live)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._write(step, {name: tensor.contiguous() for name, tensor in live.items()}, numbers)
+                self.wait()
+            else:
+                self._writer = threading.Thread(target=self._write, args=(step, copies, numbers))
+                self._writer.start()
         return time.monotonic() - started
 
     def not_finite(self) -> str | None:

@@ -5,6 +5,8 @@ No torch here: `rlhf pipeline` and `rlhf status` ask this of every stage before 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,52 @@ def identity(config: Stage) -> dict[str, Any]:
         "data": {role: fingerprint(s.path, s.revision, endings=DATA_ENDINGS) for role, s in config.sources.items()},
         "inputs": {role: fingerprint(*where) for role, where in config.inputs.items()},
     }
+
+
+def what_changed(config: Stage, made_from: Mapping[str, Any], root: str | Path) -> str:
+    """What a finished stage at `root` was made from against what is there now, in words; "" where it is the same.
+
+    `made_from` is the identity in its manifest. Relative paths are seen from where the run was started, if the root
+    says where that was (`working_directory`), and the run's own stages in the root as it stands now: it does not
+    matter from where one looks, nor whether all of it was moved. Else they are seen from here.
+    """
+    base = working_directory(config.artifacts, root) or Path.cwd()
+    own = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
+    changed, gone = [], []
+    paths = [("data", role, source.path, source.revision) for role, source in config.sources.items()]
+    paths += [("inputs", role, *where) for role, where in config.inputs.items()]
+    for part, role, path, revision in paths:
+        place = own.get(path, str(base / path))
+        is_here = Path(place).exists()
+        endings = DATA_ENDINGS if part == "data" else None
+        if fingerprint(place if is_here else path, revision, endings=endings) == made_from[part].get(role):
+            continue
+        name = f"{part.removesuffix('s')} {role}"
+        if is_here:
+            changed.append(name)
+        else:
+            gone.append(f"{name} ({path})")
+    roles = {part: {role for other, role, _, _ in paths if other == part} for part in ("data", "inputs")}
+    changed += [f"{part.removesuffix('s')} {role}" for part in roles for role in made_from[part].keys() - roles[part]]
+    words = [f"stale: changed since: {', '.join(changed)}"] if changed else []
+    if gone:
+        words.append(f"not here, seen from {base}: {', '.join(gone)}")
+    return "; ".join(words)
+
+
+def working_directory(artifacts: str, root: str | Path) -> Path | None:
+    """Where a run was started whose config says `artifacts` and that stands at `root`; None where they don't fit.
+
+    >>> working_directory("artifacts/support", "/home/me/project/artifacts/support")
+    PosixPath('/home/me/project')
+    >>> working_directory("artifacts/support", "/backup/support") is None
+    True
+    """
+    parts = Path(artifacts).parts
+    place = Path(os.path.normpath(Path(root).absolute()))
+    if Path(artifacts).is_absolute() or ".." in parts or place.parts[len(place.parts) - len(parts) :] != parts:
+        return None
+    return Path(*place.parts[: len(place.parts) - len(parts)])
 
 
 def require_inputs(config: Stage) -> None:
