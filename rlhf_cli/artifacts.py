@@ -137,24 +137,22 @@ def digest_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(path: str | None, revision: str | None = None, *, endings: tuple[str, ...] | None = None) -> str:
+def fingerprint(path: str | None, revision: str | None = None) -> str:
     """A digest that changes when what stands at `path` changes; the missing give "missing".
 
     A finished stage gives its manifest's digest, a file or a folder that of its bytes, and anything that is
-    not on disk counts as a name on the hub, which is known by its revision only. With `endings` a folder is the
-    files right in it whose names end so, and no others.
+    not on disk counts as a name on the hub, which is known by its revision only.
     """
     if path is None:
         return "missing"
     place = Path(path)
     if place.is_file():
         return digest_file(place)
-    if endings is None and (place / MANIFEST).is_file():
+    if (place / MANIFEST).is_file():
         return digest_file(place / MANIFEST)
     if place.is_dir():
         whole = hashlib.sha256()
-        inside = place.rglob("*") if endings is None else (p for p in place.iterdir() if p.name.endswith(endings))
-        for file in sorted(p for p in inside if p.is_file()):
+        for file in sorted(p for p in place.rglob("*") if p.is_file()):
             whole.update(f"{file.relative_to(place).as_posix()}\0{digest_file(file)}\n".encode())
         return whole.hexdigest()
     return f"hub:{path}@{revision or 'main'}"

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import artifacts
 from rlhf_cli.cli import app
-from rlhf_cli.config.schemas import DATA_ENDINGS
-from rlhf_cli.data import sources
+from rlhf_cli.data_files import SUFFIXES, data_fingerprint
 
 WORDS = [
     "the",
@@ -382,21 +381,28 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_read_through(
 
 
 def test_a_folder_of_data_is_known_by_its_data_files(tmp_path: Path) -> None:
-    """Those that are read: right in it, with one of the endings."""
-    assert sources.SUFFIXES == DATA_ENDINGS
+    """Those that are read, right in it; of a glob those that fit it."""
     (tmp_path / "deep").mkdir()
     write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS)
-    before = artifacts.fingerprint(str(tmp_path), endings=DATA_ENDINGS)
-    for name in ("notes.txt", "deep/rows.jsonl", "manifest.yaml"):
+    glob = str(tmp_path / "**" / "*.jsonl")
+    before, of_glob = data_fingerprint(str(tmp_path)), data_fingerprint(glob)
+    for name in ("notes.txt", "deep/rows.csv", "manifest.yaml"):
         (tmp_path / name).write_text("{}")
-        assert artifacts.fingerprint(str(tmp_path), endings=DATA_ENDINGS) == before, name
+        assert data_fingerprint(str(tmp_path)) == before, name
+        assert data_fingerprint(glob) == of_glob
+    (tmp_path / "deep/rows.jsonl").write_text("{}")
+    assert data_fingerprint(str(tmp_path)) == before
+    assert data_fingerprint(glob) != of_glob
     found = {before}
-    for name in (f"more{ending}" for ending in DATA_ENDINGS):
+    endings = [ending for ending in SUFFIXES if not ending.startswith(".txt")]
+    for name in (f"more{ending}" for ending in endings):
         (tmp_path / name).write_text("{}")
-        found.add(artifacts.fingerprint(str(tmp_path), endings=DATA_ENDINGS))
+        found.add(data_fingerprint(str(tmp_path)))
     write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS[1:])
-    found.add(artifacts.fingerprint(str(tmp_path), endings=DATA_ENDINGS))
-    assert len(found) == 2 + len(DATA_ENDINGS)
+    found.add(data_fingerprint(str(tmp_path)))
+    assert len(found) == 2 + len(endings)
+    assert data_fingerprint("nobody/nothing") == "hub:nobody/nothing@main"
+    assert data_fingerprint(str(tmp_path / "gone.jsonl")) == data_fingerprint(str(tmp_path / "gone*")) == "missing"
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])

@@ -1061,3 +1061,34 @@ def test_a_column_that_a_reward_needs_is_missed_before_anything_is_trained(make_
         run_stage("ppo", tmp_path, policy={"path": str(make_model("llama"))}, rewards=rewards)
     number = [{"type": "answer_match", "column": "number", "name": "right"}]
     run_stage("ppo", tmp_path, policy={"path": str(make_model("llama"))}, rewards=number, ppo={"num_iterations": 1})
+
+
+# --------------------------------------------------------------------------------------- docs/rewards.md
+
+DOCS = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_every_example_of_the_documentation_is_a_config():
+    """And every type of source and each of its keys is in it."""
+    blocks = re.findall(r"```yaml\n(rewards:.*?)```", DOCS, re.DOTALL)
+    examples = [item for block in blocks for item in yaml.safe_load(block)["rewards"]]
+    examples += [yaml.safe_load(line) for line in re.findall(r"`(\{type: .*?\})`", DOCS)]
+    assert len(examples) > 16
+    sections = {type(TypeAdapter(Reward).validate_python(item)) for item in examples}
+    assert {e["type"] for e in examples} == {s.model_fields["type"].annotation.__args__[0] for s in sections}
+    assert len(sections) == 8
+    for section in sections:
+        for key in section.model_fields:
+            assert re.search(rf"`[^`\n]*\b{key}\b[^`\n]*`", DOCS), key
+
+
+def test_the_numbers_of_the_documentation_are_those_of_the_code():
+    from rlhf_cli.commands import serve
+
+    http = TypeAdapter(Reward).validate_python({"type": "http", "url": "http://a/"})
+    for key in ("batch_size", "concurrency", "timeout_s", "retries", "backoff_s"):
+        assert f"| `{key}` | {getattr(http, key):g} |" in DOCS
+    assert f"{serve.MAX_WAITING} may wait" in DOCS
+    assert f"`--max-batch` texts ({serve.Settings('m').max_batch})" in DOCS
+    assert serve.MAX_BODY_BYTES == 16 * 2**20
+    assert (endpoint.LONGEST_BACKOFF_S, endpoint.LONGEST_WAIT_S) == (60, 300)

@@ -444,7 +444,6 @@ def test_a_signal_ends_it_cleanly(judge, number):
 # ------------------------------------------------------------------------------- a server that goes away
 
 LATER = {
-    "checkpoints": {"every_steps": 1, "every_minutes": None},
     "ppo": {"num_iterations": 4},
     "data": {"test": None, "test_fraction": 0.0},
 }
@@ -485,9 +484,12 @@ def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_mode
     assert "prompts.jsonl:" in line
     assert len(calls) == 2
     assert not (tmp_path / "stopped/ppo").exists()
-    with serving(judge, port=port):
+    with serving(judge, port=port) as at:
+        score, calls = at.server.source.score, []
+        at.server.source.score = lambda judged: (calls.append(1), score(judged))[1]
         result = CliRunner().invoke(app, command["stopped"])
     assert result.exit_code == 0, result.output
+    assert len(calls) == 2, "it went on from the second of four iterations, which was saved before it stopped"
     steps = [row["step"] for row in read_jsonl(tmp_path / "stopped/ppo/metrics.jsonl")]
     assert steps == [1, 2, 3, 4]
     assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")

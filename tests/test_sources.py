@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.schemas import DataSource
 from rlhf_cli.data import sources
-from rlhf_cli.data.sources import COMPRESSIONS, KINDS, SUFFIXES, BadRow, Row, find_files, in_part, read_rows
+from rlhf_cli.data.sources import BadRow, Row, in_part, read_rows
+from rlhf_cli.data_files import COMPRESSIONS, KINDS, SUFFIXES, find_files
 from rlhf_cli.errors import DataError
 
 ROWS = [{"prompt": f"quéstion {i}\n", "response": f' "answer", {i}'} for i in range(10)]

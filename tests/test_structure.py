@@ -16,6 +16,7 @@ FLOORS = {
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
     "rlhf_cli.artifacts": 1,
+    "rlhf_cli.data_files": 1,
     "rlhf_cli.metrics": 1,
     "rlhf_cli.algorithms": 1,
     "rlhf_cli.config": 1,
@@ -34,6 +35,7 @@ FLOORS = {
 WITHOUT_TORCH = (
     "errors",
     "artifacts",
+    "data_files",
     "metrics",
     "cli",
     "config",

@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 STAGES = ("sft", "rm", "ppo")
-DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
-"""Of the files that rows are read from; a folder's other files, and its folders, are not looked at."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -31,17 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.data_files import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
-
-KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-SUFFIXES = tuple(kind + compression for compression in ("", *COMPRESSIONS) for kind in KINDS)
-
-# What `datasets` writes beside the rows of a folder.
-NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 BLOCK = 2**20
 """Bytes read at once."""
@@ -107,46 +101,9 @@ def read_rows(source: DataSource) -> Iterator[Row | BadRow]:
     rows = islice(_rows(source), source.limit)
     first = next(rows, None)
     if first is None:
-        raise DataError(f"{_name(source.path)}: no rows, at least one is needed. Is it the right file?")
+        raise DataError(f"{shown_path(source.path)}: no rows, at least one is needed. Is it the right file?")
     yield first
     yield from rows
-
-
-def find_files(path: str) -> list[Path]:
-    """The files that a source's path stands for, sorted; none where it can only be a hub dataset's id.
-
-    A folder stands for the files in it, not for those of its subfolders: `train/` and `test/` side by side would be
-    mixed unseen. A glob may take them, `**/*.jsonl`. From folders and globs come only files with a known ending, no
-    hidden ones, and plain text only where there is nothing else, since licences and notes are .txt too.
-
-    Raises DataError where nothing is there.
-    """
-    place = Path(path)
-    try:
-        if place.is_file():
-            return [place]
-        if place.is_dir():
-            found, fault = list(place.iterdir()), "a folder without a data file"
-        elif place.exists():
-            raise DataError(f"{_name(path)}: neither a file nor a folder. Write what it gives into a file")
-        elif any(sign in path for sign in "*?["):
-            found, fault = list(Path(place.anchor).glob(str(place.relative_to(place.anchor)))), "no data file fits"
-        elif path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")):
-            raise DataError(
-                f"{_name(path)}: no such file (looked from {Path.cwd()}). "
-                "Give a path that exists, with ~ written out, or a hub dataset's id"
-            )
-        else:
-            return []
-        # Dots that the path itself names are meant.
-        shown = [file for file in found if not any(p[0] == "." and p not in place.parts for p in file.parts)]
-        files = [f for f in shown if f.name.lower().endswith(SUFFIXES) and f.name not in NOT_ROWS and f.is_file()]
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise DataError(f"{_name(path)}: can't be looked up ({_why(error)}). Check the path and its rights") from None
-    if not files:
-        advice = f" Subfolders are read by a glob, {_name(path)}/**/*.jsonl" if place.is_dir() else ""
-        raise DataError(f"{_name(path)}: {fault}, one that ends in {', '.join(KINDS)} is needed.{advice}")
-    return sorted([file for file in files if _ending(file)[0] != ".txt"] or files)
 
 
 def in_part(select: str | None, prompt: str) -> bool:
@@ -179,16 +136,16 @@ def _rows(source: DataSource) -> Iterator[Row | BadRow]:
         yield from _hub_rows(source)
     elif source.name or source.data_dir or source.revision or source.streaming:
         raise DataError(
-            f"{_name(source.path)}: stands here, on this machine, where name, data_dir, revision and streaming say "
-            "nothing. Leave them out, or give the path with its folder"
+            f"{shown_path(source.path)}: stands here, on this machine, where name, data_dir, revision and streaming "
+            "say nothing. Leave them out, or give the path with its folder"
         )
     for path in files:
         yield from _file_rows(path)
 
 
 def _file_rows(path: Path) -> Iterator[Row | BadRow]:
-    name = _name(path)
-    kind, compression = _ending(path)
+    name = shown_path(path)
+    kind, compression = ending(path)
     if kind not in KINDS:
         raise DataError(
             f"{name}: not an ending that is known, {', '.join(KINDS)} (and {', '.join(COMPRESSIONS)} behind it) are. "
@@ -209,14 +166,9 @@ def _file_rows(path: Path) -> Iterator[Row | BadRow]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         told = f" as {compression}" if compression else ""
         raise DataError(
-            f"{name}: can't be read{told} ({_why(error)}). Is it whole, and what its name says? Fetch or make it again"
+            f"{name}: can't be read{told} ({reason(error)}). Is it whole, and what its name says? "
+            "Fetch or make it again"
         ) from None
-
-
-def _ending(path: Path) -> tuple[str, str]:
-    """The kind and the compression that a name ends in: `a.CSV.gz` gives .csv and .gz."""
-    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
-    return (before, last) if last in COMPRESSIONS else (last, "")
 
 
 def _open(path: Path, compression: str) -> Any:
@@ -400,11 +352,12 @@ class _JsonText:
             except (ValueError, RecursionError) as error:
                 raise _Fault(f"not JSON ({_json_fault(error)} in line {self.line(self.at)})") from None
             else:
-                if end == len(self.window) and not isinstance(value, dict):
+                start = self.at
+                if end > len(self.window) - 16 and not isinstance(value, dict):
                     if self.grow():
-                        continue  # a number may go on
-                    end = len(self.window)
-                start, self.at = self.at, end
+                        continue  # a number may go on, `1.` too
+                    end, start = end - start, 0
+                self.at = end
                 return value, start, end
 
 
@@ -473,7 +426,7 @@ def _csv_rows(name: str, file: io.BufferedReader, delimiter: str) -> Iterator[Ro
     try:
         header = next((cells for cells in reader if cells), None)
     except csv.Error as error:
-        raise DataError(f"{name}: the header is not CSV ({_why(error)}). Mend the first line") from None
+        raise DataError(f"{name}: the header is not CSV ({reason(error)}). Mend the first line") from None
     if header is None:
         return
     _check_header(name, header)
@@ -487,7 +440,7 @@ def _csv_rows(name: str, file: io.BufferedReader, delimiter: str) -> Iterator[Ro
             number += 1
             yield BadRow(
                 f"{name} row {number}",
-                f"not CSV ({_why(error)}, up to line {reader.line_num}), a cell with quotes in it is quoted and they "
+                f"not CSV ({reason(error)}, up to line {reader.line_num}), a cell with quotes in it is quoted and they "
                 "are doubled. Mend or remove the row",
             )
             continue
@@ -569,7 +522,7 @@ def _table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Itera
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
             # MemoryError: a damaged file asks for any length.
             title = "Parquet" if kind == ".parquet" else "Arrow"
-            raise DataError(f"{name}: not {title}, or damaged ({_why(error)}). Fetch or make it again") from None
+            raise DataError(f"{name}: not {title}, or damaged ({reason(error)}). Fetch or make it again") from None
 
 
 def _parquet_batches(file: BinaryIO) -> Iterator[pyarrow.RecordBatch]:
@@ -601,7 +554,7 @@ def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | str]:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
-            found = "not UTF-8" if isinstance(error, UnicodeDecodeError) else f"can't be read ({_why(error)})"
+            found = "not UTF-8" if isinstance(error, UnicodeDecodeError) else f"can't be read ({reason(error)})"
             return [f"{found}. Mend or remove the row"]
         return [values for number in range(batch.num_rows) for values in _python_rows(batch.slice(number, 1))]
 
@@ -629,8 +582,8 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
         )
     except Exception as error:
         raise DataError(
-            f"{_name(source.path)}: neither a file here nor a hub dataset that can be loaded "
-            f"({type(error).__name__}: {_why(error)}). Check the path, or its subset (name) and split"
+            f"{shown_path(source.path)}: neither a file here nor a hub dataset that can be loaded "
+            f"({type(error).__name__}: {reason(error)}). Check the path, or its subset (name) and split"
         ) from None
     number = 0
     try:
@@ -639,24 +592,11 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
     except Exception as error:
         raise DataError(
             f"{source.path}[{source.split}] row {number + 1}: the hub dataset can't be read on "
-            f"({type(error).__name__}: {_why(error)}). Try again, or without streaming"
+            f"({type(error).__name__}: {reason(error)}). Try again, or without streaming"
         ) from None
 
 
 # --------------------------------------------------------------------------------------------- messages
-
-
-def _name(path: str | Path) -> str:
-    """A path as it can be printed in one line and written as UTF-8."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
-
-
-def _why(error: Exception) -> str:
-    """An error's reason in one short line."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    words = " ".join(reason.replace("'\t'", "a tab").split())
-    words = words if words.isprintable() else ascii(words)  # a parser may quote what it found
-    return (words[:200] + "..." if len(words) > 200 else words) or type(error).__name__
 
 
 def _short(text: str) -> str:

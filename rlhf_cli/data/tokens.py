@@ -25,13 +25,14 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_cli.artifacts import digest_file, fingerprint
+from rlhf_cli.artifacts import digest_file
 from rlhf_cli.config.schemas import DataSource, Rows
 from rlhf_cli.data.encode import LeftOut
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.table import Table, TableWriter
+from rlhf_cli.data_files import data_fingerprint
 from rlhf_cli.errors import DataError
 
 T = TypeVar("T")
@@ -222,7 +223,7 @@ def _key(data: Rows, purpose: Purpose, kind: type, tokenizer: PreTrainedTokenize
 
 
 def _digest_source(source: DataSource) -> str:
-    found = fingerprint(source.path, source.revision)
+    found = data_fingerprint(source.path, source.revision)
     return f"{found} {_hub_commit(source)}" if found.startswith("hub:") else found
 
 

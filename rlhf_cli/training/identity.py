@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.artifacts import MANIFEST, MissingStageError, fingerprint, require_stage
-from rlhf_cli.config.schemas import DATA_ENDINGS, STAGES, Stage
+from rlhf_cli.config.schemas import STAGES, Stage
+from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
 NOT_PART: dict[str, Any] = {
@@ -44,7 +45,7 @@ def identity(config: Stage) -> dict[str, Any]:
     """Config, data and inputs of a stage, the latter two by digest."""
     return {
         "config": config.model_dump(mode="json", exclude=NOT_PART),
-        "data": {role: fingerprint(s.path, s.revision, endings=DATA_ENDINGS) for role, s in config.sources.items()},
+        "data": {role: data_fingerprint(s.path, s.revision) for role, s in config.sources.items()},
         "inputs": {role: fingerprint(*where) for role, where in config.inputs.items()},
     }
 
@@ -63,9 +64,9 @@ def what_changed(config: Stage, made_from: Mapping[str, Any], root: str | Path) 
     paths += [("inputs", role, *where) for role, where in config.inputs.items()]
     for part, role, path, revision in paths:
         place = own.get(path, str(base / path))
-        is_here = Path(place).exists()
-        endings = DATA_ENDINGS if part == "data" else None
-        if fingerprint(place if is_here else path, revision, endings=endings) == made_from[part].get(role):
+        find = data_fingerprint if part == "data" else fingerprint
+        is_here = Path(place).exists() or (part == "data" and data_fingerprint(place) != "missing")
+        if find(place if is_here else path, revision) == made_from[part].get(role):
             continue
         name = f"{part.removesuffix('s')} {role}"
         if is_here:
@@ -108,12 +109,10 @@ def require_files(config: Stage) -> None:
     finished stage that has yet to run.
     """
     for role, source in config.sources.items():
-        if is_local(source.path) and not Path(source.path).exists():
-            raise DataError(
-                f"data.{role}: {source.path}: no such file (looked from {Path.cwd()}). "
-                "Give a path that exists or a hub dataset's id"
-            )
-        require_data_files(role, source.path)
+        try:
+            find_files(source.path)
+        except DataError as error:
+            raise DataError(f"data.{role}: {error}") from None
     own = {f"{config.artifacts}/{stage}" for stage in STAGES}
     for role, (path, _) in config.inputs.items():
         place = Path(path)
@@ -129,22 +128,6 @@ def require_files(config: Stage) -> None:
             raise ArtifactError(f"{role}: {path}: no such directory (looked from {Path.cwd()})")
 
 
-def require_data_files(role: str, path: str) -> None:
-    """Raise DataError for a folder without data files, before anybody reads through it."""
-    place = Path(path)
-    if not place.is_dir():
-        return
-    try:
-        has_some = any(inside.name.endswith(DATA_ENDINGS) for inside in place.iterdir())
-    except OSError as error:
-        raise DataError(f"data.{role}: {path}: can't be read ({error.strerror or error})") from None
-    # Files that lie in the root of the file system are hardly meant.
-    if not has_some or place.resolve() == place.resolve().parent:
-        raise DataError(
-            f"data.{role}: {path}: a folder without a data file, one of {', '.join(DATA_ENDINGS)} is needed right in it"
-        )
-
-
 def require_model_files(role: str, path: str) -> None:
     """Raise ArtifactError for a folder that is no finished stage and no model, before anybody reads through it."""
     place = Path(path)
@@ -157,5 +140,5 @@ def require_model_files(role: str, path: str) -> None:
 
 
 def is_local(path: str) -> bool:
-    """Can this path only mean a place on this machine? A hub id is a name or owner/name without an ending."""
-    return path.startswith((".", "/", "~")) or path.endswith((*DATA_ENDINGS, ".gz")) or path.count("/") > 1
+    """Can this path only mean a place on this machine? A hub id is a name or owner/name."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
