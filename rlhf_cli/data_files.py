@@ -29,7 +29,9 @@ def find_files(path: str) -> list[Path]:
         if place.is_file():
             return [place]
         if place.is_dir():
-            found, fault = list(place.iterdir()), "a folder without a data file"
+            # What lies in the root of the file system is hardly meant.
+            is_root = place.resolve() == place.resolve().parent
+            found, fault = [] if is_root else list(place.iterdir()), "a folder without a data file"
         elif place.exists():
             raise DataError(f"{shown_path(path)}: neither a file nor a folder. Write what it gives into a file")
         elif any(sign in path for sign in "*?["):

@@ -367,7 +367,7 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_read_through(
     """`data.train: /` would have the whole disk hashed before a word is said."""
     path = path.format(project=project, up="../" * 40)
     (project / "empty").mkdir()
-    (project / "empty" / "rows.txt").write_text("no data")
+    (project / "empty" / "rows.md").write_text("no data")
     (project / "rows.d").mkdir()
     # The project has files of rows right in it: what is asked for is a model.
     monkeypatch.setattr(artifacts, "digest_file", lambda path: pytest.fail(f"reads {path}"))

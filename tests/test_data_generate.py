@@ -239,7 +239,7 @@ def test_similarity_is_the_share_of_words_in_common() -> None:
         " ".join(rng.choices(["Tent", "lamp,", "radio", "map", "is", "late!", "broken"], k=rng.randint(1, 7)))
         for _ in range(150)
     ]
-    for threshold in (0.3, 0.7, 1.0):
+    for threshold in (0.01, 0.3, 0.5, 0.6, 0.7, 1.0):
         known = Known(threshold)
         kept: list[str] = []
         for text in texts:
@@ -248,7 +248,7 @@ def test_similarity_is_the_share_of_words_in_common() -> None:
             if first is None:
                 known.add(text)
                 kept.append(text)
-        assert 1 < len(kept) < len(texts)
+        assert 1 < len(kept) < len(texts) or threshold < 0.1
     assert words("¡¡!!") == frozenset({"¡¡!!"})
 
 

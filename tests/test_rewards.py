@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import merged, read_jsonl, sentence, write_jsonl
 from pydantic import TypeAdapter, ValidationError
 from test_stages import encoder, word_piece

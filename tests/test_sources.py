@@ -652,6 +652,20 @@ def ours(path: Path) -> list[Any] | None:
         return None
 
 
+def test_a_list_is_the_same_wherever_it_is_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers go on behind a cut; names, escapes and characters are no use without their second half."""
+    text = '[0.5, -1.25e+10, 1E-3, -0, true, null, NaN, -Infinity, "\\ud83d\\ude00\\n", [], {}, {"é😀": -1.5e-7, "a": [false]}]'
+    whole = json.loads(text)
+    path = write(tmp_path / "a.json", text.encode())
+    for block in range(1, len(text.encode()) + 2):
+        monkeypatch.setattr(sources, "BLOCK", block)
+        rows = read(path)
+        assert len(rows) == len(whole), block
+        assert [row.values for row in rows if isinstance(row, Row)] == [
+            item for item in whole if isinstance(item, dict)
+        ]
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     items=st.lists(JSON_VALUES | st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3), max_size=6),

@@ -16,6 +16,7 @@ import fcntl
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -54,6 +55,7 @@ NUM_ASKED = 5
 """`{num}` of that template: how many prompts one answer is asked for."""
 FRUITLESS = 10
 """So many batches of answers without one new prompt end the run."""
+ROUNDING = 1e-9
 PLACE = re.compile(r"\{(\w+)\}")
 LIST_MARK = re.compile(r"(?:\d+\s*[.):]|[-*•])(?:\s+|$)")
 
@@ -354,20 +356,32 @@ class Known:
     def __init__(self, threshold: float):
         self.threshold = threshold
         self._known: list[tuple[frozenset[str], str]] = []
+        self._marked: dict[str, list[int]] = {}
 
     def add(self, text: str) -> None:
         """Compare later ones with this one too."""
-        self._known.append((words(text), text))
+        own = words(text)
+        for word in self._marks(own):
+            self._marked.setdefault(word, []).append(len(self._known))
+        self._known.append((own, text))
 
     def similar(self, text: str) -> str | None:
         """The first that `text` is similar to, or None."""
         own = words(text)
-        for other, known in self._known:
-            small, large = sorted((len(own), len(other)))
-            # Sets of very different size need no counting.
-            if small >= self.threshold * large and len(own & other) >= self.threshold * len(own | other):
+        for n in sorted({n for word in self._marks(own) for n in self._marked.get(word, ())}):
+            other, known = self._known[n]
+            if len(own & other) >= self.threshold * len(own | other) - ROUNDING:
                 return known
         return None
+
+    def _marks(self, own: frozenset[str]) -> list[str]:
+        """Words of which two similar sets have one in common at least (Bayardo et al. 2007).
+
+        Of n words all but `threshold * n` may be missing in the other set. So if both are in the same order, a common
+        one is among the first n - ceil(threshold * n) + 1 of both. Long words first: few others have them.
+        """
+        first = len(own) - math.ceil(self.threshold * len(own) - ROUNDING) + 1
+        return sorted(own, key=lambda word: (-len(word), word))[:first]
 
 
 def words(text: str) -> frozenset[str]:
@@ -611,6 +625,8 @@ class Output:
         from rlhf_cli.rollout.writer import Failure
 
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if any(failure.fatal for failure in failures):
+            return  # `take` says what it is.
         if self.num_rows + self.num_dropped == 0 and failures and len(failures) == len(outcomes):
             raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
