@@ -275,6 +275,7 @@ def test_a_model_that_has_no_new_prompt_is_stopped(tmp_path: Path) -> None:
 
 def test_values_are_filled_in_at_once_and_braces_of_their_own_stay() -> None:
     assert fill('{"a": {prompt}} {b} {{prompt}}', prompt="{b}") == '{"a": {b}} {b} {{b}}'
+    assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
 
 
 # --------------------------------------------------------------------------------------------- going on
@@ -546,8 +547,12 @@ def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
         return 200, {}, completion("x")
 
     out = tmp_path / "out.jsonl"
-    with ChatServer(interrupt) as server, pytest.raises(Interrupted, match=r"interrupted: 8 rows are in") as stop:
-        run(prompts, "demonstrations", out, remote(server))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs are started without.
+    try:
+        with ChatServer(interrupt) as server, pytest.raises(Interrupted, match=r"interrupted: 8 rows are in") as stop:
+            run(prompts, "demonstrations", out, remote(server))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stop.value.exit_code == 130
     assert len(read_jsonl(out)) == 8
 
