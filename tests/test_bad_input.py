@@ -506,6 +506,34 @@ def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> N
     assert "run/sft/model: " in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model_max_length", "x"), ("model_max_length", []), ("chat_template", {"a": {"b": 1}}), ("chat_template", 3)],
+)
+def test_a_tokenizer_that_says_anything(project: Path, key: str, value: Any) -> None:
+    path = project / "run/sft/model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert "run/sft/model: no tokenizer can be loaded (" in fails(project, "rm", "--restart")
+
+
+@pytest.mark.parametrize(("key", "value"), [("eos_token_id", {}), ("eos_token_id", ["x"]), ("output_attentions", True)])
+def test_a_generation_config_that_says_anything(project: Path, key: str, value: Any) -> None:
+    """Found out at the start, and not when what was trained is saved."""
+    path = project / "run/sft/model/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    message = fails(project, "ppo", "--restart")
+    assert "run/sft/model: " in message
+    assert "generation_config.json" in message
+
+
+def test_a_temperature_without_sampling_can_be_saved_again(project: Path) -> None:
+    """As some released models have it."""
+    path = project / "run/sft/model/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False, "temperature": 0.6}))
+    override = f"model={{path: {project}/run/sft/model}}"
+    assert ends("sft", "--config", str(project / "sft.yaml"), "--quiet", "--set", override) == ""
+
+
 # ------------------------------------------------------------------------------------------- the run
 
 

@@ -383,6 +383,21 @@ def test_how_many_there_were_in_a_row_is_carried(stage, config_in, monkeypatch, 
     assert "the last of 5 such steps in a row" in message
 
 
+def test_a_checkpoint_of_another_version_is_not_used(config_in, monkeypatch, tmp_path):
+    """One whose parts are others than this version's: it says so and begins anew."""
+    arguments, finish = config_in("sft", tmp_path), StageRun.finish_step
+
+    def stop(self: StageRun, done: int, total: int) -> None:
+        del self.checkpoints.parts["bad_steps"]
+        signal.raise_signal(signal.SIGTERM)
+        finish(self, done, total)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stop)
+        assert rlhf(arguments, "--quiet").exit_code == 143
+    assert "can't be used, another version wrote it (bad_steps); the run begins anew" in succeed(arguments)
+
+
 @pytest.mark.parametrize("point", ["open", "fsync"])
 def test_killed_while_a_batch_is_written(point, config_in, tmp_path):
     """Before it is opened, and with all of it there but not synced."""

@@ -207,7 +207,8 @@ def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "moved/run", tmp_path / "copies/another")
     seen = states("copies/another", tmp_path)
     assert all("finished; not here, seen from" in line and "stale" not in line for line in seen.values()), seen
-    assert f"seen from {tmp_path}: data train (pref.jsonl)" in seen["rm"], "its input, the SFT stage, is in the copy"
+    assert f"seen from {tmp_path}: data train (pref.jsonl)" in seen["rm"]
+    assert all("input" not in line for line in seen.values()), "the stages that they stand on are in the copy"
     with (tmp_path / "moved/pref.jsonl").open("a") as file:
         file.write("\n")
     seen = states("moved/run", tmp_path)

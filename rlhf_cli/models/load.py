@@ -48,14 +48,40 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     """The tokenizer of a model directory or hub id."""
     _check_directory(path, weights=False)
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=False
+        )
+        longest, template = tokenizer.model_max_length, tokenizer.chat_template
+        texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+        # tokenizer_config.json may say anything, and these are first read where they are needed.
+        if not _is_number(longest, above_zero=False):
+            raise ValueError(f"model_max_length is {str(longest)[:80]!r}, a number is needed")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("chat_template is no text")
+        tokenizer("a")
     except Exception as error:
         raise ArtifactError(f"{path}: no tokenizer can be loaded ({_reason(error)})") from None
+    return tokenizer
 
 
 def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
     """A causal language model in float32, dropout off; every weight must be in the file."""
-    return _load(AutoModelForCausalLM, path, revision)
+    model = _load(AutoModelForCausalLM, path, revision)
+    generation = model.generation_config
+    ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    if not all(end is None or isinstance(end, int) for end in ends):
+        raise ArtifactError(f"{path}: generation_config.json says eos_token_id: {str(ends)[:80]}, numbers are needed")
+    with contextlib.suppress(ValueError):
+        generation.validate(strict=True)
+        return model
+    # It would be found out when what was trained is saved. Some released models say a temperature and no do_sample.
+    generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ArtifactError(f"{path}: its generation_config.json could not be saved again ({reason})") from None
+    return model
 
 
 def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel:
