@@ -89,7 +89,7 @@ def test_every_count_is_that_of_the_hand(tmp_path: Path) -> None:
     assert side["prompts_of_several_rows"] == {"prompts": 1, "rows": 2}
     assert (side["empty_prompts"], side["max_length"], side["too_long"]) == (1, 21, 1)
     assert side["answers_of_a_row"] == {"2": 6}
-    assert (side["lengths"]["whole"]["p1"], side["lengths"]["whole"]["max"]) == (6, 22)  # with the longest answer
+    assert (side["lengths"]["whole"]["p1"], side["lengths"]["whole"]["max"]) == (3, 22)  # with the longest answer
     assert found["bad_rows"]["number"] == 2
     seventh, eighth = found["bad_rows"]["first"]
     assert seventh.startswith(f"{path}:7: `rejected` is ")

@@ -194,7 +194,7 @@ def test_the_last_match_of_a_pattern_is_the_answer():
     [
         ({"b": 1}, "its row has no 'a', it has b"),
         ({"a": None}, "'a' is None, the true answer is a number or a text"),
-        ({"a": True}, "'a' is True"),
+        ({"a": True}, "'a' is True, the true answer is a number or a text"),
         ({"a": [1]}, r"'a' is \[1\]"),
         ({"a": "none"}, "'a' is 'none', there is no number"),
         ({"a": math.nan}, "'a' is nan, there is no number"),
@@ -646,6 +646,7 @@ def test_a_decoder_cuts_long_text_as_its_training_did_and_counts_it(chat_model, 
     num_cut = sum(keeps(ids) != ids for ids in whole)
     assert num_cut == (2 if len(keeps(whole[4])) == 9 else 1)
     assert scores.cut == {"rm": num_cut}
+    assert total_score([source], batch(words[:3], prompts=[""] * 3)).cut == {"rm": 0}, "of this batch"
     side, longest = ("end" if "right" in facts.values() else "beginning"), len(keeps(whole[4]))
     assert source.report() == f"rm: {num_cut} texts lost their {side}, the model takes {longest} tokens"
     if len(keeps(whole[4])) == 9:

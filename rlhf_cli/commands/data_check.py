@@ -206,7 +206,11 @@ Measure = Callable[[Sequence[Seen]], list[Lengths]]
 
 
 def in_words(rows: Sequence[Seen]) -> list[Lengths]:
-    """Lengths in words: what stands between blanks."""
+    """Lengths in words: what stands between blanks.
+
+    >>> in_words([Seen(Record("file:1", "1 + 1 =", (), "1 + 1 ="), ("two", "it is two"))])
+    [(4, [1, 3])]
+    """
     return [(len(row.record.prompt.split()), [len(answer.split()) for answer in row.answers]) for row in rows]
 
 
@@ -280,7 +284,11 @@ class InTokens:
 
 
 def num_last(is_answer: Sequence[bool]) -> int:
-    """How many tokens the last answer has."""
+    """How many tokens the last answer has: the run of True at the end.
+
+    >>> num_last([False, True, False, True, True])
+    2
+    """
     return next((n for n, learnt in enumerate(reversed(is_answer)) if not learnt), len(is_answer))
 
 
@@ -350,8 +358,10 @@ class Check(Report):
     Raises DataError for a source that can't be read at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], object] = lambda _: None) -> None:
         super().__init__()
+        self.progress = progress
+        """Told the number of rows that are counted, now and then."""
         self.sides: dict[str, Side] = {}
         self.num_bad: Counter[str] = Counter()
         self._files: dict[str, int] = {}
@@ -410,6 +420,7 @@ class Check(Report):
         if waiting is not None:
             for (side, row), lengths in zip(chunk, waiting.result(), strict=True):
                 self.sides[side].add(row, lengths, part)
+            self.progress(sum(len(side.rows) for side in self.sides.values()))
 
     def places(self, side: Side, numbers: Iterable[int]) -> list[str]:
         """Where the rows of these numbers stand."""
@@ -552,17 +563,20 @@ def check_data(parts: Sequence[Part], tokenizer_path: str | None, *, as_json: bo
 
     Raises DataError for a source that can't be read at all, or that no stage's row is in.
     """
-    check = Check()
     tokenizer = None
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_directory(tokenizer_path))
     console = new_console()
+    # A line that counts, gone at the end, and only where the errors' output is a terminal.
+    status = Console(stderr=True).status("reading")
+    check = Check(lambda number: status.update(f"{number:,} rows"))
     try:
-        for part in parts:
-            measure = InTokens(tokenizer, part, str(tokenizer_path)) if tokenizer is not None else in_words
-            check.count(part, measure)
+        with status:
+            for part in parts:
+                measure = InTokens(tokenizer, part, str(tokenizer_path)) if tokenizer is not None else in_words
+                check.count(part, measure)
     except DataError:
         if not as_json:
             _print_bad_rows(console, check.bad, sum(check.num_bad.values()))
@@ -585,10 +599,13 @@ def new_console() -> Console:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """A text without what a terminal would act on, but for the characters of `keep`."""
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+    r"""A text without what a terminal would act on, but for the characters of `keep`.
+
+    >>> printable("a\x1b[2J\n"), printable("a\n", keep="\n")
+    ('a\\x1b[2J\\n', 'a\n')
+    """
+    escaped = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
 
 
 def _print(console: Console, found: dict[str, Any]) -> None:

@@ -317,8 +317,9 @@ class _JsonText:
         self.lines += self.window.count("\n", 0, self.at)
         self.window, self.at = self.window[self.at :], 0
         block = self._read(max(BLOCK, len(self.window)))
-        self.window += self._decode(block, final=not block)
-        return bool(block)
+        more = self._decode(block, final=not block)
+        self.window += more
+        return bool(block or more)  # half a character comes out at the end only
 
     def line(self, at: int) -> int:
         return self.lines + self.window.count("\n", 0, at) + 1
