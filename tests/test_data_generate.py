@@ -406,6 +406,14 @@ def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, t
         assert len(server.bodies) == 21 - len(written)
 
 
+def test_a_server_that_was_never_there_is_said_with_the_row_that_comes_next(prompts: Path, tmp_path: Path) -> None:
+    with ChatServer() as server:
+        gone = remote(server, retries=0)
+    with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: 127.0.0.1:\d+: no connection"):
+        run(prompts, "demonstrations", tmp_path / "out.jsonl", gone)
+    assert contents(tmp_path / "out.jsonl") == (b"", b"")
+
+
 def test_new_prompts_of_a_server_go_on_with_new_answers(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
     out = tmp_path / "out" / "new.jsonl"

@@ -122,12 +122,22 @@ def test_one_letter_alone_is_a_verdict(answer: str, verdict: str | None) -> None
 
 def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: Path) -> None:
     rows = [
-        {"id": 1, "question": "Name a river.", "answer": "The Rhine.", "score": 1.0, "judge": "Ann"},
-        {"id": 2, "question": "Name a city.", "answer": "Rivers are long.", "score": 0.5, "judge": "Bob"},
+        {"id": 1, "question": "Name a river.", "answer": "The Rhine.", "score": 1.0, "scores": [9], "judge": "Ann"},
+        {
+            "id": 2,
+            "question": "Name a city.",
+            "answer": "Rivers are long.",
+            "score": 0.5,
+            "scores": [9],
+            "judge": "Bob",
+        },
     ]
     source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
     with ChatServer(says(lambda text: "Score: 5" if "Rhine" in text else "0")) as server:
         run(source, out, remote(server, concurrency=1, max_new_tokens=16, temperature=0.2))
+        assert "score: 2 scores by judge-7b, mean 2.500\n" in command(
+            source, out, server, "--concurrency", "1", "--max-new-tokens", "16", "--temperature", "0.2"
+        )
     body = server.bodies[0]
     assert (body["max_tokens"], body["temperature"]) == (16, 0.2)
     [message] = body["messages"]
@@ -139,6 +149,7 @@ def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: P
             "question": row["question"],
             "answer": row["answer"],
             "score_before": row["score"],
+            "scores_before": [9],
             "judge_before": row["judge"],
             "prompt": row["question"],
             "response": row["answer"],

@@ -197,9 +197,10 @@ def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
         ),
     )
     assert "rows of hh" in printed
-    assert "two equal answers left out" in printed, "the file as published has two such pairs"
-    assert "longer than 200 dropped" in printed
-    assert "prompts longer than 100 dropped" in printed
+    # The file as published has two pairs of equal answers, both among the training rows.
+    assert "data.train: 2 rows left out: no two answers of which one is better" in printed
+    assert "rows left out: longer than 200 tokens" in printed
+    assert "rows left out: prompts longer than 100 tokens" in printed
     for example in figures(root)["examples"]:
         assert example["prompt"].startswith("\n\nHuman:")
         assert example["prompt"].endswith("\n\nAssistant:")
