@@ -159,15 +159,26 @@ def fingerprint(path: str | None, revision: str | None = None) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two nested mappings."""
+    """Dotted keys whose values differ between two nested mappings; an item of a list of mappings has its number.
+
+    >>> differences({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]})
+    ['a.1.b']
+    """
     keys = []
     for key in sorted(old.keys() | new.keys(), key=str):
-        a, b = old.get(key), new.get(key)
+        a, b = _numbered(old.get(key)), _numbered(new.get(key))
         if isinstance(a, dict) and isinstance(b, dict):
             keys += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             keys.append(f"{prefix}{key}")
     return keys
+
+
+def _numbered(value: Any) -> Any:
+    """A list of mappings as a mapping of their numbers, anything else as it is."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {str(number): item for number, item in enumerate(value)}
+    return value
 
 
 def why_run(root: str | Path, stage: str, identity: dict[str, Any]) -> str | None:

@@ -8,15 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import typer.core
 
 if TYPE_CHECKING:
     from rlhf_cli.config.schemas import DataSource
 
+
+class InOrder(typer.core.TyperGroup):
+    """Lists the commands as one uses them; by itself typer has groups, `rm` among them, behind all others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = ("sft", "rm", "ppo", "pipeline", "status", "doctor", "data", "config")
+        return sorted(super().list_commands(ctx), key=order.index)
+
+
 app = typer.Typer(
     name="rlhf",
+    cls=InOrder,
     help="From raw text to an aligned language model: SFT, reward model, PPO.",
     no_args_is_help=True,
     add_completion=False,

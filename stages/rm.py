@@ -70,7 +70,7 @@ from rlhf_cli.models.load import (
     save,
     save_facts,
 )
-from rlhf_cli.rewards.sources import encode_texts, score_sequences, sequence_scores
+from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
@@ -187,11 +187,11 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         if final:
             display.table("RM, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
 
-        # 5. What the SFT model's answers score.
+        # 5. What the SFT model's answers score, cut as what was learnt from, here and wherever the model judges.
+        model.config.update({"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation})
         mean, std = _normalization(model, tokenizer, encode, test or train, config, stage)
         final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
         facts: dict[str, float | str] = {"score_mean": mean, "score_std": std}
-        # How what is judged later is cut: as what was learnt from.
         facts |= {"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation}
         if not pairwise:
             # The head predicts targets of mean 0 and deviation 1: target = score * target_std + target_mean.
@@ -523,7 +523,7 @@ def _sampled(
         stage.sample({"prompt": text, "response": reply, "ended": response.ended})
     whole = [p + r.ids for p, r in zip(prompts, responses, strict=True)]
     if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
-        return whole
+        return cut_all(whole, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
     decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in whole]
     return encode_texts(model, tokenizer, decoded, [r.ended for r in responses])
 

@@ -16,7 +16,7 @@ import yaml
 from click.testing import Result
 from conftest import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
@@ -147,6 +147,13 @@ def test_percentiles_are_lengths_that_occur(tmp_path: Path) -> None:
     assert side["lengths"]["prompt"]["p99"] == 1
 
 
+def test_a_percentile_lies_between_no_two_lengths(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}", "response": words(10 * n)} for n in range(1, 11)]
+    side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
+    lengths = side["lengths"]["answer"]
+    assert [lengths[key] for key in ("p1", "p10", "p50", "p90", "p99", "max")] == [10, 10, 50, 90, 100, 100]
+
+
 def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"question {n}"} for n in range(20)])
     tests = [{"prompt": "new"}, {"prompt": "question 3"}, {"prompt": "question 7 "}, {"prompt": "question 3"}]
@@ -263,6 +270,8 @@ def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) 
     assert "\x1b" not in output
     figures = [line for line in output.splitlines() if str(tmp_path) not in line]
     assert max(map(len, figures)) <= 80
+    assert "a word is one token or more" in output
+    assert "a word is one token or more" not in rlhf("check", path, "--for", "rm", code=1).stdout
     side = checked(path, "--for", "rm", "--max-length", 200, code=1)["sides"]["train"]
     table = {line[2:38].strip(): line[38:].strip() for line in figures if line.startswith("  ")}
     assert table["read"] == "152"
@@ -330,7 +339,8 @@ def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)])
+    values = [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*values, *values[:7]])
     data = {
         "train": {"path": str(path), "select": "0/2", "weight": 3},
         "test": {"path": str(path), "select": "1/2"},
@@ -343,13 +353,14 @@ def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(make_model("llama"))})), encoding="utf-8")
     found = checked("--config", config)
     train, test = found["sides"]["train"], found["sides"]["test"]
-    assert train["read"] + test["read"] == 30
-    assert train["duplicates"]["rows"] == 0  # a weight reads nothing twice
+    assert train["read"] + test["read"] == 37
+    # Neither hidden by deduplicate, nor made by a weight that reads the source three times.
+    assert train["duplicates"]["rows"] + test["duplicates"]["rows"] == 7
     assert found["unit"] == "tokens"
-    rows = [Demonstration(f"the tent {n}", " is late", "") for n in range(30)]
+    rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
     lengths = [len(ids) for ids, _ in encode_answers(tokenizer, rows, "please help: {prompt}")]
     assert train["too_long"] + test["too_long"] == sum(length > 12 for length in lengths) > 0
-    assert train["too_short"] + test["too_short"] == 30
+    assert train["too_short"] + test["too_short"] == 37
     assert max(side["lengths"]["whole"]["max"] for side in (train, test)) == max(lengths)
     shorter = checked("--config", config, "--set", "data.max_length=1000")
     assert shorter["sides"]["train"]["too_long"] == 0
@@ -388,6 +399,8 @@ def test_probes_and_ptx_are_checked_too(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump(ppo), encoding="utf-8")
     found = checked("--config", config)
     assert (found["sides"]["ptx"]["too_long"], found["sides"]["train"]["too_long"]) == (4, 0)
+    shorter = checked("--config", config, "--set", "data.max_prompt_length=1")
+    assert (shorter["sides"]["ptx"]["too_long"], shorter["sides"]["train"]["too_long"]) == (4, 4)
     assert list(found["sides"]["train"]["lengths"]) == ["prompt"]
 
 
@@ -421,16 +434,17 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
     for n in range(count):
         num = {"sft": 1, "rm pairs": 2 + n % 3, "rm scores": 1 + n % 2, "ppo": 0}[purpose]
         answers = tuple(f"{' ' * (n % 2)}{words(rng.randint(1, 9))} {k} late." for k in range(num))
-        record = Record(f"file:{n}", f"Q: the tent {words(rng.randint(0, 9))}\nA:", (), f"{n}")
-        found.append(Seen(record, answers))
+        said = f"Q: the tent {words(rng.randint(0, 9))}\nA:" if n % 10 else ""
+        found.append(Seen(Record(f"file:{n}", said, (), f"{n}"), answers))
     return found
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs", "rm scores", "ppo"])
-def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose) -> None:
+@pytest.mark.parametrize("template", [None, "help: {prompt}"])
+def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
     tokenizer = request.getfixturevalue(name)
-    part = Part("data", Rows(train=["x"]), purpose, template="help: {prompt}")  # type: ignore[list-item]
+    part = Part("data", Rows(train=["x"]), purpose, template=template)  # type: ignore[list-item]
     rows = seen_rows(purpose)
     measure = InTokens(tokenizer, part, "x")
     found = measure(rows) + measure(rows[:20])
@@ -546,6 +560,20 @@ def test_of_a_pair_both_answers_are_shown_and_the_prompt_once(tmp_path: Path, ma
     assert re.findall(r"rank \d\n  .*", output) == ["rank 1\n  p⟦one⟧", "rank 2\n  ⟦two⟧", "rank 3\n  ⟦three⟧"]
 
 
+def test_of_a_conversation_only_the_answer_that_is_judged_is_marked(tmp_path: Path, make_model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    turns = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "chosen": "thank you", "rejected": "sorry"}])
+    output = rlhf("show", pairs, "--for", "rm", "--tokenizer", tmp_path / "model").stdout
+    assert "  <user>the tent\n  <assistant>is late<eos>\n  <user>please\n  <assistant>⟦thank you<eos>\n  ⟧\n" in output
+    output = rlhf("show", pairs, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
+    assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
+
+
 def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -560,7 +588,8 @@ def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkey
 
 def test_a_row_is_found_by_the_number_that_messages_give_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "one", "response": "1"}\n\n{"prompt": "two", "response": 5}\n{"prompt": }\n')
+    lines = ['{"prompt": "one", "response": "1"}', "", '{"prompt": "two", "response": 5}', '{"prompt": }']
+    path.write_text("\n".join([*lines, *lines[:1] * 10]))
     assert "one⟦1⟧" in rlhf("show", path, "--for", "sft", "--row", 1).stdout
     bad = rlhf("show", path, "--for", "sft", "--row", 3, code=2)
     assert "prompt: two\nresponse: 5\n" in bad.stdout
@@ -678,6 +707,8 @@ def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
 def test_columns_are_kept_where_they_are_named(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": f"#### {n}", "id": n, "odd": "\ud800"} for n in range(3)]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
+    output = rlhf("convert", path, "--for", "ppo", "--out", tmp_path / "few.jsonl").stdout
+    assert "columns that are not in it: answer, id, odd." in output
     output = rlhf("convert", path, "--for", "ppo", "--out", out, "--keep", "answer", "--keep", "odd").stdout
     assert "columns that are not in it: id." in output
     written = [json.loads(line) for line in out.read_text().splitlines()]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import itertools
 import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,13 +25,14 @@ from test_writer import KEY, Call, ChatServer, Reply, ask, chat_model, completio
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import data_generate
+from rlhf_cli.commands import data_generate, data_score
 from rlhf_cli.commands.data_generate import Known, Output, WriterOptions, fill, generate, prompts_in, words
 from rlhf_cli.config.schemas import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import demonstration, ranking
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.rollout import writer
 from rlhf_cli.rollout.writer import Drawing, LocalWriter, Written
 
 
@@ -271,6 +276,13 @@ def test_a_model_that_has_no_new_prompt_is_stopped(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"no new prompt in the last 40 answers, 1 of 5 are written"):
             run(source, "prompts", tmp_path / "out" / "new.jsonl", remote(server, concurrency=1), num=5)
     assert len(server.bodies) == 44
+
+
+@pytest.mark.parametrize("module", [data_generate, data_score, writer], ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_values_are_filled_in_at_once_and_braces_of_their_own_stay() -> None:
@@ -563,6 +575,48 @@ def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
     assert stop.value.exit_code == 130
     assert len(read_jsonl(out)) == 8
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: Path) -> None:
+    """The whole command: threads that wait for an answer must not keep the process."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(_: Call) -> Reply:
+        asked.set()
+        go_on.wait(60)
+        return 200, {}, completion("x")
+
+    with ChatServer(hang) as server:
+        command = [sys.executable, "-m", "rlhf_cli", "data", "generate", str(prompts), "--task", "demonstrations"]
+        command += ["--out", str(tmp_path / "out.jsonl"), "--server", server.url, "--model", "m"]
+        restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
+        assert asked.wait(120)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        go_on.set()
+    assert process.returncode == 130
+    assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl, and the same command goes on behind them\n"
+
+
+def test_a_restart_that_is_cut_off_leaves_no_settings_for_other_rows(
+    make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, writer = tmp_path / "out.jsonl", local(make_model("llama"))
+    run(prompts, "demonstrations", out, writer, num=3)
+
+    def killed(_path: Path, _text: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_generate, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
+    assert contents(out) == (b"", b"")
+    assert not out.with_name("out.jsonl.settings").exists()
+    run(prompts, "demonstrations", out, writer, num=3)
+    assert len(read_jsonl(out)) == 3
 
 
 # --------------------------------------------------------------------------------------- the command line

@@ -222,7 +222,6 @@ def _parquet(file: io.BufferedWriter) -> Iterator[Write]:
 
     waiting: list[dict[str, Any]] = []
     places: list[str] = []
-    columns: list[str] = []
     writer: pq.ParquetWriter | None = None
 
     def flush() -> None:
@@ -241,12 +240,6 @@ def _parquet(file: io.BufferedWriter) -> Iterator[Write]:
         places.clear()
 
     def write(where: str, row: dict[str, Any]) -> None:
-        if not columns:
-            columns.extend(row)
-        if list(row) != columns:
-            raise DataError(
-                f"{where}: has other columns than the rows before it, a Parquet file has one set. Write .jsonl"
-            )
         waiting.append(row)
         places.append(where)
         if len(waiting) == BATCH:

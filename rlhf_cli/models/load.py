@@ -41,7 +41,9 @@ transformers.utils.logging.disable_progress_bar()
 
 MOST_LAYERS = 10_000
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
-"""What a reward model's config.json has of ours."""
+"""Numbers of ours that a reward model's config.json has."""
+CUTS = ("rlhf_max_length", "rlhf_truncation")
+"""And what it says of how long texts were cut in its training."""
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -137,7 +139,7 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
     # It may come from a reward model, but its values are not scores to be normalised.
-    for key in FACTS:
+    for key in (*FACTS, *CUTS):
         vars(model.config).pop(key, None)
     return model
 

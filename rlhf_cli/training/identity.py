@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,26 @@ MAY_CHANGE = (
     "config.evaluation.num_examples",
     "config.num_logged_samples",
     "config.warn_loss_above",
+    "config.rewards.*.url",
+    "config.rewards.*.api_key_env",
+    "config.rewards.*.timeout_s",
+    "config.rewards.*.retries",
+    "config.rewards.*.backoff_s",
+    "config.rewards.*.concurrency",
+    "config.rewards.*.batch_size",
 )
 """Keys that an unfinished run may go on with changed: how much is computed at a time (the same gradient, rounded
-otherwise: what is lowered where memory ran out), how long it is, and what it says of itself. (Where a schedule ends
-moves with the length.)"""
+otherwise: what is lowered where memory ran out), how long it is, what it says of itself, and where the server of a
+reward stands and how it is asked. (Where a schedule ends moves with the length.)"""
+
+
+def may_change(key: str) -> bool:
+    """May an unfinished run go on with another value of this dotted key?
+
+    >>> may_change("config.rewards.0.url"), may_change("config.rewards.0.weight")
+    (True, False)
+    """
+    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
 def identity(config: Stage) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import Checkpoints, Part, State
 from rlhf_cli.training.health import Finding
-from rlhf_cli.training.identity import MAY_CHANGE, identity, require_inputs
+from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
@@ -116,7 +116,7 @@ class StageRun:
             )
         if goes_on and old is not None:
             changed = artifacts.differences(old, identity)
-            refused = [key.removeprefix("config.") for key in changed if key not in MAY_CHANGE]
+            refused = [key.removeprefix("config.") for key in changed if not may_change(key)]
             if refused:
                 raise ConfigError(
                     f"{root}: an unfinished {stage} run stands here, at {steps[-1].name}, and was made with another "
