@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -69,6 +69,7 @@ from rlhf_cli.rewards.sources import (
     Scores,
     total_score,
 )
+from rlhf_cli.rollout.evaluation import Evaluation
 from rlhf_cli.rollout.experience import (
     Experience,
     PromptRow,
@@ -109,7 +110,18 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         carried = Carried(learner, health, best, recent, lambda iteration: _prompts(learner, iteration))
         first = stage.resume(parts_of(learner, carried), ppo.num_iterations)
         display.begin(ppo.num_iterations, "iteration", first)
+        every = config.evaluation.every_iterations
         for iteration in range(first, ppo.num_iterations):
+            # Held-out figures of what the iterations before left, which is saved by now if it was time to.
+            due = before is not None and every is not None and iteration % every == 0
+            if due and iteration > carried.evaluated:
+                now = _measure(learner, measure, iteration)
+                stage.record("evaluations", {"step": iteration, **now.metrics})
+                stage.report(iteration, health.check_evaluation(iteration, now.scores, gold_of(now)), None)
+                if best.is_better(iteration, now) and world.is_main:
+                    save_policy(learner, "best_model")
+                carried.evaluated = iteration
+
             # 1. Rollout: this process's share of the iteration's prompts and uniforms.
             rollout = _rollout(learner, iteration)
 
@@ -157,14 +169,6 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             keep_samples(learner, rollout, texts, scores, kl, iteration)
             findings = health.check(iteration + 1, metrics)
             stage.report(iteration + 1, findings, health.line(findings, metrics))
-            every, is_last = config.evaluation.every_iterations, iteration + 1 == ppo.num_iterations
-            if before is not None and every is not None and (iteration + 1) % every == 0 and not is_last:
-                now = measure()
-                stage.record("evaluations", {"step": iteration + 1, **now.metrics})
-                findings = health.check_evaluation(iteration + 1, now.scores, gold_of(now))
-                stage.report(iteration + 1, findings, None)
-                if best.is_better(iteration + 1, now) and world.is_main:
-                    save_policy(learner, "best_model")
             stage.finish_step(iteration + 1, ppo.num_iterations)
         display.end()
 
@@ -180,8 +184,8 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 display.note(line)
         final = {}
         if before is not None:
-            after = measure()
-            if config.evaluation.every_iterations is not None:
+            after = _measure(learner, measure, ppo.num_iterations)
+            if every is not None:
                 stage.record("evaluations", {"step": ppo.num_iterations, **after.metrics})
             findings = health.check_evaluation(ppo.num_iterations, after.scores, gold_of(after))
             stage.report(ppo.num_iterations, findings, None)
@@ -215,6 +219,15 @@ def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
     config = learner.config
     numbers = stream(len(learner.train), config.num_prompts, iteration, config.seed, "ppo prompts")
     return [prompt for i in numbers for prompt in [learner.train[i]] * config.rollout.samples_per_prompt]
+
+
+def _measure(learner: Learner, measure: Callable[[], Evaluation], step: int) -> Evaluation:
+    """Held-out figures after `step` iterations; where a reward fails, what they left is saved first."""
+    try:
+        return measure()
+    except RewardError:
+        learner.stage.save_what_stands(step)
+        raise
 
 
 def _judge(learner: Learner, rollout: Rollout, texts: list[str], iteration: int) -> Scores:

@@ -51,6 +51,8 @@ class Carried:
         self.learner, self.health, self.best, self.recent = learner, health, best, recent
         self.prompts_of = prompts_of
         """The prompts of all processes' responses in an iteration: they need not be saved."""
+        self.evaluated = 0
+        """The iteration of the last held-out figures."""
 
     def state(self) -> State:
         moments = self.learner.scale.moments
@@ -69,6 +71,7 @@ class Carried:
             "score_moments": [moments.count, moments.mean, moments.squared_deviations],
             "health": self.health.state_dict(),
             "best": {"step": self.best.step, "value": self.best.value if self.best.step is not None else None},
+            "evaluated": self.evaluated,
             "rollouts": rollouts,
         }
 
@@ -76,6 +79,7 @@ class Carried:
         self.learner.kl_coef, self.learner.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
         self.learner.scale.moments = Moments(*numbers["score_moments"])
         self.health.load_state_dict(numbers["health"])
+        self.evaluated = numbers["evaluated"]
         best = numbers["best"]
         self.best.step, self.best.value = best["step"], -math.inf if best["value"] is None else best["value"]
         self.recent.clear()
