@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m stages.rm --config configs/support/rm.yaml
 
 Reads   pairs, rankings or scored rows, and a backbone: the run's SFT model, or any encoder or decoder
-Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.jsonl
+Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.jsonl; where asked for best_model
 
  1. the backbone with a new, small scalar head
  2. rows to token sequences, each answer whole: prompt, answer, EOS. Nothing is cut unless it is asked for
@@ -62,6 +62,7 @@ from rlhf_cli.models.load import (
     ensure_pad_token,
     is_language_model,
     load_policy,
+    load_reward_model,
     load_tokenizer,
     new_reward_model,
     prepare,
@@ -74,6 +75,7 @@ from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_s
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
 from rlhf_cli.training import launch
+from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
@@ -158,7 +160,11 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         stepper = build_stepper(model, config.optimizer, steps)
         shown = ("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")
         model.train()
-        first = stage.resume({"model": Weights(model), "optimizer": stepper}, steps)
+        best = Best(
+            ("eval/accuracy" if pairwise else "eval/mse") if config.evaluation.keep_best else None, lower=not pairwise
+        )
+        require_held_out(best, test)
+        first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
@@ -172,7 +178,10 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             stage.log(step + 1, figures, shown)
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
-                stage.log(step + 1, _evaluate(model, test, scale, config, world))
+                held_out = _evaluate(model, test, scale, config, world)
+                stage.log(step + 1, held_out)
+                if best.is_better(step + 1, held_out) and world.is_main:
+                    save(model, tokenizer, stage.directory / "best_model")
             stage.finish_step(step + 1, steps)
         display.end()
 
@@ -180,6 +189,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         if world.is_main:
             save(model, tokenizer, stage.directory / "model")
         final = _evaluate(model, test, scale, config, world)
+        if best.is_better(steps, final) and world.is_main:
+            save(model, tokenizer, stage.directory / "best_model")
         final |= _probe(model, probes, config, world)
         stage.log(steps, final)
         if not test:
@@ -188,16 +199,26 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             display.table("RM, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
 
         # 5. What the SFT model's answers score, cut as what was learnt from, here and wherever the model judges.
-        model.config.update({"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation})
-        mean, std = _normalization(model, tokenizer, encode, test or train, config, stage)
-        final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
-        facts: dict[str, float | str] = {"score_mean": mean, "score_std": std}
-        facts |= {"rlhf_max_length": config.data.max_length, "rlhf_truncation": config.data.truncation}
+        facts: dict[str, float | str] = {
+            "rlhf_max_length": config.data.max_length,
+            "rlhf_truncation": config.data.truncation,
+        }
         if not pairwise:
             # The head predicts targets of mean 0 and deviation 1: target = score * target_std + target_mean.
             facts |= {"target_mean": scale.mean, "target_std": scale.std}
-        if world.is_main:
-            save_facts(model, facts, stage.directory / "model")
+        judges = {"model": model}
+        if best.step is not None:
+            display.note(f"best_model is the model of step {best.step}, of {best.metric} {best.value:.4g}")
+            world.barrier()
+            judges["best_model"] = load_reward_model(str(stage.directory / "best_model"), None)
+            prepare(judges["best_model"], world.device)
+        for name, judge in judges.items():
+            judge.config.update(facts)
+            mean, std = _normalization(judge, tokenizer, encode, test or train, config, stage)
+            if name == "model":
+                final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
+            if world.is_main:
+                save_facts(judge, facts | {"score_mean": mean, "score_std": std}, stage.directory / name)
         stage.publish(final)
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m stages.sft --config configs/support/sft.yaml
 
 Reads   demonstrations (`data.train`, `data.test`), and a pretrained model or an architecture
-Writes  <artifacts>/sft/model, metrics.jsonl, samples.jsonl
+Writes  <artifacts>/sft/model, metrics.jsonl, samples.jsonl; where asked for best_model
 
  1. the model and its tokenizer: pretrained, or both made here
  2. rows to token sequences; the prompt's tokens are not learnt, EOS is
@@ -51,6 +51,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import launch
+from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
@@ -90,7 +91,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         abnormal = config.warn_loss_above or math.log(model.config.vocab_size)
         warned = False
         model.train()
-        first = stage.resume({"model": Weights(model), "optimizer": stepper}, steps)
+        best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
+        require_held_out(best, test)
+        first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
         for step in range(first, steps):
             rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
@@ -109,7 +112,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 )
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
-                _evaluate(model, tokenizer, test, questions, config, stage, step + 1)
+                figures = _evaluate(model, tokenizer, test, questions, config, stage, step + 1)
+                if best.is_better(step + 1, figures) and world.is_main:
+                    save(model, tokenizer, stage.directory / "best_model")
             stage.finish_step(step + 1, steps)
         display.end()
 
@@ -117,6 +122,10 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         if world.is_main:
             save(model, tokenizer, stage.directory / "model")
         final = _evaluate(model, tokenizer, test, questions, config, stage, steps)
+        if best.is_better(steps, final) and world.is_main:
+            save(model, tokenizer, stage.directory / "best_model")
+        if best.step is not None:
+            display.note(f"best_model is the model of step {best.step}, of {best.metric} {best.value:.4g}")
         if final:
             display.table("SFT, held out", ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
         else:

@@ -14,7 +14,9 @@ from conftest import read_jsonl, write_jsonl
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import CONFIGS, PPOConfig, RMConfig, SFTConfig
 from rlhf_cli.data.encode import LeftOut
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_tokenizer, new_reward_model
+from rlhf_cli.training.best import Best
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 
@@ -247,3 +249,61 @@ def test_labels_as_pairs_are_whole_texts(encoder: Any, tmp_path: Path) -> None:
         assert rows[higher]["label"] == 2
         assert rows[lower]["label"] < 2
         assert item.row.answers == (rows[higher]["text"], rows[lower]["text"])
+
+
+# --------------------------------------------------------------------------------- the best one kept
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "rm mse"])
+def test_the_best_model_is_that_of_the_best_held_out_figure(
+    stage: str, tmp_path: Path, run_stage: Any, make_model: Any
+) -> None:
+    """A learning rate that is far too high in the end: the best is not the last, and is what it was then."""
+    name, _, kind = stage.partition(" ")
+    metric, lower = {"sft": ("eval/loss", True), "rm": ("eval/accuracy", False), "rm mse": ("eval/mse", True)}[stage]
+    changes: dict[str, Any] = {
+        "model": {"path": str(make_model("llama"))},
+        "training": {"num_steps": 8, "minibatch_size": 4},
+        "optimizer": {"learning_rate": 3.0 if name == "sft" else 0.3, "schedule": "constant", "warmup_steps": 6},
+        "evaluation": {"every_steps": 2, "keep_best": True, "num_samples": 0},
+    }
+    if name == "rm":
+        changes["evaluation"].pop("num_samples")
+    if kind:
+        rows = [{"prompt": f"question {i}", "response": f" it is {i % 5}", "score": float(i % 5)} for i in range(60)]
+        path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+        changes |= {"loss": "mse", "data": {"train": path, "test": None, "test_fraction": 0.3}}
+    run_stage(name, tmp_path, **changes)
+    figures = {row["step"]: row[metric] for row in read_jsonl(tmp_path / name / "metrics.jsonl") if metric in row}
+    assert list(figures) == [2, 4, 6, 8]
+    wanted = (min if lower else max)(figures, key=lambda step: figures[step])
+    assert wanted != 8, figures
+    own = json.loads((tmp_path / name / "best_model/config.json").read_text())
+    # The run that is as long as it took gives the very same weights.
+    changes["training"] = {"num_steps": wanted, "minibatch_size": 4}
+    run_stage(name, tmp_path / "short", **changes)
+    best = (tmp_path / name / "best_model/model.safetensors").read_bytes()
+    assert best == (tmp_path / "short" / name / "model/model.safetensors").read_bytes()
+    assert best != (tmp_path / name / "model/model.safetensors").read_bytes()
+    if name == "rm":
+        short = json.loads((tmp_path / "short/rm/model/config.json").read_text())
+        for key in ("score_mean", "score_std", "rlhf_max_length"):
+            assert own[key] == pytest.approx(short[key], rel=1e-4)
+
+
+def test_the_best_model_needs_something_to_tell_it_by(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+    changes = {"model": {"path": str(make_model("llama"))}, "data": {"test": None, "test_fraction": 0}}
+    with pytest.raises(ConfigError, match="no held-out rows"):
+        run_stage("sft", tmp_path, **changes, evaluation={"every_steps": 1, "keep_best": True})
+    with pytest.raises(ConfigError, match="keep_best needs every_steps"):
+        run_stage("sft", tmp_path, **changes, evaluation={"keep_best": True})
+
+
+def test_the_best_figure_is_carried_through_a_checkpoint() -> None:
+    before, after = Best("x", lower=False), Best("x", lower=False)
+    after.restore(*before.state())
+    assert before.is_better(3, {"x": 1.0})
+    after.restore(*before.state())
+    assert not after.is_better(4, {"x": 0.5})
+    assert (after.step, after.value) == (3, 1.0)
+    assert after.is_better(5, {"x": 2.0})

@@ -378,9 +378,16 @@ class Stage(Section):
 # -------------------------------------------------------------------------------------------- stages
 
 
+def _needs_every_steps(keep_best: bool, every_steps: int | None) -> None:
+    if keep_best and every_steps is None:
+        raise ValueError("keep_best needs every_steps: with one evaluation there is nothing to choose from")
+
+
 class SFTEvaluation(Section):
     every_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations; null evaluates at the end only."""
+    keep_best: bool = False
+    """Keep the model of the lowest held-out loss too, as `best_model`. Needs every_steps."""
     max_rows: PositiveInt = 1000
     """Held-out rows used at most."""
     num_samples: NonNegativeInt = 4
@@ -388,6 +395,11 @@ class SFTEvaluation(Section):
     max_new_tokens: PositiveInt = 64
     """Longest completion."""
     temperature: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        _needs_every_steps(self.keep_best, self.every_steps)
+        return self
 
 
 class SFTConfig(Stage):
@@ -414,6 +426,9 @@ class SFTConfig(Stage):
 class RMEvaluation(Section):
     every_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations; null evaluates at the end only."""
+    keep_best: bool = False
+    """Keep the model of the highest held-out accuracy (with loss: mse of the lowest error) too, as `best_model`.
+    Needs every_steps."""
     max_rows: PositiveInt = 1000
     """Held-out rows used at most."""
     num_normalization_samples: NonNegativeInt = 192
@@ -425,6 +440,11 @@ class RMEvaluation(Section):
     """Their sampling temperature; take PPO's."""
     prompt_words: NonNegativeInt = 0
     """For rows that are plain text: the samples start from this many first words; take PPO's."""
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        _needs_every_steps(self.keep_best, self.every_steps)
+        return self
 
 
 class RMConfig(Stage):
