@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -428,6 +429,15 @@ def metaspace_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
+@pytest.fixture(scope="session")
+def closing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Like T5's: EOS stands behind every text, also behind a prompt by itself."""
+    own = copy.deepcopy(tokenizer)
+    special = [("<bos>", own.bos_token_id), ("<eos>", own.eos_token_id)]
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A <eos>", special_tokens=special)
+    return own
+
+
 def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
     rng = random.Random(4)
     found = []
@@ -439,7 +449,7 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
+@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "closing_tokenizer", "metaspace_tokenizer"])
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs", "rm scores", "ppo"])
 @pytest.mark.parametrize("template", [None, "help: {prompt}"])
 def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
