@@ -32,6 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapte
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
+from rlhf_cli.models.linear import use_fast_linear
 from rlhf_cli.seeding import seeded
 
 # For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.
@@ -198,9 +199,11 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Move to the device and choose the attention; returns a line to tell the user, or None."""
+    """Move to the device, and choose products and attention; returns a line to tell the user, or None."""
     torch.nn.Module.to(model, device)
-    return choose_attention(model)
+    line = choose_attention(model)
+    use_fast_linear(model)
+    return line
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
