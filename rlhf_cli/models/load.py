@@ -33,6 +33,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.linear import use_fast_linear
+from rlhf_cli.models.norm import use_fast_norm
 from rlhf_cli.seeding import seeded
 
 # For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.
@@ -199,10 +200,11 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Move to the device, and choose products and attention; returns a line to tell the user, or None."""
+    """Move to the device, and choose the layers' arithmetic; returns a line to tell the user, or None."""
     torch.nn.Module.to(model, device)
     line = choose_attention(model)
     use_fast_linear(model)
+    use_fast_norm(model)
     return line
 
 
