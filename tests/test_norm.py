@@ -4,11 +4,21 @@ import pytest
 import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlhf_cli.models.norm import KINDS, FastRMSNorm, rms_norm, use_fast_norm
 
+ALL = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
-@pytest.mark.parametrize("kind", KINDS)
+
+def test_all_kinds_are_looked_at_here():
+    assert {kind.__name__ for kind in ALL} == KINDS
+
+
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
 def test_values_and_gradients_are_those_of_transformers(kind: type, shape: tuple[int, ...]):
     torch.manual_seed(0)
@@ -38,7 +48,10 @@ def test_the_gradient_by_differences():
 
 def test_other_types_and_other_layers_stay_as_they_are():
     x = torch.randn(2, 4, dtype=torch.bfloat16)
-    assert torch.equal(FastRMSNorm(4)(x), LlamaRMSNorm(4)(x))
+    layer = LlamaRMSNorm(4)
+    expected = layer(x)
+    use_fast_norm(layer)
+    assert torch.equal(layer(x), expected)
     gemma = GemmaRMSNorm(4)
     use_fast_norm(gemma)
     assert type(gemma) is GemmaRMSNorm
