@@ -187,6 +187,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
                 tokenizer=tokenizer,
                 microbatch_size=batch_size,
                 precision=precision,
+                recompute=True,
                 with_values=False,
             )
             for part in chunks(range(len(prompts)), batch_size)

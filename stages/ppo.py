@@ -210,6 +210,7 @@ def _rollout(learner: Learner, iteration: int) -> Rollout:
         tokenizer=learner.tokenizer,
         microbatch_size=config.ppo.microbatch_size or config.ppo.minibatch_size,
         precision=config.precision,
+        recompute=learner.recomputes_logprobs,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
     )
 

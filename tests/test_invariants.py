@@ -384,7 +384,7 @@ def test_before_the_first_step_ratio_is_one_and_kl_zero(
             rewards=[{"type": "function", "function": f"{reward_file}:length"}],
             rollout={"temperature": temperature},
             data={"test": None, "test_fraction": 0},
-            ppo={"num_iterations": 2, "rollout_batch_size": 8, "kl_coef": 0.3, **ppo},
+            ppo={"num_iterations": 2, "rollout_batch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed", **ppo},
         )
         return read_jsonl(tmp_path / name / "ppo/metrics.jsonl")
 
@@ -649,6 +649,7 @@ def rollout_and_models(policy, classifiers, table):
         tokenizer=None,
         microbatch_size=3,
         precision="float32",
+        recompute=True,
     )
     later, later_values = copy.deepcopy(old), copy.deepcopy(value_model)
     with torch.no_grad():
@@ -748,12 +749,15 @@ def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_c
     assert epochs[0] != epochs[1]
 
 
-def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, table):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, table, recompute):
     """[9] Old and new values are of the same tokens, wherever the batch is cut."""
     models = Models(double(policy), double(policy), double(classifiers[0]))
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     drawn = Sampling(stop=frozenset(STOP))
-    rollout = collect(rows, table, models, sampling=drawn, tokenizer=None, microbatch_size=3, precision="float32")
+    rollout = collect(
+        rows, table, models, sampling=drawn, tokenizer=None, microbatch_size=3, precision="float32", recompute=recompute
+    )
     assert rollout.values.abs().max() > 0.1
     for cut in CUTS:
         for part in chunks(range(len(rows)), cut):

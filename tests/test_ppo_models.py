@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_policy
+from rlhf_cli.rollout import experience
 from rlhf_cli.rollout.sampling import sample, uniforms
 from rlhf_cli.training.optimizer import Stepper
 
@@ -97,7 +98,7 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
     run = watch(
         policy={"path": str(path), "lora": lora},
         rollout=rollout,
-        ppo={"minibatch_size": 8, "kl_coef": 0.3},
+        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
         optimizer={"learning_rate": 3e-2},
     )
     policy = run.learner.models.policy
@@ -351,8 +352,31 @@ def test_going_on_from_a_finished_run(watch, init):
     assert abs(first["objective/kl"]) > 1e-3
     # Without the reference it would be the policy itself.
     alone = watch("alone", policy={"path": str(old.place)}, ppo={"num_iterations": 1})
-    assert alone.metrics[0]["objective/kl"] == 0.0
+    assert alone.metrics[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert alone.metrics[0]["value/mean"] == 0.0, "a new value model"
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rloo"])
+def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimator):
+    """`old_logprobs: auto` in float32: no forward pass of the policy stands between sampling and the update, and what
+    was captured is what a plain forward gives. `recomputed` makes that pass."""
+    calls = []
+    real = experience.score_tokens
+    monkeypatch.setattr(experience, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
+    group = {"samples_per_prompt": 2} if estimator == "rloo" else {}
+    for old_logprobs in ("auto", "sampled", "recomputed"):
+        calls.clear()
+        ppo = {"old_logprobs": old_logprobs, "advantage_estimator": estimator}
+        run = watch(f"{estimator} {old_logprobs}", ppo=ppo, rollout={"temperature": 0.7, **group})
+        policy, rollout, first = run.models[0].policy, run.rollouts[0], run.metrics[0]
+        recomputed = old_logprobs == "recomputed"
+        assert (rollout.logprobs is rollout.sampled_logprobs) == (not recomputed)
+        assert ("policy/sampler_gap" in first) == recomputed
+        assert bool(calls) == recomputed, "the update's own calls go by another name"
+        wanted = logprobs_by(policy, rollout, run.learner.sampling)
+        close(rollout.logprobs.double(), wanted, 1e-5)
+        assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert first["policy/first_ratio_error"] < 1e-4
 
 
 # ------------------------------------------------------------------------------------------------ averages

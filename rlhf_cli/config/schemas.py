@@ -812,6 +812,10 @@ class PPO(Section):
     """Another range upwards (clip-higher, DAPO: 0.28 keeps rare tokens alive); null takes clip_range."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The loss of a token with a negative advantage stops growing at this many times it (Ye et al. 2020: 3)."""
+    old_logprobs: Literal["auto", "sampled", "recomputed"] = "auto"
+    """What the ratio starts from: the log-probabilities that were captured while sampling, or those of another
+    forward pass by the training's own code, which makes the ratio before the first step 1 to the last bit. auto
+    captures them in float32, where the two differ by some 1e-5 nats, and computes them again in bfloat16."""
     policy_kl_coef: PositiveFloat = 1.0
     """Where PPO-penalty's coefficient starts."""
     policy_kl_target: PositiveFloat | None = None

@@ -69,7 +69,8 @@ def iteration_metrics(
     """The iteration's figures over all processes' responses, from real tokens only.
 
     policy/entropy is the estimate from the sampled tokens; policy/sampler_gap is the largest difference
-    between a log-probability as the sampler saw it and as training computes it.
+    between a log-probability as the sampler saw it and as training computes it. Where the sampler's are the old
+    ones there is none: policy/first_ratio_error is that difference then.
     """
     world, mask = learner.world, rollout.response_mask
     columns = {
@@ -82,7 +83,8 @@ def iteration_metrics(
         **{f"reward/{name}": values for name, values in scores.each.items()},
     }
     tokens = [t[mask].double().cpu() for t in (rollout.values, returns, rollout.logprobs)]
-    gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item()
+    recomputed = rollout.logprobs is not rollout.sampled_logprobs
+    gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item() if recomputed else 0.0
     counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
     counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in learner.rewards if s.on_error == "zero"}
     mine = (
@@ -103,7 +105,7 @@ def iteration_metrics(
         "response/distinct_2": distinct_n([text.split() for _, text in pairs], 2),
         "response/duplicate_fraction": _duplicates(pairs),
         "policy/entropy": -logprobs.mean().item(),
-        "policy/sampler_gap": max(own[3] for own in everyone),
+        **({"policy/sampler_gap": max(own[3] for own in everyone)} if recomputed else {}),
         **{name: float(sum(own[4][name] for own in everyone)) for name in counts},
     }
     if learner.models.has_values:
@@ -190,6 +192,7 @@ def measure_reference(learner: Learner) -> None:
             tokenizer=learner.tokenizer,
             microbatch_size=config.ppo.microbatch_size or config.ppo.minibatch_size,
             precision=config.precision,
+            recompute=False,
             with_values=False,
         )
         texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]

@@ -85,6 +85,13 @@ class Learner:
     def world(self) -> World:
         return self.stage.world
 
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """Are the old log-probabilities computed again by the training's forward pass?"""
+        if self.config.ppo.old_logprobs == "auto":
+            return computes_in_bfloat16(self.world.device, self.config.precision)
+        return self.config.ppo.old_logprobs == "recomputed"
+
 
 def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
     """Load everything, and refuse what cannot work before anything is trained."""

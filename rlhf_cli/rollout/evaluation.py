@@ -69,6 +69,7 @@ def evaluate(
             tokenizer=tokenizer,
             microbatch_size=batch_size,
             precision=precision,
+            recompute=True,
             with_values=False,
         )
         texts = [response_text(tokenizer, response, sampling) for response in rollout.responses]

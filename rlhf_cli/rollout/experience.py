@@ -190,9 +190,10 @@ class Rollout:
     response_mask: torch.Tensor
     """[B, R] bool, True on real tokens, EOS included."""
     sampled_logprobs: torch.Tensor
-    """[B, R] as the sampler saw them; only to check that sampler and trainer are the same policy."""
+    """[B, R] as the sampler saw them."""
     logprobs: torch.Tensor
-    """[B, R] of the sampled tokens by the policy that sampled, at the sampling temperature, in nats."""
+    """[B, R] of the sampled tokens by the policy that sampled, at the sampling temperature, in nats: those, or
+    computed again by the forward pass that training uses."""
     ref_logprobs: torch.Tensor
     """[B, R] by ref_policy."""
     values: torch.Tensor
@@ -214,15 +215,18 @@ def collect(
     tokenizer: PreTrainedTokenizerBase,
     microbatch_size: int | None,
     precision: str,
+    recompute: bool,
     with_values: bool = True,
     with_full_kl: bool = False,
 ) -> Rollout:
     """Sample a response to each prompt and score it by the policies and the value model.
 
-    Log-probabilities are computed by the forward pass that training uses, not taken from the sampler: before
-    the first step the ratio is then 1 and the KL to an equal ref_policy 0, to the last bit where the chunks
-    are the same. Without a value model the values are zero.
+    With `recompute` the log-probabilities are computed again by the forward pass that training uses: before the
+    first step the ratio is then 1 and the KL to an equal ref_policy 0, to the last bit where the chunks are the
+    same. Else they are those that the sampler captured, unless the policy's forward pass is needed anyway, for
+    values from its own hidden states or the full KL. Without a value model the values are zero.
     """
+    recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
     device = next(models.policy.parameters()).device
     start = time.monotonic()
     with torch.no_grad(), autocast(device, precision):
@@ -233,25 +237,29 @@ def collect(
     with torch.no_grad():
         for part in chunks(range(len(prompts)), microbatch_size):
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
-            scores = score_tokens(
-                models, some, answers, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
-            )
-            flat["logprobs"].append(scores.logprobs)
             flat["ref_logprobs"].append(ref_response_logprobs(models, some, answers, sampling, precision))
-            if scores.values is not None:
-                flat["values"].append(scores.values)
-            if scores.kl_full is not None:
-                flat["kl_full"].append(scores.kl_full)
+            if recompute:
+                scores = score_tokens(
+                    models, some, answers, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+                )
+                flat["logprobs"].append(scores.logprobs)
+                if scores.values is not None:
+                    flat["values"].append(scores.values)
+                if scores.kl_full is not None:
+                    flat["kl_full"].append(scores.kl_full)
+            elif with_values and models.value_model is not None:
+                flat["values"].append(response_values(models.value_model, some, answers, precision))
     padded = {key: pad_rows(torch.cat(parts), lengths) for key, parts in flat.items() if parts}
     drawn = torch.tensor([x for response in responses for x in response.logprobs], device=device)
+    sampled_logprobs = pad_rows(drawn, lengths)
     return Rollout(
         prompts=list(prompts),
         responses=responses,
         response_mask=length_mask(torch.tensor(lengths, device=device)),
-        sampled_logprobs=pad_rows(drawn, lengths),
-        logprobs=padded["logprobs"],
+        sampled_logprobs=sampled_logprobs,
+        logprobs=padded.get("logprobs", sampled_logprobs),
         ref_logprobs=padded["ref_logprobs"],
-        values=padded.get("values", torch.zeros_like(padded["logprobs"])),
+        values=padded.get("values", torch.zeros_like(padded["ref_logprobs"])),
         kl_full=padded.get("kl_full"),
         sample_s=sampled - start,
         score_s=time.monotonic() - sampled,
