@@ -63,7 +63,7 @@ from rlhf_cli.learner.figures import (
     save_value_model,
 )
 from rlhf_cli.learner.setup import Learner, load_learner, new_health, plan
-from rlhf_cli.models.forward import autocast, target_logits
+from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.rewards.score import shaped_score
 from rlhf_cli.rewards.sources import (
     Scores,
@@ -80,7 +80,7 @@ from rlhf_cli.rollout.experience import (
 )
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
 from rlhf_cli.seeding import generator
-from rlhf_cli.tensor_ops import masked_whiten, pad_rows, token_logprobs
+from rlhf_cli.tensor_ops import masked_whiten, pad_rows
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.stage_run import StageRun
@@ -531,10 +531,8 @@ def _ptx_backward(learner: Learner, step: int) -> float:
     total = 0.0
     for part in chunks(learner.world.shard(rows), config.ppo.microbatch_size):
         with autocast(learner.world.device, config.precision):
-            logits, targets = target_logits(
-                learner.models.policy, [row.ids for row in part], [row.learnt for row in part]
-            )
-        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=num_tokens)
+            logprobs = target_logprobs(learner.models.policy, [row.ids for row in part], [row.learnt for row in part])
+        loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
         total += loss.item()
     return total

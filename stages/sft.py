@@ -44,7 +44,7 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Demonstration, demonstration
 from rlhf_cli.data.tokens import Tokenised, tokenise
-from rlhf_cli.models.forward import autocast, target_logits
+from rlhf_cli.models.forward import autocast, target_logits, target_logprobs
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
@@ -140,7 +140,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig,
     for part in chunks(range(len(world.shard(batch))), config.training.microbatch_size):
         examples = [world.shard(batch)[i] for i in part]
         with autocast(world.device, config.precision):
-            logprobs, _ = _learnt_logprobs(model, examples)
+            logprobs = target_logprobs(model, [e.ids for e in examples], [e.learnt for e in examples])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         loss.backward()
         total += loss.item()
@@ -150,15 +150,6 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig,
 def _rows(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:
     """A batch that can't be learnt from, to be looked at: a row a sequence."""
     return [{"text": str(tokenizer.decode(example.ids)), **asdict(example)} for example in batch]
-
-
-def _learnt_logprobs(model: PreTrainedModel, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every learnt token, [n], and whether it was the model's first choice, [n] bool."""
-    logits, targets = target_logits(model, [example.ids for example in examples], [e.learnt for e in examples])
-    logprobs = token_logprobs(logits, targets)
-    with torch.no_grad():
-        correct = logits.argmax(-1) == targets
-    return logprobs, correct
 
 
 @torch.no_grad()
@@ -180,10 +171,10 @@ def _evaluate(
     mine = world.shard(test)
     for part in chunks(range(len(mine)), config.training.microbatch_size or config.training.minibatch_size):
         with autocast(world.device, config.precision):
-            logprobs, correct = _learnt_logprobs(model, [mine[i] for i in part])
-        sums["nll"] -= logprobs.cpu().double().sum().item()
-        sums["correct"] += correct.sum().item()
-        sums["tokens"] += len(logprobs)
+            logits, targets = target_logits(model, [mine[i].ids for i in part], [mine[i].learnt for i in part])
+        sums["nll"] -= token_logprobs(logits, targets).cpu().double().sum().item()
+        sums["correct"] += (logits.argmax(-1) == targets).sum().item()
+        sums["tokens"] += len(targets)
     sums = world.sum_floats(sums)
     loss = sums["nll"] / sums["tokens"]
     metrics = {

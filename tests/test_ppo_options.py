@@ -483,13 +483,13 @@ def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, m
     case = case_of(PLAIN)
     rows = [Example(ids, [False, *[True] * (len(ids) - 1)], "row") for ids in random_ids(*range(3, 15), seed=12)]
     monkeypatch.setattr(case, "ptx", rows)
-    taken, real = [], ppo_stage.target_logits
+    taken, real = [], ppo_stage.target_logprobs
 
     def spy(model, ids, learnt):
         taken.append([list(row) for row in ids])
         return real(model, ids, learnt)
 
-    monkeypatch.setattr(ppo_stage, "target_logits", spy)
+    monkeypatch.setattr(ppo_stage, "target_logprobs", spy)
     ptx = {"ptx": {**PTX, "coef": 1.0, "minibatch_size": 3}}
     config = update_config(write_config, tmp_path, {"num_iterations": 3, "minibatch_size": 4}, **ptx)
     for iteration in range(2):

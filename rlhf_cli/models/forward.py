@@ -7,6 +7,7 @@ Bloom's ALiBi, an encoder) is found out by `choose_attention`, which compares th
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from rlhf_cli.models import attention
+from rlhf_cli.models.head import LOGITS_AT_ONCE, linear_logprobs
 from rlhf_cli.packing import PackedBatch, pack
+from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
+_plain_heads: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -39,16 +43,63 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     return output.logits[mask][positions]
 
 
+def logprobs_at(
+    model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32.
+
+    Where [n, V] logits would be large they are never held at once (`linear_logprobs`).
+    """
+    if len(ids) * vocabulary_rows(model) <= LOGITS_AT_ONCE or not _head_is_plain(model, batch):
+        return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    hidden = hidden_at(model, batch, positions)
+    return linear_logprobs(hidden, head.weight, head.bias, ids, temperature=temperature)
+
+
+@torch.no_grad()
+def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
+    """Are the model's logits its head's product and nothing else? Some families scale or cap them behind it.
+
+    A model is asked once, by a few tokens of the batch.
+    """
+    if model not in _plain_heads:
+        head = model.get_output_embeddings()
+        some = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
+        at = torch.arange(len(some.ids), device=some.ids.device)
+        logits = logits_at(model, some, at)
+        _plain_heads[model] = isinstance(head, torch.nn.Linear) and bool(
+            (head(hidden_at(model, some, at)) - logits).abs().max() <= TOLERANCE * logits.abs().max().clamp_min(1.0)
+        )
+    return _plain_heads[model]
+
+
 def target_logits(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits that predict each learnt token of some sequences, and those tokens: ([n, V], [n]).
+    """The logits that predict each learnt token of some sequences, and those tokens: ([n, V], [n])."""
+    batch, at = _learnt(model, sequences, learnt)
+    return logits_at(model, batch, at - 1), batch.ids[at]
+
+
+def target_logprobs(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+) -> torch.Tensor:
+    """The log-probability of each learnt token of some sequences: [n] float32."""
+    batch, at = _learnt(model, sequences, learnt)
+    return logprobs_at(model, batch, at - 1, batch.ids[at])
+
+
+def _learnt(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+) -> tuple[PackedBatch, torch.Tensor]:
+    """The sequences packed, and where the learnt tokens stand.
 
     The token at index j is predicted at j - 1; the first of a sequence is never learnt.
     """
     batch = pack(sequences, next(model.parameters()).device)
-    at = torch.tensor([x for flags in learnt for x in flags]).nonzero()[:, 0].to(batch.ids.device)
-    return logits_at(model, batch, at - 1), batch.ids[at]
+    return batch, torch.tensor([x for flags in learnt for x in flags]).nonzero()[:, 0].to(batch.ids.device)
 
 
 def logits_and_hidden_at(
