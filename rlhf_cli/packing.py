@@ -1,54 +1,175 @@
-"""The one batch format: sequences packed into a row without padding, whatever their lengths."""
+"""The one batch format: sequences packed into a row without padding, a beginning that several share only once.
+
+Two answers, `7 8` and `9`, to the prompt `5 6`, packed as one group, and a sequence `3 4` by itself:
+
+    sequence          0  0  0  0  1  2  2
+    ids               5  6  7  8  9  3  4
+    position_ids      0  1  2  3  2  0  1
+
+The second answer has no prompt of its own in the row: its 9 stands at position 2 and attends to the 5 and the 6 of
+sequence 0, never to the 7 and the 8. What is computed for those two tokens is computed once, and the gradients of
+both answers meet there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import NamedTuple
 
+import numpy as np
 import torch
+
+SHORTEST_PREFIX = 8
+"""Tokens that it takes to share: fewer save nothing."""
+
+
+class Segment(NamedTuple):
+    """What stands in the row of one sequence: all of it, or what follows a prefix that an earlier sequence has too."""
+
+    start: int
+    """Index in the row of its first token."""
+    length: int
+    """Its tokens in the row, at least 1."""
+    prefix_of: int = 0
+    """The sequence under whose first tokens its prefix stands; that one is whole."""
+    prefix_length: int = 0
+    """Tokens of the prefix; 0: the sequence is whole."""
+
+
+class Bounds(NamedTuple):
+    """Queries are the tokens of the row, keys those of each sequence with its prefix, end to end."""
+
+    queries: torch.Tensor
+    """[B + 1] where each sequence's queries begin, and the end of all, int32."""
+    keys: torch.Tensor
+    """[B + 1] likewise of the keys."""
+    most_queries: int
+    most_keys: int
+    key_indices: torch.Tensor | None
+    """[keys[B]] where each key stands in the row; None: the keys are the row."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """B sequences laid end to end in one row of N = sum(lengths) tokens.
-
-    Token j of sequence b stands at index `starts[b] + j`; attention never crosses a sequence's end.
-    """
+    """B sequences laid end to end in one row of N tokens; attention never crosses a sequence's end."""
 
     ids: torch.Tensor
     """[N] token ids, int64."""
     position_ids: torch.Tensor
     """[N] position of each token in its own sequence, from 0."""
-    lengths: list[int]
-    """[B] tokens of each sequence, all positive."""
+    segments: list[Segment]
+    """[B] where each sequence stands."""
 
     @property
-    def starts(self) -> list[int]:
-        """[B] index of each sequence's first token."""
-        starts, at = [], 0
-        for length in self.lengths:
-            starts.append(at)
-            at += length
-        return starts
+    def lengths(self) -> list[int]:
+        """[B] tokens of each sequence, those of a shared prefix too."""
+        return [segment.prefix_length + segment.length for segment in self.segments]
 
     @property
     def last(self) -> torch.Tensor:
         """[B] index of each sequence's last token, on the batch's device."""
-        return torch.tensor(self.lengths, device=self.ids.device).cumsum(0) - 1
+        last = [segment.start + segment.length - 1 for segment in self.segments]
+        return torch.tensor(last, device=self.ids.device)
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(how many sequences, tokens of each in the row) of neighbours that stand whole and are equally long, and of
+        every other sequence by itself: [(1, 4), (1, 1), (1, 2)] in the example above."""
+        same = groupby(enumerate(self.segments), key=lambda each: each[0] if each[1].prefix_length else -each[1].length)
+        return [(len(run), run[0][1].length) for run in ([*each] for _, each in same)]
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """Where queries and keys of each sequence end, for kernels that take a row of many sequences."""
+        own, whole = [segment.length for segment in self.segments], self.lengths
+        ends = np.cumsum([[0, *own], [0, *whole]], axis=1, dtype=np.int32)
+        queries, keys = torch.from_numpy(ends).to(self.ids.device)
+        indices = None if own == whole else self.indices([0] * len(whole), whole)
+        return Bounds(queries, keys, max(own), max(whole), indices)
+
+    def indices(self, begin: Sequence[int] | np.ndarray, end: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Where tokens begin[b] to end[b] - 1 of each sequence b stand in the row: [sum of end - begin] int64.
+
+        In the order of the sequences, on the batch's device; a token of a shared prefix comes once for each
+        sequence that asks for it.
+
+        >>> pack([[5, 6, 7, 8], [5, 6, 9]], groups=[0, 0], shortest_prefix=2).indices([1, 1], [3, 3]).tolist()
+        [1, 2, 1, 4]
+        """
+        start, _, prefix_of, prefix_length = np.array(self.segments, np.int64).reshape(-1, 4).T
+        first = np.asarray(begin, np.int64)
+        counts = np.asarray(end, np.int64) - first
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        # Which token of its sequence each one is.
+        token = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        own, shared = (start - prefix_length)[sequence], start[prefix_of][sequence]
+        row = token + np.where(token < prefix_length[sequence], shared, own)
+        return torch.from_numpy(row).to(self.ids.device)
 
 
-def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> PackedBatch:
+def pack(
+    sequences: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+    *,
+    groups: Sequence[Hashable] | None = None,
+    shortest_prefix: int = SHORTEST_PREFIX,
+) -> PackedBatch:
     """Lay sequences of token ids end to end.
+
+    Args:
+        sequences: none of them empty.
+        device: of the batch.
+        groups: a name for each sequence. One that begins as the first sequence of its name does shares that
+            beginning with it, unless that is all it has; None: no sequence shares anything.
+        shortest_prefix: beginnings of fewer tokens are not shared.
 
     >>> batch = pack([[5, 6, 7], [8, 9]])
     >>> batch.ids.tolist(), batch.position_ids.tolist(), batch.lengths, batch.last.tolist()
     ([5, 6, 7, 8, 9], [0, 1, 2, 0, 1], [3, 2], [2, 4])
+    >>> batch = pack([[5, 6, 7, 8], [5, 6, 9], [3, 4]], groups=["a", "a", "b"], shortest_prefix=2)
+    >>> batch.ids.tolist(), batch.position_ids.tolist(), batch.last.tolist()
+    ([5, 6, 7, 8, 9, 3, 4], [0, 1, 2, 3, 2, 0, 1], [3, 4, 6])
     """
-    lengths = [len(sequence) for sequence in sequences]
-    assert min(lengths, default=0) > 0, "an empty sequence has no last token"
-    ids = torch.tensor([i for sequence in sequences for i in sequence], dtype=torch.int64)
-    position_ids = torch.cat([torch.arange(length) for length in lengths])
-    return PackedBatch(ids.to(device), position_ids.to(device), lengths)
+    lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+    assert lengths.min(initial=1) > 0, "an empty sequence has no last token"
+    ids = _end_to_end(sequences)
+    prefix_of = prefix_length = np.zeros_like(lengths)
+    if groups is not None:
+        prefix_of, prefix_length = _prefixes(ids, lengths, groups, shortest_prefix)
+    own = lengths - prefix_length
+    starts = np.cumsum(own) - own
+    row = np.empty((2, own.sum()), np.int64)
+    row[1] = np.arange(own.sum()) - np.repeat(starts - prefix_length, own)
+    # Position p of sequence b stands at p after the sequence's first token in `ids`.
+    row[0] = ids[row[1] + np.repeat(np.cumsum(lengths) - lengths, own)]
+    # One copy to the device for both.
+    on_device = torch.from_numpy(row).to(device)
+    segments = list(map(Segment, starts.tolist(), own.tolist(), prefix_of.tolist(), prefix_length.tolist()))
+    return PackedBatch(on_device[0], on_device[1], segments)
+
+
+def _prefixes(
+    ids: np.ndarray, lengths: np.ndarray, groups: Sequence[Hashable], shortest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sequence in `ids`, the first of its group and how many tokens it shares with that: int64 [B] each."""
+    ends = np.cumsum(lengths).tolist()
+    texts = [ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+    first: dict[Hashable, int] = {}
+    prefix_of, prefix_length = np.zeros_like(lengths), np.zeros_like(lengths)
+    for b, (text, group) in enumerate(zip(texts, groups, strict=True)):
+        other = first.setdefault(group, b)
+        room = min(len(texts[other]), len(text))
+        if other == b or room < shortest:
+            continue
+        differ = texts[other][:room] != text[:room]
+        shared = int(differ.argmax()) if differ.any() else room
+        # Of equal sequences each stands whole: their scores then are equal to the last bit.
+        if shortest <= shared < len(text):
+            prefix_of[b], prefix_length[b] = other, shared
+    return prefix_of, prefix_length
 
 
 def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> torch.Tensor:
@@ -57,8 +178,17 @@ def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> tor
     Token t of a sequence is predicted at t - 1, so these run from each prompt's last token to the token
     before the sequence's last.
     """
-    parts = [
-        torch.arange(start + prompt - 1, start + length - 1)
-        for start, prompt, length in zip(batch.starts, prompt_lengths, batch.lengths, strict=True)
-    ]
-    return torch.cat(parts).to(batch.ids.device)
+    return batch.indices(np.asarray(prompt_lengths) - 1, np.asarray(batch.lengths) - 1)
+
+
+def token_ids(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Sequences of token ids end to end, each whole: [sum of lengths] int64.
+
+    >>> token_ids([[5, 6], [], [7]]).tolist()
+    [5, 6, 7]
+    """
+    return torch.from_numpy(_end_to_end(sequences)).to(device)
+
+
+def _end_to_end(sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(sequences), np.int64, sum(map(len, sequences)))

@@ -363,7 +363,8 @@ def _loss(
         scores = sequence_scores(model, [item.ids for item in items])[:, 0]
         targets = scores.new_tensor([scale.target(item.score) for item in items])
         return score_loss(scores, targets, num_rows=num_rows)
-    scores = sequence_scores(model, [ids for item in items for ids in item.answers])[:, 0]
+    flat = [(i, ids) for i, item in enumerate(items) for ids in item.answers]
+    scores = sequence_scores(model, [ids for _, ids in flat], groups=[i for i, _ in flat])[:, 0]
     better, worse, weight = ranking_pairs([len(item.answers) for item in items])
     # A row's margin is how far its best answer leads its worst.
     margins = [
@@ -399,7 +400,7 @@ def _evaluate(
     model.eval()
     if config.loss == "mse":
         rows = [item for item in test if isinstance(item, ScoredIds)]
-        predicted = _scores(model, [item.ids for item in rows], config, world).double() * scale.std + scale.mean
+        predicted = _scores(model, [[item.ids] for item in rows], config, world).double() * scale.std + scale.mean
         target = torch.tensor([item.score for item in rows], dtype=torch.float64)
         metrics = {
             "eval/mse": (predicted - target).square().mean().item(),
@@ -448,7 +449,7 @@ def _margins(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each ranking, [n]: the mean over its pairs of better less worse score, and of 1 where that is positive and
     1/2 where it is zero."""
-    scores = _scores(model, [ids for item in rankings for ids in item.answers], config, world)
+    scores = _scores(model, [item.answers for item in rankings], config, world)
     sizes = [len(item.answers) for item in rankings]
     better, worse, weight = ranking_pairs(sizes)
     weight = weight.float()
@@ -458,12 +459,17 @@ def _margins(
     return margin.index_add(0, row, weight * lead), accuracy.index_add(0, row, weight * (lead.sign() + 1) / 2)
 
 
-def _scores(model: PreTrainedModel, sequences: list[list[int]], config: RMConfig, world: World) -> torch.Tensor:
-    """The scores of sequences, each process computing its share."""
-    mine = world.shard(sequences)
+def _scores(model: PreTrainedModel, rows: list[list[list[int]]], config: RMConfig, world: World) -> torch.Tensor:
+    """The scores of all rows' sequences, row by row, each process computing its share of the rows."""
+    mine = world.shard(rows)
+    flat = [(i, ids) for i, row in enumerate(mine) for ids in row]
     size = config.training.microbatch_size or config.training.minibatch_size
-    scores = score_sequences(model, mine, config.precision, chunk=size).tolist() if mine else []
-    return torch.tensor(world.interleave(world.gather(scores)))
+    scores = torch.zeros(0)
+    if flat:
+        groups, sequences = zip(*flat, strict=True)
+        scores = score_sequences(model, sequences, config.precision, groups=groups, chunk=size)
+    own = [part.tolist() for part in scores.split([len(row) for row in mine])]
+    return torch.tensor([score for row in world.interleave(world.gather(own)) for score in row])
 
 
 def _longer_wins(item: RankedIds) -> float:

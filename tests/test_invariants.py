@@ -47,7 +47,7 @@ from rlhf_cli.models.load import (
     set_dropout_off,
 )
 from rlhf_cli.models.scratch import train_tokenizer
-from rlhf_cli.packing import pack
+from rlhf_cli.packing import PackedBatch, Segment, pack
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
 from rlhf_cli.rollout import sampling
@@ -175,11 +175,12 @@ def test_a_model_that_ignores_sequence_ends_is_found_out(make_model, monkeypatch
     model = load_policy(str(make_model("llama")))
     real = attention.packed_attention
 
-    def leaky(*args, packed_lengths=None, **kwargs):
-        lengths = None if packed_lengths is None else [sum(packed_lengths)]
-        return real(*args, packed_lengths=lengths, **kwargs)
+    def leaky(*args, packed=None, **kwargs):
+        whole = packed and PackedBatch(packed.ids, packed.position_ids, [Segment(0, len(packed.ids))])
+        return real(*args, packed=whole, **kwargs)
 
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, leaky)
+    for name in (attention.EACH, attention.EACH_UNSHARED):
+        monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, leaky)
     assert "differ" in prepare(model, CPU)
     assert not is_packed(model)
 

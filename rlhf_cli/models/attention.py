@@ -1,75 +1,190 @@
 """Attention over packed rows, through transformers' AttentionInterface.
 
-A model whose attention is `rlhf_packed` takes [1, N] ids with `position_ids` and `packed_lengths`, and each
-sequence attends to itself only: one SDPA call a sequence, no padding and no N x N mask. Called without
-`packed_lengths` (padded batches, decoding with a cache) it is transformers' own SDPA attention.
+A model whose attention has one of the names here takes [1, N] ids with `position_ids` and `packed`, the PackedBatch,
+and each sequence attends to itself only, and to the prefix that stands under another sequence where it has one there.
+On a CPU that is one SDPA call a sequence, no padding and no N x N mask; on a GPU in 16 bits one call of flash attention
+for the row. Called without `packed` (padded batches, decoding with a cache) it is transformers' own SDPA attention.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "rlhf_packed"
+from rlhf_cli.packing import PackedBatch
+
+EACH, EACH_UNSHARED = "rlhf_packed", "rlhf_packed_unshared"
+"""One call a sequence; the same for a model that is given no shared prefixes: who packs for it reads the name."""
+ROW, ROW_UNSHARED = "rlhf_packed_row", "rlhf_packed_row_unshared"
+"""One call for the row, where that is possible: in 16 bits on a GPU."""
+PACKED = {
+    ROW: "in one attention call a row",
+    ROW_UNSHARED: "on packed rows that share no prompts",
+    EACH: "with one attention call a sequence",
+    EACH_UNSHARED: "on packed rows that share no prompts",
+}
+"""From the fastest, with what a model does that runs on it."""
+SHARED = (ROW, EACH)
 
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packed_lengths: list[int] | None = None,
+    packed: PackedBatch | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None)."""
-    if packed_lengths is None:
+    if packed is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     assert kwargs.get("softcap") is None, "SDPA has no softcap; the equality check sends such models elsewhere"
+    # Split, not sliced: the gradient of n slices is n tensors as long as the row.
+    queries, keys, values = (x.split([n * length for n, length in packed.runs], 2) for x in (query, key, value))
+    place = [(run, i * length) for run, (n, length) in enumerate(packed.runs) for i in range(n)]
     outputs = []
-    for q, k, v in zip(
-        query.split(packed_lengths, dim=2),
-        key.split(packed_lengths, dim=2),
-        value.split(packed_lengths, dim=2),
-        strict=True,
-    ):
+    b = 0
+    for (n, length), q, k, v in zip(packed.runs, queries, keys, values, strict=True):
+        _, _, prefix_of, before = packed.segments[b]
+        b += n
         mask = None
-        if sliding_window is not None and q.shape[2] > sliding_window:
-            at = torch.arange(q.shape[2], device=q.device)
-            distance = at[:, None] - at[None, :]
-            mask = (distance >= 0) & (distance < sliding_window)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None and q.shape[2] > 1,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+        if before:
+            run, first = place[prefix_of]
+            k = torch.cat([keys[run][:, :, first : first + before], k], dim=2)
+            v = torch.cat([values[run][:, :, first : first + before], v], dim=2)
+        if before or (sliding_window is not None and length > sliding_window):
+            mask = causal_mask(length, before + length, sliding_window, q.dtype, q.device)
+        if n > 1:
+            # Equally long neighbours in one call: twice as fast where they have ten tokens.
+            q, k, v = (x[0].unflatten(1, (n, length)).transpose(0, 1) for x in (q, k, v))
+        output = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and length > 1,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        outputs.append(output.transpose(1, 2).reshape(1, n * length, q.shape[1], -1))
+    return torch.cat(outputs, dim=1), None
 
 
-def packed_mask(**kwargs: Any) -> torch.Tensor | None:
+LARGEST_KEPT = 2048
+"""Keys of the largest mask that is kept: 16 MB in float32."""
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What the last `num_queries` of `num_keys` tokens must not attend to: [num_queries, num_keys], -inf there, else 0.
+
+    A token attends to itself and those before it, `window` tokens in all where that is given. It is a view of a mask
+    that is made once: one for each sequence and layer would cost a tenth of their attention, or more.
+
+    >>> causal_mask(2, 3, None, torch.float32, torch.device("cpu"))
+    tensor([[0., 0., -inf],
+            [0., 0., 0.]])
+    >>> causal_mask(2, 3, 2, torch.float32, torch.device("cpu"))
+    tensor([[0., 0., -inf],
+            [-inf, 0., 0.]])
+    """
+    if num_keys > LARGEST_KEPT:
+        return _new_mask(num_queries, num_keys, window, dtype, device)
+    kept = _kept_mask(max(128, 1 << (num_keys - 1).bit_length()), window, dtype, device)
+    return kept[num_keys - num_queries : num_keys, :num_keys]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_mask(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _new_mask(size, size, window, dtype, device)
+
+
+def _new_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    at = torch.arange(num_keys, device=device)
+    distance = at[num_keys - num_queries :, None] - at
+    hidden = (distance < 0) | (distance >= (window or num_keys))
+    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed: PackedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` by one call of flash attention, which takes 16 bits on a GPU and no dropout; the rest goes on.
+
+    Queries are the tokens of the row, keys those of each whole sequence, its prefix fetched from where it stands: the
+    kernel aligns the causal mask of a sequence with its last key.
+    """
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if packed is None or dropout or dtype not in (torch.bfloat16, torch.float16):
+        return packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            packed=packed,
+            **kwargs,
+        )
+    assert kwargs.get("softcap") is None, "no softcap here; the equality check sends such models elsewhere"
+    # Late: a start on a CPU would pay for a module that it has no use for.
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    bounds = packed.bounds
+    if bounds.key_indices is not None:
+        k, v = k[bounds.key_indices], v[bounds.key_indices]
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        bounds.queries,
+        bounds.keys,
+        bounds.most_queries,
+        bounds.most_keys,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None], None
+
+
+def packed_mask(**kwargs: Any) -> Tensor | None:
     """No mask for a packed row; SDPA's own for a padded batch."""
     if kwargs.get("attention_mask") is None:
         return None
-    mask: torch.Tensor | None = sdpa_mask(**kwargs)
+    mask: Tensor | None = sdpa_mask(**kwargs)
     return mask
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, packed_mask)
+for _name in PACKED:
+    AttentionInterface.register(_name, row_attention if _name in (ROW, ROW_UNSHARED) else packed_attention)
+    AttentionMaskInterface.register(_name, packed_mask)

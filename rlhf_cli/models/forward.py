@@ -24,9 +24,17 @@ TOLERANCE = 1e-4
 _plain_heads: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
+BFLOAT16_TOLERANCE = 3e-2
+
+
 def is_packed(model: PreTrainedModel) -> bool:
     """Does this model take packed rows as they are?"""
-    return bool(model.config._attn_implementation == attention.NAME)
+    return model.config._attn_implementation in attention.PACKED
+
+
+def shares_prefixes(model: PreTrainedModel) -> bool:
+    """Does this model take rows in which a prefix that several sequences share stands once?"""
+    return model.config._attn_implementation in attention.SHARED
 
 
 def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -134,11 +142,12 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
     return {
         "input_ids": batch.ids[None],
         "position_ids": batch.position_ids[None],
-        "packed_lengths": batch.lengths,
+        "packed": batch,
     }
 
 
 def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert sum(batch.lengths) == len(batch.ids), "padded rows share no prefix"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
     position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
     lengths = torch.tensor(batch.lengths, device=ids.device)
@@ -150,33 +159,60 @@ def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torc
 def choose_attention(model: PreTrainedModel) -> str | None:
     """Let the model run on packed rows if that gives what one plain forward a sequence gives.
 
-    Returns None where it does, and else a line that says why the model stays on padded batches. Two short
-    sequences of token ids are compared, hidden state by hidden state, to 1e-4 of their size.
+    Returns None where it does as fast as its device allows, and else a line that says what it stays without: shared
+    prefixes, the faster attention of a GPU, or packed rows at all. Three short sequences of token ids, two with a
+    beginning in common, are compared, hidden state by hidden state, to 1e-4 of their size.
     """
     was_training = model.training
     model.eval()
     default = model.config._attn_implementation
     device = next(model.parameters()).device
     vocab = vocabulary_rows(model)
-    sequences = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
-    batch = pack(sequences, device)
-    plain = torch.cat(
-        [model.base_model(input_ids=torch.tensor([s], device=device)).last_hidden_state[0] for s in sequences]
-    )
-    reason = "its attention does not take packed rows"
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
-        model.set_attn_implementation(attention.NAME)
-        if not is_packed(model):
-            raise ValueError("transformers keeps this model's own attention")
-        packed = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
-        gap = ((packed - plain).abs().max() / plain.abs().max().clamp_min(1.0)).item()
-        if gap <= TOLERANCE:
+    rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
+    sequences = [*rows, rows[0][:6] + [(5 * i + 2) % vocab for i in range(3)]]
+    precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
+    plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
+    reason = ""
+    for name, how in attention.PACKED.items():
+        if device.type != "cuda" and name in (attention.ROW, attention.ROW_UNSHARED):
+            continue
+        model.set_attn_implementation(default)
+        found = _differs(model, name, sequences, plain)
+        if not found:
             model.train(was_training)
-            return None
-        reason = f"packed rows differ from a plain forward by {gap:.1e}"
+            return f"{type(model).__name__}: {reason}; it runs {how}, which is slower and as exact" if reason else None
+        reason = reason or found
     model.set_attn_implementation(default)
     model.train(was_training)
     return f"{type(model).__name__}: {reason}; it runs on padded batches, which is slower and as exact"
+
+
+def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
+    """Hidden states of a plain forward a sequence, end to end: [sum of lengths, H]."""
+    device = next(model.parameters()).device
+    with autocast(device, precision):
+        outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
+    return torch.cat([output.last_hidden_state[0] for output in outputs])
+
+
+def _differs(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]) -> str:
+    """Why a model can't run on packed rows by this attention, "" where it can; it has that attention afterwards."""
+    groups = [0, 1, 0] if name in attention.SHARED else None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
+        model.set_attn_implementation(name)
+        if not is_packed(model):
+            raise ValueError("transformers keeps this model's own attention")
+        batch = pack(sequences, next(model.parameters()).device, groups=groups, shortest_prefix=1)
+        everywhere = batch.indices([0] * len(sequences), batch.lengths)
+        for precision, wanted in plain.items():
+            with autocast(batch.ids.device, precision):
+                packed = hidden_at(model, batch, everywhere)
+            gap = ((packed - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).item()
+            if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
+                what = "packed rows" if groups is None else "packed rows with a shared prompt"
+                return f"{what} differ from a plain forward by {gap:.1e} in {precision}"
+        return ""
+    return "its attention does not take packed rows"
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores
+from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores, shares_prefixes
 from rlhf_cli.models.limits import longest_input
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -66,7 +66,12 @@ class RewardModel(RewardSource):
         rows, sequences = self._sequences(judged)
         if rows:
             found = score_sequences(
-                self.model, sequences, self.precision, label=self.label, as_probability=self.as_probability
+                self.model,
+                sequences,
+                self.precision,
+                groups=[judged.prompts[i] for i in rows] if judged.prompts and self.reads_prompt else None,
+                label=self.label,
+                as_probability=self.as_probability,
             )
             scores[rows] = (found - self.mean) / self.std
         for row in rows:
@@ -190,29 +195,39 @@ def score_sequences(
     sequences: Sequence[Sequence[int]],
     precision: str,
     *,
+    groups: Sequence[Hashable] | None = None,
     label: int = 0,
     as_probability: bool = False,
     chunk: int = 64,
 ) -> torch.Tensor:
-    """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability."""
+    """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability.
+
+    `groups` are those of `sequence_scores`.
+    """
     device = next(model.parameters()).device
     with autocast(device, precision):
-        parts = [sequence_scores(model, list(part)) for part in chunks(sequences, chunk)]
+        parts = [
+            sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
+            for part in chunks(range(len(sequences)), chunk)
+        ]
     logits = torch.cat(parts).float().cpu()
     if as_probability:
         logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
     return logits[:, label]
 
 
-def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+def sequence_scores(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None
+) -> torch.Tensor:
     """All labels' scores of token sequences with gradient, [B, labels] float32.
 
+    Sequences of one name in `groups` have a prompt in common, which is computed once; the scores are the same.
     A causal backbone is read at the last token of each sequence, whatever that token is; an encoder pools as
     it was built to. The head runs in float32: in bfloat16 it would round margins away.
     """
     device = next(model.parameters()).device
     if reads_last_token(model):
-        batch = pack(sequences, device)
+        batch = pack(sequences, device, groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)
         return scalar_scores(model, hidden)
     width = max(map(len, sequences))

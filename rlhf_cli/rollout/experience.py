@@ -16,8 +16,16 @@ from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.adapters import adapters_off
-from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, scalar_head, scalar_scores
-from rlhf_cli.packing import PackedBatch, pack, response_positions
+from rlhf_cli.models.forward import (
+    autocast,
+    hidden_at,
+    logits_and_hidden_at,
+    logits_at,
+    scalar_head,
+    scalar_scores,
+    shares_prefixes,
+)
+from rlhf_cli.packing import PackedBatch, pack, response_positions, token_ids
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
@@ -86,7 +94,7 @@ def score_tokens(
     Temperature and what `sampling` forbids are those of the rollout, so everything here speaks of the
     distribution that was sampled from. `detach_backbone` keeps a value head's gradient out of the policy.
     """
-    batch, positions = _packed(models.policy, prompts, responses)
+    batch, positions, targets = _packed(models.policy, prompts, responses)
     shared = with_values and models.value_head is not None
     with autocast(batch.ids.device, precision):
         if shared:
@@ -102,10 +110,10 @@ def score_tokens(
     kl = None
     if with_full_kl:
         with torch.no_grad():
-            ref_logits = allowed_logits(_ref_logits(models, batch, positions, precision), responses, sampling)
+            ref_logits = allowed_logits(_ref_logits(models, prompts, responses, precision), responses, sampling)
         kl = _full_kl(logits, ref_logits, sampling.temperature)
     return TokenScores(
-        logprobs=token_logprobs(logits, batch.ids[positions + 1], temperature=sampling.temperature),
+        logprobs=token_logprobs(logits, targets, temperature=sampling.temperature),
         values=values,
         entropy=token_entropy(logits, temperature=sampling.temperature) if with_entropy else None,
         kl_full=kl,
@@ -120,11 +128,11 @@ def response_logprobs(
     precision: str,
 ) -> torch.Tensor:
     """Log-probability of every response token, laid end to end: [sum of R_b] float32."""
-    batch, positions = _packed(policy, prompts, responses)
+    batch, positions, targets = _packed(policy, prompts, responses)
     with autocast(batch.ids.device, precision):
         logits = logits_at(policy, batch, positions)
     logits = allowed_logits(logits, responses, sampling)
-    return token_logprobs(logits, batch.ids[positions + 1], temperature=sampling.temperature)
+    return token_logprobs(logits, targets, temperature=sampling.temperature)
 
 
 def ref_response_logprobs(
@@ -143,7 +151,7 @@ def response_values(
     value_model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
 ) -> torch.Tensor:
     """The value at every response token, of the state before it was chosen: [sum of R_b] float32."""
-    batch, positions = _packed(value_model, prompts, responses)
+    batch, positions, _ = _packed(value_model, prompts, responses)
     with autocast(batch.ids.device, precision):
         hidden = hidden_at(value_model, batch, positions)
     return scalar_scores(value_model, hidden)[:, 0]
@@ -151,19 +159,22 @@ def response_values(
 
 def _packed(
     model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
-) -> tuple[PackedBatch, torch.Tensor]:
-    """The rows end to end, and where in them each response token is predicted."""
+) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
+    """The rows packed, responses to one prompt sharing it; where each response token is predicted; and these tokens."""
     device = next(model.parameters()).device
-    batch = pack([p.ids + r.ids for p, r in zip(prompts, responses, strict=True)], device)
-    return batch, response_positions(batch, [len(p.ids) for p in prompts])
+    sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
+    batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
+    positions = response_positions(batch, [len(p.ids) for p in prompts])
+    return batch, positions, token_ids([r.ids for r in responses], device)
 
 
-def _ref_logits(models: Models, batch: PackedBatch, positions: torch.Tensor, precision: str) -> torch.Tensor:
-    with autocast(batch.ids.device, precision):
-        if models.ref_policy is not None:
-            return logits_at(models.ref_policy, batch, positions)
-        with adapters_off(models.policy):
-            return logits_at(models.policy, batch, positions)
+def _ref_logits(
+    models: Models, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
+) -> torch.Tensor:
+    ref_policy = models.ref_policy or models.policy
+    batch, positions, _ = _packed(ref_policy, prompts, responses)
+    with autocast(batch.ids.device, precision), nullcontext() if models.ref_policy else adapters_off(models.policy):
+        return logits_at(ref_policy, batch, positions)
 
 
 def _full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, temperature: float) -> torch.Tensor:
