@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 class Run(NamedTuple):
     """Neighbours in the row that stand whole and are equally long, or one sequence."""
 
-    count: int
+    num_sequences: int
     length: int
     """Tokens of each in the row."""
     prefix: tuple[int, int, int] | None

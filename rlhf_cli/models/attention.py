@@ -54,7 +54,7 @@ def packed_attention(
     assert kwargs.get("softcap") is None, "SDPA has no softcap; the equality check sends such models elsewhere"
     num_heads, size = query.shape[1], query.shape[3]
     shares_heads = num_heads != key.shape[1]
-    sizes = [run.count * run.length for run in packed.runs]
+    sizes = [run.num_sequences * run.length for run in packed.runs]
     # Split, not sliced: the gradient of n slices is n tensors as long as the row.
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
     outputs = []

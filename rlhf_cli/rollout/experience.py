@@ -171,10 +171,12 @@ def _packed(
 def _ref_logits(
     models: Models, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
 ) -> torch.Tensor:
-    ref_policy = models.ref_policy or models.policy
-    batch, positions, _ = _packed(ref_policy, prompts, responses)
-    with autocast(batch.ids.device, precision), nullcontext() if models.ref_policy else adapters_off(models.policy):
-        return logits_at(ref_policy, batch, positions)
+    batch, positions, _ = _packed(models.ref_policy or models.policy, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        if models.ref_policy is not None:
+            return logits_at(models.ref_policy, batch, positions)
+        with adapters_off(models.policy):
+            return logits_at(models.policy, batch, positions)
 
 
 def _full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, temperature: float) -> torch.Tensor:
