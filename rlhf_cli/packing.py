@@ -159,7 +159,7 @@ def pack(
     """
     lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
     assert lengths.min(initial=1) > 0, "an empty sequence has no last token"
-    ids = _end_to_end(sequences)
+    ids = _flat(sequences)
     prefix_of = prefix_length = np.zeros_like(lengths)
     if groups is not None:
         prefix_of, prefix_length = _prefixes(ids, lengths, groups, shortest_prefix)
@@ -205,14 +205,14 @@ def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> tor
     return batch.indices(np.asarray(prompt_lengths) - 1, np.asarray(batch.lengths) - 1)
 
 
-def token_ids(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Sequences of token ids end to end, each whole: [sum of lengths] int64.
+def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The integers of all rows, one row after the other: [sum of their lengths] int64.
 
-    >>> token_ids([[5, 6], [], [7]]).tolist()
+    >>> end_to_end([[5, 6], [], [7]]).tolist()
     [5, 6, 7]
     """
-    return torch.from_numpy(_end_to_end(sequences)).to(device)
+    return torch.from_numpy(_flat(rows)).to(device)
 
 
-def _end_to_end(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(sequences), np.int64, sum(map(len, sequences)))
+def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), np.int64, sum(map(len, rows)))

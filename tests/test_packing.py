@@ -16,7 +16,7 @@ from rlhf_cli.data.records import Prompt, Ranking
 from rlhf_cli.models import attention, forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
-from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions, token_ids
+from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions, end_to_end
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.experience import Models, PromptRow, collect, ref_response_logprobs, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling
@@ -121,7 +121,7 @@ def test_every_token_is_found_where_the_sequence_says():
 
 def test_without_groups_nothing_is_shared():
     batch = pack(SEQUENCES)
-    assert batch.ids.tolist() == token_ids(SEQUENCES).tolist() == [i for sequence in SEQUENCES for i in sequence]
+    assert batch.ids.tolist() == end_to_end(SEQUENCES).tolist() == [i for sequence in SEQUENCES for i in sequence]
     assert torch.equal(everywhere(batch), torch.arange(len(batch.ids)))
     assert all(segment.prefix_length == 0 for segment in batch.segments)
     assert batch.bounds.key_indices is None
@@ -218,7 +218,7 @@ def test_gradient_checkpointing_computes_the_same_row_again(pair):
     """The recomputation has to know the sequences' ends and prefixes too."""
     plain, model = pair
     model = copy.deepcopy(model).train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     batch = pack(SEQUENCES, groups=GROUPS)
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     hidden_at(model, batch, everywhere(batch)).square().sum().backward()
@@ -231,6 +231,17 @@ def test_masks_of_long_sequences_are_made_anew(pair, monkeypatch):
     monkeypatch.setattr(attention, "LARGEST_KEPT", 16)
     batch = pack(SEQUENCES, groups=GROUPS)
     close(hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES))
+
+
+@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
+def test_bfloat16_is_no_worse_than_a_plain_forward_in_it(pair, groups):
+    plain, model = pair
+    batch = pack(SEQUENCES, groups=groups)
+    with torch.no_grad():
+        exact = plain_hidden(plain, SEQUENCES)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, rounded = hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES)
+    assert (found - exact).abs().mean() < 1.5 * (rounded - exact).abs().mean()
 
 
 # --------------------------------------------------------------------------------- the check at start

@@ -25,7 +25,7 @@ from rlhf_cli.models.forward import (
     scalar_scores,
     shares_prefixes,
 )
-from rlhf_cli.packing import PackedBatch, pack, response_positions, token_ids
+from rlhf_cli.packing import PackedBatch, pack, response_positions, end_to_end
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
@@ -165,7 +165,7 @@ def _packed(
     sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
     batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
     positions = response_positions(batch, [len(p.ids) for p in prompts])
-    return batch, positions, token_ids([r.ids for r in responses], device)
+    return batch, positions, end_to_end([r.ids for r in responses], device)
 
 
 def _ref_logits(
