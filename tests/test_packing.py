@@ -16,7 +16,7 @@ from rlhf_cli.data.records import Prompt, Ranking
 from rlhf_cli.models import attention, forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
-from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions, end_to_end
+from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.experience import Models, PromptRow, collect, ref_response_logprobs, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling

@@ -25,7 +25,7 @@ from rlhf_cli.models.forward import (
     scalar_scores,
     shares_prefixes,
 )
-from rlhf_cli.packing import PackedBatch, pack, response_positions, end_to_end
+from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
