@@ -1,6 +1,7 @@
 """The one batch format: sequences packed into a row without padding, a beginning that several share only once.
 
-Two answers, `7 8` and `9`, to the prompt `5 6`, packed as one group, and a sequence `3 4` by itself:
+Two answers, `7 8` and `9`, to the prompt `5 6`, packed as one group, and a sequence `3 4` by itself (where two tokens
+are enough to share):
 
     sequence          0  0  0  0  1  2  2
     ids               5  6  7  8  9  3  4

@@ -52,8 +52,7 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     assert kwargs.get("softcap") is None, "SDPA has no softcap; the equality check sends such models elsewhere"
-    num_heads, size = query.shape[1], query.shape[3]
-    shares_heads = num_heads != key.shape[1]
+    shares_heads = query.shape[1] != key.shape[1]
     sizes = [run.num_sequences * run.length for run in packed.runs]
     # Split, not sliced: the gradient of n slices is n tensors as long as the row.
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
@@ -73,7 +72,7 @@ def packed_attention(
             q, k, v, mask, dropout, mask is None and length > 1, scale=scaling, enable_gqa=shares_heads
         )
         if count > 1:
-            output = output.transpose(0, 1).reshape(1, num_heads, count * length, size)
+            output = output.transpose(0, 1).flatten(1, 2)[None]
         outputs.append(output)
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
@@ -111,8 +110,8 @@ def _kept_mask(size: int, window: int | None, dtype: torch.dtype, device: torch.
 def _new_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     at = torch.arange(num_keys, device=device)
     distance = at[num_keys - num_queries :, None] - at
-    hidden = (distance < 0) | (distance >= (window or num_keys))
-    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    unseen = (distance < 0) | (distance >= (window or num_keys))
+    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
 
 
 def row_attention(
@@ -127,7 +126,7 @@ def row_attention(
     packed: PackedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`packed_attention` by one call of flash attention, which takes 16 bits on a GPU and no dropout; the rest goes on.
+    """`packed_attention` by one call of flash attention, which takes 16 bits on a GPU and no dropout; it gets the rest.
 
     Queries are the tokens of the row, keys those of each whole sequence, its prefix fetched from where it stands: the
     kernel aligns the causal mask of a sequence with its last key.
