@@ -36,9 +36,10 @@ from transformers import PreTrainedTokenizerBase
 import rlhf_cli
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.schemas import ModelReward
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
 from rlhf_cli.rollout.experience import Models, PromptRow, collect
@@ -185,7 +186,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
                 Models(policy, ref_policy),
                 sampling=sampling,
                 tokenizer=tokenizer,
-                microbatch_size=batch_size,
+                budget=Budget(CPU_TOKENS, batch_size),
                 precision=precision,
                 recompute=True,
                 with_values=False,
@@ -282,7 +283,7 @@ def our_training(run: Path) -> Training:
     """From the stage's metrics: the begin of the first iteration to the end of the last."""
     rows = read_rows(run / "ppo" / "metrics.jsonl")
     config = yaml.safe_load((run / "ppo" / "config.yaml").read_text(encoding="utf-8"))
-    first = sum(rows[0][f"time/{part}_s"] for part in ("sample", "score", "update"))
+    first = sum(rows[0][f"time/{part}_s"] for part in ("rollout", "scoring", "reward", "update"))
     seconds = rows[-1]["time/elapsed_s"] - rows[0]["time/elapsed_s"] + first
     return Training(len(rows) * config["ppo"]["rollout_batch_size"], seconds)
 

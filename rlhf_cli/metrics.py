@@ -7,6 +7,9 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
+OF_THE_MACHINE = ("time/", "speed/", "memory/")
+"""Groups of metrics that say how a run went on its machine: they differ between two runs that computed the same."""
+
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite is written as null."""

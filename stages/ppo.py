@@ -29,7 +29,6 @@ loss at once (it would be counted twice), the value model's Huber loss (not show
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,12 +45,14 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.schemas import PPOConfig
-from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.errors import RewardError
 from rlhf_cli.learner.carried import Carried, Recent, parts_of
 from rlhf_cli.learner.figures import (
     Best,
     compare,
+    count_rollout,
+    count_update,
     failed_batch,
     gold_of,
     iteration_metrics,
@@ -75,7 +76,9 @@ from rlhf_cli.rollout.experience import (
     PromptRow,
     Rollout,
     collect,
+    cut_responses,
     merge,
+    padded_rows,
     score_tokens,
 )
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
@@ -89,7 +92,7 @@ from rlhf_cli.training.stage_run import StageRun
 def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: everything that the module's docstring lists, in its order."""
     with StageRun("ppo", config, quiet=quiet, restart=restart) as stage:
-        world, display, ppo = stage.world, stage.display, config.ppo
+        world, display, speed, ppo = stage.world, stage.display, stage.speed, config.ppo
         require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
         learner = load_learner(config, stage)
         health = new_health(learner)
@@ -97,7 +100,8 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
         # SFT on the held-out prompts: before training, so that a judge that fails does so now.
         measure = measurement(learner)
-        before = measure() if learner.test else None
+        with speed.phase("evaluation"):
+            before = measure() if learner.test else None
         if before is None:
             display.note("no held-out prompts, so no figures of SFT against PPO")
         else:
@@ -126,11 +130,10 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             rollout = _rollout(learner, iteration)
 
             # 2. Score.
-            started = time.monotonic()
-            texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
-            scores = _judge(learner, rollout, texts, iteration)
-            score, dense = _score(learner, scores, rollout.responses)
-            reward_s = time.monotonic() - started
+            with speed.phase("reward"):
+                texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
+                scores = _judge(learner, rollout, texts, iteration)
+                score, dense = _score(learner, scores, rollout.responses)
 
             # 3. Token rewards.
             kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator="k1")
@@ -140,7 +143,6 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             advantages, returns = _advantages(learner, rollout, token_reward)
 
             # 5. Update: on this rollout and the ones kept before it.
-            started = time.monotonic()
             experience = Experience(
                 rollout.prompts,
                 rollout.responses,
@@ -151,19 +153,14 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 advantages,
                 returns,
             )
-            recent.append((iteration, experience if ppo.num_rollouts_per_update == 1 else experience.to("cpu")))
-            batch = merge([_refreshed(learner, part, made < iteration) for made, part in recent])
-            update = _update(learner, batch, iteration)
-            update_s = time.monotonic() - started
+            with speed.phase("update"):
+                recent.append((iteration, experience if ppo.num_rollouts_per_update == 1 else experience.to("cpu")))
+                batch = merge([_refreshed(learner, part, made < iteration) for made, part in recent])
+                update = _update(learner, batch, iteration)
 
             # 6. Figures and health; then the coefficients that follow the KL.
             metrics = iteration_metrics(learner, rollout, texts, scores, kl, token_reward, returns)
-            metrics |= update | {
-                "objective/kl_coef": learner.kl_coef,
-                "time/sample_s": rollout.sample_s,
-                "time/score_s": rollout.score_s + reward_s,
-                "time/update_s": update_s,
-            }
+            metrics |= update | {"objective/kl_coef": learner.kl_coef} | speed.row()
             _follow_kl(learner, experience, metrics)
             stage.log(iteration + 1, metrics)
             keep_samples(learner, rollout, texts, scores, kl, iteration)
@@ -202,17 +199,19 @@ def _rollout(learner: Learner, iteration: int) -> Rollout:
     prompts, size = _prompts(learner, iteration), config.ppo.rollout_batch_size
     table = uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
     mine = world.shard(list(range(size)))
-    return collect(
+    rollout = collect(
         [prompts[i] for i in mine],
         table[mine],
         learner.models,
         sampling=learner.sampling,
         tokenizer=learner.tokenizer,
-        microbatch_size=config.ppo.microbatch_size or config.ppo.minibatch_size,
+        budget=learner.budget,
         precision=config.precision,
         recompute=learner.recomputes_logprobs,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
     )
+    count_rollout(learner, rollout)
+    return rollout
 
 
 def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
@@ -225,7 +224,8 @@ def _prompts(learner: Learner, iteration: int) -> list[PromptRow]:
 def _measure(learner: Learner, measure: Callable[[], Evaluation], step: int) -> Evaluation:
     """Held-out figures after `step` iterations; where a reward fails, what they left is saved first."""
     try:
-        return measure()
+        with learner.stage.speed.phase("evaluation"):
+            return measure()
     except RewardError:
         learner.stage.save_what_stands(step)
         raise
@@ -332,21 +332,22 @@ def _refreshed(learner: Learner, experience: Experience, is_old: bool) -> Experi
     experience = experience.to(learner.world.device)
     if not is_old:
         return experience
-    config, lengths = learner.config, [len(r.ids) for r in experience.responses]
+    prompts, responses = experience.prompts, experience.responses
+    cut = cut_responses(learner.budget, learner.models.policy, prompts, responses)
     parts = [
-        score_tokens(learner.models, experience.prompts[i : i + n], experience.responses[i : i + n], *_how(learner))
-        for n in [config.ppo.microbatch_size or config.ppo.minibatch_size]
-        for i in range(0, len(lengths), n)
+        score_tokens(learner.models, [prompts[i] for i in part], [responses[i] for i in part], *_how(learner))
+        for part in cut
     ]
-    logprobs = pad_rows(torch.cat([part.logprobs for part in parts]), lengths)
+    lengths = [len(r.ids) for r in responses]
+    logprobs = padded_rows([part.logprobs for part in parts], cut, lengths)
     values = [part.values for part in parts if part.values is not None]
     importance = truncated_importance(
-        logprobs, experience.logprobs, experience.response_mask, cap=config.ppo.importance_ratio_cap
+        logprobs, experience.logprobs, experience.response_mask, cap=learner.config.ppo.importance_ratio_cap
     )
     return replace(
         experience,
         logprobs=logprobs,
-        values=pad_rows(torch.cat(values), lengths) if values else experience.values,
+        values=padded_rows(values, cut, lengths) if values else experience.values,
         advantages=experience.advantages * importance,
     )
 
@@ -422,7 +423,9 @@ def _backward(
     num_tokens = world.sum(batch.response_mask[rows].sum()).item()
     sums: dict[str, float] = {}
     largest = 0.0
-    for part in chunks(rows, ppo.microbatch_size):
+    own_prompts, own_responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
+    cut = cut_responses(learner.budget, learner.models.policy, own_prompts, own_responses)
+    for part in ([rows[i] for i in places] for places in cut):
         prompts, responses = [batch.prompts[i] for i in part], [batch.responses[i] for i in part]
         lengths = [len(r.ids) for r in responses]
         mask = batch.response_mask[part, : max(lengths)]
@@ -516,6 +519,7 @@ def _backward(
             total.backward()
         for key, value in stats.items():
             sums[key] = sums.get(key, 0.0) + value.item()
+        count_update(learner, prompts, responses, learns_policy)
     if config.ptx is not None and learns_policy:
         sums["loss/ptx"] = _ptx_backward(learner, step)
     return _summed(sums, world), largest
@@ -528,13 +532,19 @@ def _ptx_backward(learner: Learner, step: int) -> float:
     size = ptx.minibatch_size or config.ppo.minibatch_size
     rows = [learner.ptx[i] for i in stream(len(learner.ptx), size, step - 1, config.seed, "ppo ptx")]
     num_tokens = sum(sum(row.learnt) for row in rows)
+    mine = [rows[i] for i in deal([len(row.ids) for row in rows], learner.world.size)[learner.world.rank]]
     total = 0.0
-    for part in chunks(learner.world.shard(rows), config.ppo.microbatch_size):
+    for part in learner.budget.cut([len(row.ids) for row in mine]):
         with autocast(learner.world.device, config.precision):
-            logprobs = target_logprobs(learner.models.policy, [row.ids for row in part], [row.learnt for row in part])
+            logprobs = target_logprobs(
+                learner.models.policy, [mine[i].ids for i in part], [mine[i].learnt for i in part]
+            )
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
         total += loss.item()
+    lengths = [len(row.ids) for row in mine]
+    flops = learner.policy_work.training(lengths, sum(sum(row.learnt) for row in mine))
+    learner.stage.speed.count("update", tokens=sum(lengths), flops=flops)
     return total
 
 

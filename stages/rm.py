@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from os.path import commonprefix
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.config.schemas import RMConfig, Rows
-from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import (
     LeftOut,
     Limits,
@@ -55,7 +56,8 @@ from rlhf_cli.data.records import (
 )
 from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.errors import DataError
-from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
 from rlhf_cli.models.limits import check_length, longest_input, positions
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -79,7 +81,10 @@ from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
+from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_run import StageRun
+
+SPEED_SHOWN = "speed/step_tokens_per_s"
 
 
 @dataclass(frozen=True)
@@ -150,15 +155,23 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
         # 3. Training.
         steps = config.training.total_steps(len(train))
+        given = config.training.tokens_per_microbatch
+        stage.tokens_per_microbatch = (
+            token_budget([model], [], world.device, config.precision, world.size) if given == "auto" else given
+        )
+        budget = Budget(stage.tokens_per_microbatch, config.training.microbatch_size, padded=not is_packed(model))
+        speed, work = stage.speed, work_of(model)
+        speed.peak_flops = peak_flops(world.device, config.precision)
         display.note(
             f"{len(train)} training rows; {steps} steps of {config.training.minibatch_size} "
-            f"({steps * config.training.minibatch_size / len(train):.2f} epochs); "
+            f"({steps * config.training.minibatch_size / len(train):.2f} epochs), "
+            f"at most {budget.tokens:,} tokens at a time; "
             f"{sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
         )
         if config.optimizer.warmup_steps >= steps:
             display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
         stepper = build_stepper(model, config.optimizer, steps)
-        shown = ("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")
+        shown = (*(("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")), SPEED_SHOWN)
         model.train()
         best = Best(
             ("eval/accuracy" if pairwise else "eval/mse") if config.evaluation.keep_best else None, lower=not pairwise
@@ -167,18 +180,22 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
         for step in range(first, steps):
-            rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
             rate = stepper.learning_rate
-            batch = [train[i] for i in rows]
-            stats = _accumulate(model, batch, scale, config, world)
-            numbers = {"loss/rm": stats["loss/rm"], "rm/grad_norm": stepper.clip(world)}
-            moves = stage.may_step(step + 1, f"rm step {step + 1}", numbers, partial(list, map(asdict, batch)))
-            stepper.advance(move=moves)
-            figures = {**stats, **numbers, "rm/learning_rate": rate, "rm/bad_steps": float(not moves)}
+            with speed.phase("data"):
+                rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
+                batch = [train[i] for i in rows]
+            with speed.phase("step"):
+                stats = _accumulate(model, batch, scale, budget, config, world)
+                numbers = {"loss/rm": stats["loss/rm"], "rm/grad_norm": stepper.clip(world)}
+                moves = stage.may_step(step + 1, f"rm step {step + 1}", numbers, partial(list, map(asdict, batch)))
+                stepper.advance(move=moves)
+            _count(speed, work, _own(batch, world))
+            figures = {**stats, **numbers, "rm/learning_rate": rate, "rm/bad_steps": float(not moves), **speed.row()}
             stage.log(step + 1, figures, shown)
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
-                held_out = _evaluate(model, test, scale, config, world)
+                with speed.phase("evaluation"):
+                    held_out = _evaluate(model, test, scale, budget, config, world)
                 stage.log(step + 1, held_out)
                 if best.is_better(step + 1, held_out) and world.is_main:
                     save(model, tokenizer, stage.directory / "best_model")
@@ -188,10 +205,11 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         # 4. Held-out figures, and what the model can and can't tell apart; what is trained is saved before.
         if world.is_main:
             save(model, tokenizer, stage.directory / "model")
-        final = _evaluate(model, test, scale, config, world)
+        with speed.phase("evaluation"):
+            final = _evaluate(model, test, scale, budget, config, world)
         if best.is_better(steps, final) and world.is_main:
             save(model, tokenizer, stage.directory / "best_model")
-        final |= _probe(model, probes, config, world)
+        final |= _probe(model, probes, budget, config, world)
         stage.log(steps, final)
         if not test:
             display.note("no held-out rows, so no figures")
@@ -214,7 +232,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             prepare(judges["best_model"], world.device)
         for name, judge in judges.items():
             judge.config.update(facts)
-            mean, std = _normalization(judge, tokenizer, encode, test or train, config, stage)
+            mean, std = _normalization(judge, tokenizer, encode, test or train, budget, config, stage)
             if name == "model":
                 final |= {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
             if world.is_main:
@@ -341,18 +359,41 @@ class LabelledPairs(Sequence[RankedIds]):
 
 
 def _accumulate(
-    model: PreTrainedModel, batch: list, scale: TargetScale, config: RMConfig, world: World
+    model: PreTrainedModel, batch: list, scale: TargetScale, budget: Budget, config: RMConfig, world: World
 ) -> dict[str, float]:
     """Backward over this process's share of a batch; returns the statistics of the whole batch."""
-    mine = world.shard(batch)
+    mine = _own(batch, world)
     sums: dict[str, float] = {}
-    for part in chunks(range(len(mine)), config.training.microbatch_size):
+    for part in budget.cut([_num_tokens(item, model) for item in mine]):
         with autocast(world.device, config.precision):
             loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
         loss.backward()
         for key, value in {"loss/rm": loss, **stats}.items():
             sums[key] = sums.get(key, 0.0) + value.item()
     return world.sum_floats(sums)
+
+
+def _sequences(item: RankedIds | ScoredIds) -> list[list[int]]:
+    """A row's token sequences, which are computed together."""
+    return item.answers if isinstance(item, RankedIds) else [item.ids]
+
+
+def _num_tokens(item: RankedIds | ScoredIds, model: PreTrainedModel) -> int:
+    """The tokens that are computed of a row: what its sequences begin with counts once where the model shares it."""
+    sequences = _sequences(item)
+    shared = len(commonprefix(sequences)) if shares_prefixes(model) else 0
+    return sum(map(len, sequences)) - (len(sequences) - 1) * shared
+
+
+def _own(batch: list, world: World) -> list:
+    """This process's share of a batch, about as many tokens as each other's."""
+    return [batch[i] for i in deal([sum(map(len, _sequences(item))) for item in batch], world.size)[world.rank]]
+
+
+def _count(speed: Speed, work: Work, items: list) -> None:
+    """What a step did with this process's rows; each sequence counts whole, whatever part of it others share."""
+    lengths = [len(ids) for item in items for ids in _sequences(item)]
+    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, 0))
 
 
 def _loss(
@@ -391,6 +432,7 @@ def _evaluate(
     model: PreTrainedModel,
     test: Sequence[RankedIds] | Sequence[ScoredIds],
     scale: TargetScale,
+    budget: Budget,
     config: RMConfig,
     world: World,
 ) -> dict[str, float]:
@@ -400,7 +442,8 @@ def _evaluate(
     model.eval()
     if config.loss == "mse":
         rows = [item for item in test if isinstance(item, ScoredIds)]
-        predicted = _scores(model, [[item.ids] for item in rows], config, world).double() * scale.std + scale.mean
+        predicted = _scores(model, [[item.ids] for item in rows], budget, config, world).double()
+        predicted = predicted * scale.std + scale.mean
         target = torch.tensor([item.score for item in rows], dtype=torch.float64)
         metrics = {
             "eval/mse": (predicted - target).square().mean().item(),
@@ -411,7 +454,7 @@ def _evaluate(
         }
     else:
         rankings = [item for item in test if isinstance(item, RankedIds)]
-        margin, accuracy = _margins(model, rankings, config, world)
+        margin, accuracy = _margins(model, rankings, budget, config, world)
         # A ranking's pairs are not independent: it counts as one trial.
         low, high = wilson_interval(accuracy.sum().item(), len(rankings))
         baseline = [_longer_wins(item) for item in rankings]
@@ -430,13 +473,15 @@ def _evaluate(
     return metrics
 
 
-def _probe(model: PreTrainedModel, probes: Sequence[RankedIds], config: RMConfig, world: World) -> dict[str, float]:
+def _probe(
+    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, config: RMConfig, world: World
+) -> dict[str, float]:
     """Accuracy for each named probe: an accuracy over all pairs can hide that one defect goes unseen."""
     if not probes:
         return {}
     model.eval()
     rankings = list(probes)
-    _, accuracy = _margins(model, rankings, config, world)
+    _, accuracy = _margins(model, rankings, budget, config, world)
     by_name: dict[str, list[float]] = {}
     for item, value in zip(rankings, accuracy.tolist(), strict=True):
         by_name.setdefault(item.row.columns["probe"], []).append(value)
@@ -445,11 +490,11 @@ def _probe(model: PreTrainedModel, probes: Sequence[RankedIds], config: RMConfig
 
 
 def _margins(
-    model: PreTrainedModel, rankings: list[RankedIds], config: RMConfig, world: World
+    model: PreTrainedModel, rankings: list[RankedIds], budget: Budget, config: RMConfig, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each ranking, [n]: the mean over its pairs of better less worse score, and of 1 where that is positive and
     1/2 where it is zero."""
-    scores = _scores(model, [item.answers for item in rankings], config, world)
+    scores = _scores(model, [item.answers for item in rankings], budget, config, world)
     sizes = [len(item.answers) for item in rankings]
     better, worse, weight = ranking_pairs(sizes)
     weight = weight.float()
@@ -459,15 +504,13 @@ def _margins(
     return margin.index_add(0, row, weight * lead), accuracy.index_add(0, row, weight * (lead.sign() + 1) / 2)
 
 
-def _scores(model: PreTrainedModel, rows: list[list[list[int]]], config: RMConfig, world: World) -> torch.Tensor:
+def _scores(
+    model: PreTrainedModel, rows: list[list[list[int]]], budget: Budget, config: RMConfig, world: World
+) -> torch.Tensor:
     """The scores of all rows' sequences, row by row, each process computing its share of the rows."""
     mine = world.shard(rows)
-    flat = [(i, ids) for i, row in enumerate(mine) for ids in row]
-    size = config.training.microbatch_size or config.training.minibatch_size
-    scores = torch.zeros(0)
-    if flat:
-        groups, sequences = zip(*flat, strict=True)
-        scores = score_sequences(model, sequences, config.precision, groups=groups, chunk=size)
+    groups = [i for i, row in enumerate(mine) for _ in row]
+    scores = score_sequences(model, [ids for row in mine for ids in row], config.precision, budget, groups=groups)
     own = [part.tolist() for part in scores.split([len(row) for row in mine])]
     return torch.tensor([score for row in world.interleave(world.gather(own)) for score in row])
 
@@ -494,6 +537,7 @@ def _normalization(
     tokenizer: PreTrainedTokenizerBase,
     encode: Encoder,
     items: Sequence[RankedIds] | Sequence[ScoredIds],
+    budget: Budget,
     config: RMConfig,
     stage: StageRun,
 ) -> tuple[float, float]:
@@ -512,7 +556,7 @@ def _normalization(
         found = encode([_answered(row, answer) for row, answer in zip(rows, answers, strict=True)])
         sequences = [ids for ids in found if not isinstance(ids, LeftOut)]
     model.eval()
-    scores = score_sequences(model, sequences, config.precision)
+    scores = score_sequences(model, sequences, config.precision, budget)
     return scores.mean().item(), max(scores.std(correction=0).item(), 1e-6)
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.schemas import SFTConfig
-from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import (
     Example,
     LeftOut,
@@ -44,7 +44,8 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Demonstration, demonstration
 from rlhf_cli.data.tokens import Tokenised, tokenise
-from rlhf_cli.models.forward import autocast, target_logits, target_logprobs
+from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import autocast, is_packed, target_logits, target_logprobs
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
@@ -55,9 +56,10 @@ from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
+from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_run import StageRun
 
-SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm")
+SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm", "speed/step_tokens_per_s")
 
 
 def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:
@@ -80,10 +82,18 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
         # 3. Training.
         steps = config.training.total_steps(len(train))
+        given = config.training.tokens_per_microbatch
+        stage.tokens_per_microbatch = (
+            token_budget([model], [], world.device, config.precision, world.size) if given == "auto" else given
+        )
+        budget = Budget(stage.tokens_per_microbatch, config.training.microbatch_size, padded=not is_packed(model))
+        speed, work = stage.speed, work_of(model)
+        speed.peak_flops = peak_flops(world.device, config.precision)
         display.note(
             f"{len(train)} training rows of {train.lengths('ids').mean():.0f} tokens on average; {steps} steps of "
             f"{config.training.minibatch_size} rows ({steps * config.training.minibatch_size / len(train):.2f} "
-            f"epochs); {sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
+            f"epochs), at most {budget.tokens:,} tokens at a time; "
+            f"{sum(p.numel() for p in model.parameters()):,} parameters on {world.device}"
         )
         if config.optimizer.warmup_steps >= steps:
             display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
@@ -96,14 +106,18 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
         for step in range(first, steps):
-            rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
             rate = stepper.learning_rate
-            batch = [train[i] for i in rows]
-            numbers = {"loss/sft": _accumulate(model, batch, config, world), "sft/grad_norm": stepper.clip(world)}
-            moves = stage.may_step(step + 1, f"sft step {step + 1}", numbers, partial(_rows, tokenizer, batch))
-            stepper.advance(move=moves)
-            loss = numbers["loss/sft"]
-            stage.log(step + 1, {**numbers, "sft/learning_rate": rate, "sft/bad_steps": float(not moves)}, SHOWN)
+            with speed.phase("data"):
+                rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
+                batch = [train[i] for i in rows]
+            with speed.phase("step"):
+                loss = _accumulate(model, batch, budget, config.precision, world)
+                numbers = {"loss/sft": loss, "sft/grad_norm": stepper.clip(world)}
+                moves = stage.may_step(step + 1, f"sft step {step + 1}", numbers, partial(_rows, tokenizer, batch))
+                stepper.advance(move=moves)
+            _count(speed, work, _own(batch, world))
+            figures = {**numbers, "sft/learning_rate": rate, "sft/bad_steps": float(not moves), **speed.row()}
+            stage.log(step + 1, figures, SHOWN)
             if moves and loss > abnormal and step > config.optimizer.warmup_steps and not warned:
                 warned = True
                 display.warn(
@@ -112,8 +126,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 )
             every = config.evaluation.every_steps
             if every is not None and (step + 1) % every == 0 and step + 1 < steps:
-                figures = _evaluate(model, tokenizer, test, questions, config, stage, step + 1)
-                if best.is_better(step + 1, figures) and world.is_main:
+                with speed.phase("evaluation"):
+                    held_out = _evaluate(model, tokenizer, test, questions, budget, config, stage, step + 1)
+                if best.is_better(step + 1, held_out) and world.is_main:
                     save(model, tokenizer, stage.directory / "best_model")
             stage.finish_step(step + 1, steps)
         display.end()
@@ -121,7 +136,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         # 4. The product, saved before anything else can fail; then held-out figures.
         if world.is_main:
             save(model, tokenizer, stage.directory / "model")
-        final = _evaluate(model, tokenizer, test, questions, config, stage, steps)
+        with speed.phase("evaluation"):
+            final = _evaluate(model, tokenizer, test, questions, budget, config, stage, steps)
         if best.is_better(steps, final) and world.is_main:
             save(model, tokenizer, stage.directory / "best_model")
         if best.step is not None:
@@ -133,18 +149,31 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.publish(final)
 
 
-def _accumulate(model: PreTrainedModel, batch: list[Example], config: SFTConfig, world: World) -> float:
+def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, world: World) -> float:
     """Backward over this process's share of a batch; returns the loss of the whole batch."""
     num_tokens = sum(sum(example.learnt) for example in batch)
+    mine = _own(batch, world)
     total = 0.0
-    for part in chunks(range(len(world.shard(batch))), config.training.microbatch_size):
-        examples = [world.shard(batch)[i] for i in part]
-        with autocast(world.device, config.precision):
+    for part in budget.cut([len(example.ids) for example in mine]):
+        examples = [mine[i] for i in part]
+        with autocast(world.device, precision):
             logprobs = target_logprobs(model, [e.ids for e in examples], [e.learnt for e in examples])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         loss.backward()
         total += loss.item()
     return world.sum_floats({"loss": total})["loss"]
+
+
+def _own(batch: list[Example], world: World) -> list[Example]:
+    """This process's share of a batch, about as many tokens as each other's."""
+    return [batch[i] for i in deal([len(example.ids) for example in batch], world.size)[world.rank]]
+
+
+def _count(speed: Speed, work: Work, examples: list[Example]) -> None:
+    """What a step did with this process's examples."""
+    lengths = [len(example.ids) for example in examples]
+    learnt = sum(sum(example.learnt) for example in examples)
+    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, learnt))
 
 
 def _rows(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:
@@ -158,6 +187,7 @@ def _evaluate(
     tokenizer: PreTrainedTokenizerBase,
     test: list[Example],
     questions: list[Question],
+    budget: Budget,
     config: SFTConfig,
     stage: StageRun,
     step: int,
@@ -169,7 +199,7 @@ def _evaluate(
     model.eval()
     sums = {"nll": 0.0, "correct": 0.0, "tokens": 0.0}
     mine = world.shard(test)
-    for part in chunks(range(len(mine)), config.training.microbatch_size or config.training.minibatch_size):
+    for part in budget.cut([len(example.ids) for example in mine]):
         with autocast(world.device, config.precision):
             logits, targets = target_logits(model, [mine[i].ids for i in part], [mine[i].learnt for i in part])
         sums["nll"] -= token_logprobs(logits, targets).cpu().double().sum().item()

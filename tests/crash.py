@@ -29,7 +29,7 @@ import transformers.modeling_utils
 
 from rlhf_cli import cli
 from rlhf_cli.artifacts import digest_file
-from rlhf_cli.metrics import JsonLines
+from rlhf_cli.metrics import OF_THE_MACHINE, JsonLines
 from rlhf_cli.training import checkpoint
 from stages import ppo, rm, sft
 
@@ -233,7 +233,8 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 def _timeless(value: Any) -> Any:
     """Without what a clock said."""
     if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in value.items() if not (k.startswith("time/") or k.endswith("seconds"))}
+        kept = {k: v for k, v in value.items() if not (k.startswith(OF_THE_MACHINE) or k.endswith("seconds"))}
+        return {k: _timeless(v) for k, v in kept.items()}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 

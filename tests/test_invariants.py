@@ -26,16 +26,16 @@ from rlhf_cli.config.schemas import (
     Optimizer,
     PPOConfig,
     RMConfig,
-    SFTConfig,
     TokenizerTraining,
 )
-from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored, scored
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.learner.setup import Learner
+from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, logits_at
 from rlhf_cli.models.load import (
     load_policy,
@@ -55,13 +55,21 @@ from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, 
 from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.speed import Speed
 from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
-CUTS = (1, 2, 4, None)
+LARGE = 10**6
+BUDGETS = (
+    *(Budget(LARGE, rows) for rows in (1, 2, 4, None)),
+    Budget(1),
+    Budget(40),
+    Budget(70, 3),
+    Budget(70, padded=True),
+)
 VOCAB = 256  # every fixture model has more
 EOS_OF = {"gpt2": 0}  # 2 elsewhere
 
@@ -425,8 +433,8 @@ def test_a_score_is_the_same_alone_and_in_a_batch(reward_model, scored_ids):
         alone = torch.cat([sequence_scores(reward_model, [ids]) for ids in scored_ids])
     close(batch, alone)
     assert batch.std() > 0.01, "else any two scores would be close"
-    for chunk in (1, 2, 64):
-        close(score_sequences(reward_model, scored_ids, "float32", chunk=chunk), batch[:, 0])
+    for budget in BUDGETS:
+        close(score_sequences(reward_model, scored_ids, "float32", budget), batch[:, 0])
 
 
 def test_transformers_gives_the_same_scores(arch, pipeline, reward_model, scored_ids):
@@ -505,7 +513,7 @@ def examples(arch, make_model, data):
     return found
 
 
-def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, examples, write_config, tmp_path):
+def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, examples):
     """[23] To 1e-6 in float64, against a slow loop of plain forwards."""
     wanted_model, model = double(plain), double(policy)
     total = sum(
@@ -518,12 +526,9 @@ def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, 
     )
     loss = total / sum(sum(e.learnt) for e in examples)
     loss.backward()
-    for cut in CUTS:
+    for budget in BUDGETS:
         model.zero_grad()
-        config = config_of(
-            write_config, "sft", SFTConfig, tmp_path, model={"path": "x"}, training={"microbatch_size": cut}
-        )
-        found = sft_stage._accumulate(model, examples, config, ALONE)
+        found = sft_stage._accumulate(model, examples, budget, "float32", ALONE)
         assert found == pytest.approx(loss.item(), rel=1e-9)
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
@@ -585,12 +590,10 @@ def test_rm_gradient_however_the_batch_is_cut(classifiers, rankings, write_confi
         changes = {"zero_mean_coef": 0.1}
     wanted = sum(losses) / len(losses)
     wanted.backward()
-    for cut in CUTS:
+    config = config_of(write_config, "rm", RMConfig, tmp_path, loss=loss_name, **changes)
+    for budget in BUDGETS:
         model.zero_grad()
-        config = config_of(
-            write_config, "rm", RMConfig, tmp_path, loss=loss_name, training={"microbatch_size": cut}, **changes
-        )
-        stats = rm_stage._accumulate(model, batch, scale, config, ALONE)
+        stats = rm_stage._accumulate(model, batch, scale, budget, config, ALONE)
         assert stats["loss/rm"] == pytest.approx(wanted.item(), rel=1e-9)
         # transformers' classifiers know no head bias here, and every backbone weight must agree.
         same_gradients(grads(model), grads(wanted_model), 1e-6)
@@ -614,9 +617,10 @@ class Recorder:
 
 def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
     """What the stage's functions read, on one process."""
+    tokens = config.ppo.tokens_per_microbatch
     return Learner(
         config=config,
-        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True),
+        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE)),
         tokenizer=None,
         models=models,
         rewards=rewards,
@@ -630,6 +634,8 @@ def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=No
         scale=ScoreScale(config.ppo),
         kl_coef=config.ppo.kl_coef,
         policy_kl_coef=config.ppo.policy_kl_coef,
+        budget=Budget(LARGE if tokens == "auto" else tokens, config.ppo.microbatch_size),
+        policy_work=Work(1, 1, 1, 1),
     )
 
 
@@ -648,7 +654,7 @@ def rollout_and_models(policy, classifiers, table):
         Models(old, ref_policy, value_model),
         sampling=Sampling(temperature=0.8, stop=frozenset(STOP)),
         tokenizer=None,
-        microbatch_size=3,
+        budget=Budget(LARGE, 3),
         precision="float32",
         recompute=True,
     )
@@ -717,9 +723,10 @@ def test_ppo_gradients_however_the_minibatch_is_cut(rollout_and_models, write_co
     (policy_total / num_tokens).backward()
     (0.3 * value_total / num_tokens).backward()
 
-    for cut in CUTS:
+    for budget in BUDGETS:
+        at_a_time = {"tokens_per_microbatch": budget.tokens, "microbatch_size": budget.rows}
         policy_steps, value_steps, stats = update(
-            rollout_and_models, write_config, tmp_path, minibatch_size=8, microbatch_size=cut
+            rollout_and_models, write_config, tmp_path, minibatch_size=8, **at_a_time
         )
         assert len(policy_steps) == len(value_steps) == 1
         same_gradients(policy_steps[0], grads(wanted_policy), 1e-6)
@@ -756,12 +763,17 @@ def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, tabl
     models = Models(double(policy), double(policy), double(classifiers[0]))
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     drawn = Sampling(stop=frozenset(STOP))
+<<<<<<< HEAD
     rollout = collect(
         rows, table, models, sampling=drawn, tokenizer=None, microbatch_size=3, precision="float32", recompute=recompute
     )
+=======
+    rollout = collect(rows, table, models, sampling=drawn, tokenizer=None, budget=Budget(LARGE, 3), precision="float32")
+>>>>>>> 6db2558 (Microbatches by tokens in the three stages; seconds, tokens a second and MFU of each phase in the metrics)
     assert rollout.values.abs().max() > 0.1
-    for cut in CUTS:
-        for part in chunks(range(len(rows)), cut):
+    lengths = [len(p) + len(r.ids) for p, r in zip(PROMPTS, rollout.responses, strict=True)]
+    for budget in BUDGETS:
+        for part in budget.cut(lengths):
             prompts, responses = [rows[i] for i in part], [rollout.responses[i] for i in part]
             now = score_tokens(models, prompts, responses, drawn, "float32")
             old = torch.cat([rollout.values[i, : len(rollout.responses[i].ids)] for i in part])
@@ -935,8 +947,8 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     for size in (3, 1, 7):
         config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
         scale = rm_stage.TargetScale(0.0, 1.0)
-        found = rm_stage._evaluate(model, pairs, scale, config, ALONE)
-        other = rm_stage._evaluate(model, swapped, scale, config, ALONE)
+        found = rm_stage._evaluate(model, pairs, scale, BUDGETS[-1], config, ALONE)
+        other = rm_stage._evaluate(model, swapped, scale, BUDGETS[0], config, ALONE)
         assert found["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
         assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
         assert other["eval/margin"] == pytest.approx(-found["eval/margin"], abs=1e-6)
@@ -959,7 +971,7 @@ def test_a_ranking_is_one_trial_of_its_pairs(make_model, write_config, tmp_path)
         longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
     assert 0 < sum(accuracy) < 4
     config = config_of(write_config, "rm", RMConfig, tmp_path)
-    found = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), config, ALONE)
+    found = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE)
     assert found["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
     assert found["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
     assert found["eval/length_baseline"] == sum(longer) / 4 == 0.25

@@ -33,11 +33,12 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli.config.schemas import PPO, Lora, PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
-from rlhf_cli.data.batches import stream
+from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.learner import figures, setup
+from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models import load
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
 from rlhf_cli.rollout import experience
@@ -48,7 +49,7 @@ from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
 
 __all__ = ["word_piece"]
-CUTS = (1, 3, None)
+CUTS = ({"microbatch_size": 1}, {"microbatch_size": 3}, {}, {"tokens_per_microbatch": 40})
 LONGEST = 14
 NO_TEST = {"test": None, "test_fraction": 0}
 
@@ -171,7 +172,7 @@ def case_of(make_model):
             Models(old, ref_policy, values),
             sampling=sampling,
             tokenizer=None,
-            microbatch_size=3,
+            budget=Budget(40),
             precision="float32",
             recompute=True,
         )
@@ -399,9 +400,7 @@ def test_losses_and_gradients_are_those_of_the_slow_loop(
     config = update_config(write_config, tmp_path, **options, **value_model)
     policy, values, wanted = slow_losses(case, config, shared=shared)
     for cut in CUTS:
-        cut_config = update_config(
-            write_config, tmp_path, **merged(options, {"ppo": {"microbatch_size": cut}}), **value_model
-        )
+        cut_config = update_config(write_config, tmp_path, **merged(options, {"ppo": cut}), **value_model)
         policy_steps, value_steps, stats = update(case, cut_config, shared=shared)
         assert len(policy_steps) == len(value_steps) == 1
         same_gradients(policy_steps[0], grads(policy), 1e-6)
@@ -1618,6 +1617,7 @@ def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, caps
         "  rollouts       3 iterations x 4 prompts x 2 = 24 responses of at most 8 tokens (at most 192 tokens)",
         "  minibatches    2 ppo_epochs x 2 minibatches x 2 rollouts of 4 responses, 3 at a time = 8 optimizer steps "
         "an iteration",
+        "  at a time      at most 2,048 tokens (ppo.tokens_per_microbatch)",
         "  steps          20 in all, the first 5 of warm-up",
         "  value warm-up  1 iterations before the policy moves",
     ):
@@ -1635,6 +1635,7 @@ UNUSUAL = {
         "num_iterations": 3,
         "ppo_epochs": 2,
         "microbatch_size": 3,
+        "tokens_per_microbatch": 60,
         "num_rollouts_per_update": 2,
         "score_normalization": "running",
         "score_clip": 2.0,
@@ -1659,7 +1660,7 @@ def files_of(place):
     found = {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.suffix == ".safetensors"}
     found["samples.jsonl"] = (place / "samples.jsonl").read_bytes()
     found["metrics"] = [
-        {key: value for key, value in row.items() if not key.startswith("time/")}
+        {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
         for row in read_jsonl(place / "metrics.jsonl")
     ]
     found["health"] = (place / "health.jsonl").read_bytes()
@@ -1701,7 +1702,7 @@ def two_as_one(watch, write_config, base, tmp_path, changes):
     same_weights(one.place, tmp_path / "two/ppo")
     rows = read_jsonl(tmp_path / "two/ppo/metrics.jsonl")
     for a, b in zip(one.metrics, rows, strict=True):
-        common = {key: value for key, value in a.items() if not key.startswith("time/") and "sampler_gap" not in key}
+        common = {key: value for key, value in a.items() if not key.startswith((*OF_THE_MACHINE, "policy/sampler_gap"))}
         assert {key: b[key] for key in common} == pytest.approx(common, rel=1e-3, abs=1e-4)
     return one
 

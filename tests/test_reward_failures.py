@@ -10,6 +10,7 @@ import pytest
 from conftest import read_jsonl
 
 from rlhf_cli.errors import RewardError
+from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.training.checkpoint_files import last_step
 
 REWARD = """
@@ -59,7 +60,7 @@ def found(root: Path) -> dict[str, Any]:
     weights = {name: (root / "ppo" / name / "model.safetensors").read_bytes() for name in names}
     rows = {
         name: [
-            {key: value for key, value in row.items() if not key.startswith("time/") and key != "seconds"}
+            {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE) and key != "seconds"}
             for row in read_jsonl(root / f"ppo/{name}.jsonl")
         ]
         for name in ("metrics", "evaluations", "samples")

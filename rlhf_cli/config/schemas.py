@@ -311,9 +311,11 @@ class Training(Section):
     """Optimizer steps (give this or `num_epochs`)."""
     minibatch_size: PositiveInt = 16
     """Rows of one optimizer step, over all processes."""
+    tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one backward pass of a process, at most, except for a row that is longer by itself; less memory, the
+    same gradient. auto goes by the model and the device's memory (docs/speed.md)."""
     microbatch_size: PositiveInt | None = None
-    """Rows of one backward pass of a process; less memory, the same gradient. Null takes all of its share of
-    the minibatch."""
+    """Rows of one backward pass of a process, at most; null goes by the tokens alone."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -739,8 +741,11 @@ class PPO(Section):
     """Responses of one iteration, over all processes: its prompts times `rollout.samples_per_prompt`."""
     minibatch_size: PositiveInt
     """Responses of one optimizer step, over all processes."""
+    tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one forward and backward pass of a process, prompts and responses, at most, except for a row that is
+    longer by itself. auto goes by the models and the device's memory (docs/speed.md)."""
     microbatch_size: PositiveInt | None = None
-    """Responses of one forward and backward pass of a process; null takes all of its share of the minibatch."""
+    """Responses of one such pass, at most; null goes by the tokens alone."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout. 1 is safest for language models; up to 4 where sampling is the dear part."""
     num_rollouts_per_update: PositiveInt = 1

@@ -37,6 +37,7 @@ from rlhf_cli.rollout.experience import (
     PromptRow,
     Rollout,
     collect,
+    whole_lengths,
 )
 from rlhf_cli.rollout.sampling import Response, response_text, uniforms
 
@@ -115,6 +116,35 @@ def iteration_metrics(
     return metrics
 
 
+def count_rollout(learner: Learner, rollout: Rollout) -> None:
+    """How long sampling and the forward passes after it took, and over how many tokens.
+
+    A response counts with its prompt, each as if it were sampled by itself, and one head's product a response token.
+    """
+    speed, models = learner.stage.speed, learner.models
+    lengths = whole_lengths(rollout.prompts, rollout.responses)
+    num_tokens, sampled = sum(lengths), sum(len(r.ids) for r in rollout.responses)
+    forward = learner.policy_work.forward(lengths, sampled)
+    speed.count("rollout", seconds=rollout.sample_s, tokens=num_tokens, flops=forward)
+    # The policy and ref_policy, which are of one shape, and the values where they are of a model of their own.
+    flops = 2 * forward
+    if learner.value_work is not None and models.value_model is not None:
+        flops += learner.value_work.forward(lengths, 0)
+    speed.count("scoring", seconds=rollout.score_s, tokens=num_tokens, flops=flops)
+
+
+def count_update(
+    learner: Learner, prompts: Sequence[PromptRow], responses: Sequence[Response], learns_policy: bool
+) -> None:
+    """Tokens and operations of a microbatch; a policy that does not learn yet is run forward only."""
+    lengths, num_answered = whole_lengths(prompts, responses), sum(len(r.ids) for r in responses)
+    work = learner.policy_work
+    flops = (work.training if learns_policy else work.forward)(lengths, num_answered)
+    if learner.value_work is not None:
+        flops += learner.value_work.training(lengths, 0)
+    learner.stage.speed.count("update", tokens=sum(lengths), flops=flops)
+
+
 def _or_zero(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
@@ -169,6 +199,7 @@ def measurement(learner: Learner) -> Callable[[], Evaluation]:
             judge=judge if gold is not None else None,
             sampling=learner.sampling,
             batch_size=config.ppo.rollout_batch_size,
+            budget=learner.budget,
             precision=config.precision,
         )
 
@@ -190,7 +221,7 @@ def measure_reference(learner: Learner) -> None:
             models,
             sampling=learner.sampling,
             tokenizer=learner.tokenizer,
-            microbatch_size=config.ppo.microbatch_size or config.ppo.minibatch_size,
+            budget=learner.budget,
             precision=config.precision,
             recompute=False,
             with_values=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.schemas import ModelReward, PPOConfig, Rows
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import (
     Example,
     LeftOut,
@@ -28,7 +29,8 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import computes_in_bfloat16, vocabulary_rows
+from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import computes_in_bfloat16, is_packed, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -78,6 +80,11 @@ class Learner:
     kl_coef: float
     policy_kl_coef: float
     """PPO-penalty's coefficient."""
+    budget: Budget
+    """What is computed at a time, of an update and of scoring."""
+    policy_work: Work
+    value_work: Work | None = None
+    """Of a value model of its own."""
     mean_prompt_length: float = math.nan
     """Of the training prompts, in tokens."""
 
@@ -135,6 +142,12 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
 
+    judges = [source for source in rewards if isinstance(source, RewardModel)]
+    budget = _budget(config, stage, [policy, value_model], [ref_policy, *(source.model for source in judges)])
+    for source in judges:
+        source.budget = replace(budget, padded=not is_packed(source.model))
+    stage.speed.peak_flops = peak_flops(world.device, config.precision)
+
     warmup = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
     policy_steps = ppo.total_steps - warmup
     value: torch.nn.Module | None = value_model if value_model is not None else value_head
@@ -158,7 +171,27 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         scale=ScoreScale(ppo),
         kl_coef=ppo.kl_coef,
         policy_kl_coef=ppo.policy_kl_coef,
+        budget=budget,
+        policy_work=work_of(policy),
+        value_work=work_of(value_model) if value_model is not None else None,
     )
+
+
+def _budget(
+    config: PPOConfig,
+    stage: StageRun,
+    trained: Sequence[PreTrainedModel | None],
+    frozen: Sequence[PreTrainedModel | None],
+) -> Budget:
+    """What is computed at a time: as given, or what fits beside all models."""
+    world, given = stage.world, config.ppo.tokens_per_microbatch
+    learning = [model for model in trained if model is not None]
+    beside = [model for model in frozen if model is not None]
+    stage.tokens_per_microbatch = (
+        token_budget(learning, beside, world.device, config.precision, world.size) if given == "auto" else given
+    )
+    padded = not all(is_packed(model) for model in learning)
+    return Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded=padded)
 
 
 def _sampling(config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
@@ -316,6 +349,7 @@ def plan(learner: Learner) -> list[tuple[str, str]]:
             f"{per_step} of {ppo.minibatch_size} responses{micro} = {ppo.steps_per_iteration} optimizer steps an "
             "iteration",
         ),
+        ("at a time", f"at most {learner.budget.tokens:,} tokens (ppo.tokens_per_microbatch)"),
         ("steps", f"{ppo.total_steps:,} in all, the first {config.optimizer.warmup_steps} of warm-up"),
     ]
     if config.value_model.warmup_iterations:

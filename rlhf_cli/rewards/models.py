@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import ClassVar, Literal
 
 import torch
@@ -13,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.schemas import ModelReward
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import autocast, hidden_at, scalar_scores, shares_prefixes
+from rlhf_cli.models.cost import CPU_TOKENS, token_budget
+from rlhf_cli.models.forward import autocast, hidden_at, is_packed, scalar_scores, shares_prefixes
 from rlhf_cli.models.limits import longest_input
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -31,6 +33,7 @@ from rlhf_cli.packing import pack
 from rlhf_cli.rewards.judged import Judged, RewardSource, shown
 
 Side = Literal["left", "right"]
+AT_A_TIME = Budget(CPU_TOKENS)
 
 
 @dataclass(kw_only=True)
@@ -50,6 +53,8 @@ class RewardModel(RewardSource):
     mean: float
     std: float
     precision: str
+    budget: Budget = AT_A_TIME
+    """How much of a batch is scored at a time."""
     num_cut: int = 0
     """Texts so far that were longer than the model takes, or than it was trained on, and were cut."""
 
@@ -69,6 +74,7 @@ class RewardModel(RewardSource):
                 self.model,
                 sequences,
                 self.precision,
+                self.budget,
                 groups=[judged.prompts[i] for i in rows] if judged.prompts and self.reads_prompt else None,
                 label=self.label,
                 as_probability=self.as_probability,
@@ -169,6 +175,7 @@ def load_reward_source(
         mean=float(mean or 0.0) if normalize else 0.0,
         std=float(std or 1.0) if normalize else 1.0,
         precision=precision,
+        budget=Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model)),
     )
     return source, [note for note in notes if note]
 
@@ -194,23 +201,32 @@ def score_sequences(
     model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
     precision: str,
+    budget: Budget = AT_A_TIME,
     *,
     groups: Sequence[Hashable] | None = None,
     label: int = 0,
     as_probability: bool = False,
-    chunk: int = 64,
 ) -> torch.Tensor:
     """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability.
 
     `groups` are those of `sequence_scores`.
     """
-    device = next(model.parameters()).device
-    with autocast(device, precision):
+    if not sequences:
+        return torch.zeros(0)
+    shared = None
+    if groups is not None and shares_prefixes(model):
+        members: dict[Hashable, list[list[int]]] = {}
+        for sequence, group in zip(sequences, groups, strict=True):
+            members.setdefault(group, []).append(list(sequence))
+        prefix = {group: len(commonprefix(own)) for group, own in members.items()}
+        shared = [prefix[group] for group in groups]
+    cut = budget.cut([len(ids) for ids in sequences], groups, shared)
+    with autocast(next(model.parameters()).device, precision):
         parts = [
-            sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
-            for part in chunks(range(len(sequences)), chunk)
+            sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part]).float().cpu()
+            for part in cut
         ]
-    logits = torch.cat(parts).float().cpu()
+    logits = torch.stack(in_order(parts, cut))
     if as_probability:
         logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
     return logits[:, label]

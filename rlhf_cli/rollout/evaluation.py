@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.rollout.experience import Models, PromptRow, collect
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text
 from rlhf_cli.training.distributed import World
@@ -48,6 +48,7 @@ def evaluate(
     judge: Judge | None,
     sampling: Sampling,
     batch_size: int,
+    budget: Budget,
     precision: str,
 ) -> Evaluation:
     """Sample one reply to each prompt and measure it; `table` [prompts, tokens] are the uniforms.
@@ -67,7 +68,7 @@ def evaluate(
             models,
             sampling=sampling,
             tokenizer=tokenizer,
-            microbatch_size=batch_size,
+            budget=budget,
             precision=precision,
             recompute=True,
             with_values=False,

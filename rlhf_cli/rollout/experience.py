@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.kl import kl_full
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import (
@@ -219,6 +219,32 @@ class Rollout:
     """Seconds that the log-probabilities and values took."""
 
 
+def whole_lengths(prompts: Sequence[PromptRow], responses: Sequence[Response]) -> list[int]:
+    """[B] tokens of each prompt with its response."""
+    return [len(p.ids) + len(r.ids) for p, r in zip(prompts, responses, strict=True)]
+
+
+def cut_responses(
+    budget: Budget, policy: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
+) -> list[list[int]]:
+    """Microbatches of prompts with their responses, by number; those to one prompt together where it is shared."""
+    lengths = whole_lengths(prompts, responses)
+    if not shares_prefixes(policy):
+        return budget.cut(lengths)
+    return budget.cut(lengths, [tuple(p.ids) for p in prompts], [len(p.ids) for p in prompts])
+
+
+def padded_rows(parts: Sequence[torch.Tensor], cut: Sequence[Sequence[int]], lengths: Sequence[int]) -> torch.Tensor:
+    """Numbers of tokens, computed microbatch by microbatch of `cut`, as one row a response: [B, R], in their order.
+
+    >>> padded_rows([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [[1], [0]], [1, 2])
+    tensor([[3., 0.],
+            [1., 2.]])
+    """
+    rows = [part.split([lengths[i] for i in chunk]) for part, chunk in zip(parts, cut, strict=True)]
+    return pad_rows(torch.cat(in_order(rows, cut)), lengths)
+
+
 def collect(
     prompts: Sequence[PromptRow],
     table: torch.Tensor,
@@ -226,7 +252,7 @@ def collect(
     *,
     sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase,
-    microbatch_size: int | None,
+    budget: Budget,
     precision: str,
     recompute: bool,
     with_values: bool = True,
@@ -247,8 +273,9 @@ def collect(
     sampled = time.monotonic()
     lengths = [len(response.ids) for response in responses]
     flat: dict[str, list[torch.Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}
+    cut = cut_responses(budget, models.policy, prompts, responses)
     with torch.no_grad():
-        for part in chunks(range(len(prompts)), microbatch_size):
+        for part in cut:
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
             flat["ref_logprobs"].append(ref_response_logprobs(models, some, answers, sampling, precision))
             if recompute:
@@ -262,7 +289,7 @@ def collect(
                     flat["kl_full"].append(scores.kl_full)
             elif with_values and models.value_model is not None:
                 flat["values"].append(response_values(models.value_model, some, answers, precision))
-    padded = {key: pad_rows(torch.cat(parts), lengths) for key, parts in flat.items() if parts}
+    padded = {key: padded_rows(parts, cut, lengths) for key, parts in flat.items() if parts}
     drawn = torch.tensor([x for response in responses for x in response.logprobs], device=device)
     sampled_logprobs = pad_rows(drawn, lengths)
     return Rollout(

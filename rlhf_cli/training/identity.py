@@ -25,6 +25,8 @@ NOT_PART: dict[str, Any] = {
 """Keys that say where and how safely a stage runs, and not what it computes: a run that comes to its end comes to the
 same one, whatever these are."""
 MAY_CHANGE = (
+    "config.training.tokens_per_microbatch",
+    "config.ppo.tokens_per_microbatch",
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
     "config.training.num_steps",

@@ -34,6 +34,7 @@ from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
+from rlhf_cli.training.speed import Speed
 
 WHAT_TO_TRY = (
     "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for numbers that are not "
@@ -64,6 +65,9 @@ class StageRun:
         self.stop_requests = StopRequests()
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
+        self.speed = Speed(stage, self.world)
+        self.tokens_per_microbatch: int | None = None
+        """What was given or found, once the model is there: said where memory runs out."""
         self._files: dict[str, JsonLines] = {}
         self._last_checkpoint = self.started
         self._saved_step = 0
@@ -95,7 +99,9 @@ class StageRun:
             finally:
                 self.lock.release()
         if error is not None and is_out_of_memory(error):
-            raise RunError(f"{self.stage}: {what_to_lower(self.config, self.world.size)}") from None
+            raise RunError(
+                f"{self.stage}: {what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)}"
+            ) from None
         if error is None and self.stop_requests.received is not None:
             raise self._interrupted(self.stop_requests.received, "the stage was done by then, and is finished")
 
@@ -195,6 +201,7 @@ class StageRun:
             self.checkpoints.save(step)
             self._saved_step = step
             self._last_checkpoint = time.monotonic()
+            self.speed.count("checkpoint", seconds=self._last_checkpoint - began)
             self.record("checkpoints", {"step": step, "pause_s": round(self._last_checkpoint - began, 4)})
         if stop is not None:
             if self.world.is_main:
@@ -373,4 +380,5 @@ class StageRun:
             raise ArtifactError(f"{self.directory}: can't be published ({error.strerror or error})") from None
         shutil.rmtree(self.place, ignore_errors=True)
         place = artifacts.stage_directory(self.config.artifacts, self.stage)
+        self.display.note(self.speed.line())
         self.display.note(f"finished in {time.monotonic() - self.started:.0f} s, {place}/model is the model")

@@ -1,0 +1,212 @@
+"""What a model costs: floating-point operations and bytes of a token, against what the device has and can do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
+from rlhf_cli.models.linear import linear
+
+CPU_TOKENS = 2048
+"""What `auto` takes on a CPU, where that much fits. Processor time a token of a forward and backward pass on one Zen 5
+core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches.py):
+
+    tokens at a time         256    512   1024   2048   4096   8192  16384
+    1 M parameters          1.32   1.11   1.01   1.00   1.01   1.12   1.16
+    23 M parameters         1.24   1.09   1.02   1.00   1.01   1.05      -
+
+Below, each operation's own cost shows; above, what one layer leaves for the next is out of the cache by then, and the
+memory of large tensors is given back to the system and taken from it again."""
+GPU_TOKENS = 65_536
+"""The most that `auto` takes on a GPU, whose products have long been large enough by then."""
+FEWEST_TOKENS = 256
+SHARE = 0.6
+"""Of the memory beside weights, gradients and moments, what a microbatch may take: the rest is for the sampler's cache,
+what the allocator can't use, and a backward pass's own tensors."""
+LOGITS_COPIES = 4
+"""Float32 tensors as large as the logits that live at once while a token's log-probability and gradient are computed:
+the logits, what temperature and filters make of them, the gradients of both."""
+GB = 1024**3
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def token_budget(
+    trained: Sequence[PreTrainedModel],
+    frozen: Sequence[PreTrainedModel],
+    device: torch.device,
+    precision: str,
+    num_processes: int,
+) -> int:
+    """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
+
+    ``SHARE * (total - static) / (activation_bytes + LOGITS_COPIES * 4 * V)``, at least FEWEST_TOKENS, at most
+    CPU_TOKENS or GPU_TOKENS, where ``static`` is 4 bytes a weight and 12 more a trained one (its gradient and AdamW's
+    two moments), and V the largest vocabulary of a language model.
+
+    It follows from the models' shapes, the precision and the memory that the device has in all, never from what is
+    free just now or from a clock: a run that goes on on a machine of the same kind computes the same bytes.
+
+    Args:
+        trained: the models whose graphs are held at once until the backward pass.
+        frozen: what else is in the device's memory, each model once.
+        device: the total is a GPU's memory, or this machine's (within the limit of its container) on a CPU.
+        num_processes: on a CPU they share it.
+    """
+    static = sum(4 * p.numel() + (12 * p.numel() if p.requires_grad else 0) for m in trained for p in m.parameters())
+    static += sum(4 * p.numel() for m in frozen for p in m.parameters())
+    a_token = sum(activation_bytes(model, precision) for model in trained)
+    vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
+    a_token += LOGITS_COPIES * 4 * vocabulary
+    total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
+    fitting = int(SHARE * (total - static) / a_token)
+    return max(FEWEST_TOKENS, min(fitting, GPU_TOKENS if device.type == "cuda" else CPU_TOKENS))
+
+
+def activation_bytes(model: PreTrainedModel, precision: str) -> float:
+    """What the backbone keeps of each token for the backward pass, in bytes.
+
+    It is counted, not computed from a formula: what autograd keeps of a sequence of 16 tokens less what it keeps of
+    one of 8, over 8; the difference has neither weights nor tables in it. For a Llama in float32 it is about
+    ``4 * layers * (9 * hidden + 2 * key_value_width + 4 * intermediate)``: of a layer the two norms' inputs, scaled
+    inputs and outputs, query, key, value, what attention gives, gate, its activation, up and their product. Other
+    families, adapters and a half precision are counted as they are. With attention that keeps its N x N weights more is
+    needed for long sequences.
+    """
+    return (_kept(model, 16, precision) - _kept(model, 8, precision)) / 8
+
+
+def _kept(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
+    """Bytes of the tensors that autograd keeps of a forward pass, each memory once."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device = next(model.parameters()).device
+    ids = (torch.arange(num_tokens, device=device) * 7 + 3) % vocabulary_rows(model)
+    with (
+        torch.enable_grad(),
+        autocast(device, precision),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        # While the output lives all of them do, and no two have the same address.
+        output = model.base_model(input_ids=ids[None])
+    del output
+    return sum(kept.values())
+
+
+def total_memory(device: torch.device) -> int:
+    """The memory that the device has in all, in bytes; a container's limit counts where it is the lower."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(limit).is_file():
+            text = Path(limit).read_text(encoding="utf-8").strip()
+            total = min(total, int(text)) if text.isdecimal() else total
+    return total
+
+
+# ------------------------------------------------------------------------------------------- operations
+
+
+@dataclass(frozen=True)
+class Work:
+    """The floating-point operations of a model, counted from its shape; a multiplication with its addition is two.
+
+    The count of Kaplan et al. 2020 (arXiv 2001.08361, table 1) and of PaLM (Chowdhery et al. 2022, appendix B): two a
+    weight and token forward, twice that backward, and attention by itself. Norms, activations, softmax and the
+    optimizer are left out, and so is whatever is computed twice. Unlike theirs a token's attention counts the tokens
+    that it can see and no others, and the head the tokens that it runs on.
+
+    >>> Work(weights=100, trained=100, head=30, width=4).forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
+    816
+    >>> Work(weights=100, trained=100, head=30, width=4).training([3], 2)
+    2448
+    """
+
+    weights: int
+    """That a token passes: those of the layers, without embeddings and head; of experts its share."""
+    trained: int
+    """Of these, those that get a gradient."""
+    head: int
+    """Weights of the head over the vocabulary."""
+    width: int
+    """Of the queries, summed over the layers: layers x heads x head_dim."""
+
+    def forward(self, lengths: Sequence[int], head_tokens: int) -> int:
+        """``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``.
+
+        Args:
+            lengths: tokens of each sequence, N in all; ``pairs`` are the tokens that see one another, n (n + 1) / 2 of
+                a sequence of n (queries with keys and weights with values are two products of 2 * width each).
+            head_tokens: tokens that the head runs on.
+        """
+        pairs = sum(n * (n + 1) // 2 for n in lengths)
+        return 2 * self.weights * sum(lengths) + 2 * self.head * head_tokens + 4 * self.width * pairs
+
+    def training(self, lengths: Sequence[int], head_tokens: int) -> int:
+        """``3 * forward``, less the weights' gradients of what is frozen."""
+        return 3 * self.forward(lengths, head_tokens) - 2 * (self.weights - self.trained) * sum(lengths)
+
+
+def work_of(model: PreTrainedModel) -> Work:
+    """The count of a model's weights that `Work` multiplies."""
+    config, backbone = model.config.get_text_config(), model.base_model
+    tables = {id(p) for m in backbone.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    experts = getattr(config, "num_experts_per_tok", None)
+    weights = trained = 0
+    for parameter in backbone.parameters():
+        if id(parameter) in tables:
+            continue
+        size = parameter.numel()
+        if experts and parameter.ndim == 3:
+            # The weights of all experts in one: [experts, out, in].
+            size = size * experts // parameter.shape[0]
+        weights += size
+        trained += size if parameter.requires_grad else 0
+    head = model.get_output_embeddings()
+    assert head is None or isinstance(head.weight, torch.Tensor)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Work(
+        weights, trained, head.weight.numel() if head is not None else 0, config.num_hidden_layers * heads * head_dim
+    )
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """The most operations a second that a matrix product reaches here, in the precision of the forward passes.
+
+    The best of several products: a square one of 1024 on a CPU, which takes 10 to 40 ms a core, of 8192 on a GPU.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.rand(size, size, generator=draw).to(device) for _ in range(2))
+    best = 0.0
+    with torch.no_grad(), autocast(device, precision):
+        if computes_in_bfloat16(device, precision):
+            x, weight = x.bfloat16(), weight.bfloat16()
+        for _ in range(5):
+            synchronize(device)
+            started = time.perf_counter()
+            linear(x, weight)
+            synchronize(device)
+            best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was told; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
