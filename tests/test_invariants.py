@@ -763,13 +763,16 @@ def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, tabl
     models = Models(double(policy), double(policy), double(classifiers[0]))
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     drawn = Sampling(stop=frozenset(STOP))
-<<<<<<< HEAD
     rollout = collect(
-        rows, table, models, sampling=drawn, tokenizer=None, microbatch_size=3, precision="float32", recompute=recompute
+        rows,
+        table,
+        models,
+        sampling=drawn,
+        tokenizer=None,
+        budget=Budget(LARGE, 3),
+        precision="float32",
+        recompute=recompute,
     )
-=======
-    rollout = collect(rows, table, models, sampling=drawn, tokenizer=None, budget=Budget(LARGE, 3), precision="float32")
->>>>>>> 6db2558 (Microbatches by tokens in the three stages; seconds, tokens a second and MFU of each phase in the metrics)
     assert rollout.values.abs().max() > 0.1
     lengths = [len(p) + len(r.ids) for p, r in zip(PROMPTS, rollout.responses, strict=True)]
     for budget in BUDGETS:

@@ -1005,9 +1005,10 @@ def test_out_of_memory_says_what_was_tried_and_what_to_lower(error, stopped, mon
         message = refused(arguments, code=1)
     assert "out of memory" in message
     assert "3 rows of at most 96 tokens" in message
-    assert "Lower training.microbatch_size" in message
-    said = succeed(arguments, "--set", "training.microbatch_size=1")
-    assert "goes on with another training.microbatch_size" in said
+    assert "Lower training.tokens_per_microbatch below 288" in message
+    said = succeed(arguments, "--set", "training.tokens_per_microbatch=100")
+    assert "goes on with another training.tokens_per_microbatch" in said
+    assert "at most 100 tokens at a time" in said
     assert "goes on after step 4" in said
 
 
@@ -1017,8 +1018,8 @@ def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
     arguments = stopped("ppo", tmp_path)
     monkeypatch.setattr(ppo_stage, "_update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA ...")))
     message = refused(arguments, code=1)
-    assert "4 responses of at most 512 + 8 tokens" in message
-    assert "Lower ppo.microbatch_size" in message
+    assert "4 responses of at most 512 + 8 tokens and 2048 tokens in all" in message
+    assert "Lower ppo.tokens_per_microbatch below 2048" in message
 
 
 # -------------------------------------------------------------------------------------------- kills

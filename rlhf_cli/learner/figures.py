@@ -126,8 +126,8 @@ def count_rollout(learner: Learner, rollout: Rollout) -> None:
     num_tokens, sampled = sum(lengths), sum(len(r.ids) for r in rollout.responses)
     forward = learner.policy_work.forward(lengths, sampled)
     speed.count("rollout", seconds=rollout.sample_s, tokens=num_tokens, flops=forward)
-    # The policy and ref_policy, which are of one shape, and the values where they are of a model of their own.
-    flops = 2 * forward
+    # ref_policy is of the policy's shape; the policy itself where its captured log-probabilities do not serve.
+    flops = forward if rollout.logprobs is rollout.sampled_logprobs else 2 * forward
     if learner.value_work is not None and models.value_model is not None:
         flops += learner.value_work.forward(lengths, 0)
     speed.count("scoring", seconds=rollout.score_s, tokens=num_tokens, flops=flops)

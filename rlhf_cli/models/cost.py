@@ -33,7 +33,8 @@ what the allocator can't use, and a backward pass's own tensors."""
 LOGITS_COPIES = 4
 """Float32 tensors as large as the logits that live at once while a token's log-probability and gradient are computed:
 the logits, what temperature and filters make of them, the gradients of both."""
-GB = 1024**3
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where Linux says how much memory a container may have."""
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -76,10 +77,10 @@ def activation_bytes(model: PreTrainedModel, precision: str) -> float:
 
     It is counted, not computed from a formula: what autograd keeps of a sequence of 16 tokens less what it keeps of
     one of 8, over 8; the difference has neither weights nor tables in it. For a Llama in float32 it is about
-    ``4 * layers * (9 * hidden + 2 * key_value_width + 4 * intermediate)``: of a layer the two norms' inputs, scaled
-    inputs and outputs, query, key, value, what attention gives, gate, its activation, up and their product. Other
-    families, adapters and a half precision are counted as they are. With attention that keeps its N x N weights more is
-    needed for long sequences.
+    ``4 * layers * (7 * hidden + 2 * key_value_width + 4 * intermediate)``: of a layer the two norms' inputs and
+    outputs, query, key, value, what attention gives (twice: as it comes and as the next product takes it), gate, its
+    activation, up and their product. Other families, adapters and a half precision are counted as they are. Attention
+    that keeps its N x N weights needs more for long sequences than is said here.
     """
     return (_kept(model, 16, precision) - _kept(model, 8, precision)) / 8
 
@@ -111,7 +112,7 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit in LIMITS:
         if Path(limit).is_file():
             text = Path(limit).read_text(encoding="utf-8").strip()
             total = min(total, int(text)) if text.isdecimal() else total

@@ -1,0 +1,138 @@
+"""Processor time of a token and peak memory against the tokens of a microbatch, on one core.
+
+    python benchmarks/microbatches.py               # both models, about 4 minutes
+    python benchmarks/microbatches.py --models a
+
+Rows of 90 tokens on average (lognormal, 8 to 400), the second half of each learnt, a forward and backward pass, and a
+forward pass alone. The sizes take turns in one process, and the least of the rounds counts. The memory of a size is
+measured by itself, in a process that gives freed memory back at once; beside it stands what `auto` reckons with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from rlhf_cli.data.batches import token_chunks
+from rlhf_cli.models.cost import LOGITS_COPIES, activation_bytes
+from rlhf_cli.models.forward import target_logits
+from rlhf_cli.models.load import prepare
+from rlhf_cli.tensor_ops import token_logprobs
+
+SHAPES = {"a": (128, 344, 4, 4, 2048), "b": (512, 1376, 6, 8, 8192)}
+"""hidden, intermediate, layers, heads, vocabulary."""
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+TOTAL = {"a": 16384, "b": 8192}
+
+
+def new(name: str) -> PreTrainedModel:
+    hidden, intermediate, layers, heads, vocabulary = SHAPES[name]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    note = prepare(model, torch.device("cpu"))
+    assert note is None, note
+    return model
+
+
+def rows(name: str) -> list[list[int]]:
+    draw = random.Random(0)
+    found: list[list[int]] = []
+    while sum(map(len, found)) < TOTAL[name]:
+        length = max(8, min(400, int(draw.lognormvariate(4.45, 0.43))))
+        found.append([draw.randrange(SHAPES[name][-1]) for _ in range(length)])
+    return found
+
+
+def work(model: PreTrainedModel, sequences: list[list[int]], size: int, *, backward: bool) -> None:
+    for part in token_chunks([len(ids) for ids in sequences], size):
+        some = [sequences[i] for i in part]
+        with torch.set_grad_enabled(backward):
+            logits, targets = target_logits(
+                model, some, [[j >= len(ids) // 2 for j in range(len(ids))] for ids in some]
+            )
+            loss = -token_logprobs(logits, targets).sum()
+        if backward:
+            loss.backward()
+
+
+def compare_times(name: str, rounds: int) -> None:
+    model, sequences = new(name), rows(name)
+    num_tokens = sum(map(len, sequences))
+    sizes = [size for size in SIZES if size <= TOTAL[name]]
+    for backward in (True, False):
+        work(model, sequences, sizes[0], backward=backward)
+        best = dict.fromkeys(sizes, float("inf"))
+        for _ in range(rounds):
+            for size in sizes:
+                started = time.process_time()
+                work(model, sequences, size, backward=backward)
+                best[size] = min(best[size], time.process_time() - started)
+        least = min(best.values())
+        for size in sizes:
+            what = "forward and backward" if backward else "forward"
+            print(
+                f"{name}  {what:20}  {size:6} tokens  {best[size] / num_tokens * 1e6:7.1f} us/token  "
+                f"{best[size] / least:.2f}",
+                flush=True,
+            )
+
+
+def print_peak(name: str, size: int) -> None:
+    """The most memory of a forward and backward pass over one microbatch, beyond what was there before it (Linux)."""
+    model, sequences = new(name), rows(name)
+    part = token_chunks([len(ids) for ids in sequences], size)[0]
+    some = [sequences[i] for i in part]
+    work(model, some[-1:], size, backward=True)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    work(model, some, size, backward=True)
+    num_tokens = sum(map(len, some))
+    learnt = sum(len(ids) - len(ids) // 2 for ids in some)
+    reckoned = activation_bytes(model, "float32") * num_tokens + LOGITS_COPIES * 4 * SHAPES[name][-1] * learnt
+    print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  reckoned {reckoned / 2**20:.1f} MB")
+
+
+def _status(key: str) -> float:
+    """A figure of this process's memory, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peak", nargs=2, metavar=("MODEL", "TOKENS"), help="one figure of memory, and nothing else")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.peak:
+        print_peak(args.peak[0], int(args.peak[1]))
+        return
+    for name in args.models:
+        compare_times(name, args.rounds)
+        for size in (1024, 2048, 4096):
+            # Freed memory goes back at once, or what was used before would hide what is needed.
+            keeps_nothing = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
+            command = [sys.executable, __file__, "--peak", name, str(size)]
+            subprocess.run(command, env={**os.environ, **keeps_nothing}, check=True)
+
+
+if __name__ == "__main__":
+    main()

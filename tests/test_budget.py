@@ -1,0 +1,409 @@
+"""How much is computed at a time: cuts by tokens, hands of processes, what fits into memory; and how fast a run is."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, read_jsonl
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.data.batches import deal, in_order, token_chunks
+from rlhf_cli.models import cost
+from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import target_logits
+from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.tensor_ops import token_logprobs
+from rlhf_cli.training import speed
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.speed import Speed
+from stages import sft as sft_stage
+
+CPU = torch.device("cpu")
+GB = 1024**3
+
+# ------------------------------------------------------------------------------------------ microbatches
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_chunks_have_every_row_once_and_keep_to_their_limits(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 50) for _ in range(draw.randint(0, 40))]
+    groups = [draw.randint(0, 12) for _ in lengths] if seed % 3 == 0 else None
+    budget, max_rows, padded = draw.randint(1, 200), draw.choice([None, 1, 4]), seed % 2 == 1
+    cut = token_chunks(lengths, budget, max_rows, groups, padded=padded)
+    assert sorted(row for chunk in cut for row in chunk) == list(range(len(lengths)))
+    for chunk in cut:
+        own = [lengths[row] for row in chunk]
+        alone = len({groups[row] for row in chunk}) == 1 if groups is not None else len(chunk) == 1
+        assert alone or (len(own) * max(own) if padded else sum(own)) <= budget
+        assert alone or max_rows is None or len(chunk) <= max_rows
+    if groups is not None:
+        for group in set(groups):
+            assert sum(any(groups[row] == group for row in chunk) for chunk in cut) == 1, "a group was cut"
+    longest = [max(lengths[row] for row in chunk) for chunk in cut]
+    assert longest == sorted(longest, reverse=True)
+    if not padded and groups is None and max_rows is None:
+        # No chunk takes in less than it could: the next row would not have fitted.
+        for chunk, after in itertools.pairwise(cut):
+            assert sum(lengths[row] for row in chunk) + lengths[after[0]] > budget
+
+
+def test_the_same_rows_come_in_the_same_order_wherever_they_are_cut_from():
+    """Scoring and the update then compute the same rows alike, to the last bit."""
+    lengths = [5, 9, 5, 9, 2]
+    (whole,) = token_chunks(lengths, 100)
+    assert whole == [1, 3, 0, 2, 4]
+    (some,) = token_chunks([lengths[row] for row in (0, 2, 3)], 100)
+    assert [(0, 2, 3)[row] for row in some] == [3, 0, 2]
+
+
+def test_in_order_puts_rows_back():
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    cut = token_chunks(lengths, 10)
+    assert len(cut) > 2
+    assert in_order(([lengths[row] for row in chunk] for chunk in cut), cut) == lengths
+    assert in_order([], []) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+def test_processes_get_as_many_rows_and_about_as_many_tokens(seed, num_processes):
+    draw = random.Random(seed)
+    lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(draw.randint(0, 64))]
+    hands = deal(lengths, num_processes)
+    assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
+    sizes = [len(hand) for hand in hands]
+    assert max(sizes) - min(sizes) <= 1
+    tokens = [sum(lengths[row] for row in hand) for hand in hands]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    assert deal(lengths, num_processes) == hands
+
+
+def test_dealing_is_fairer_than_every_nth_row():
+    draw = random.Random(0)
+    gaps = {"dealt": 0, "every second": 0}
+    for _ in range(50):
+        lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(16)]
+        for name, hands in (("dealt", deal(lengths, 2)), ("every second", [range(0, 16, 2), range(1, 16, 2)])):
+            a, b = (sum(lengths[row] for row in hand) for hand in hands)
+            gaps[name] += abs(a - b)
+    assert gaps["dealt"] < 0.4 * gaps["every second"], gaps
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, vocab=500, cls=LlamaForCausalLM):
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocab,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    model = cls(config)
+    assert prepare(model, CPU) is None
+    return model
+
+
+def test_activation_bytes_are_those_of_the_formula():
+    model = llama()
+    wanted = 4 * 3 * (7 * 64 + 2 * 32 + 4 * 176)
+    assert activation_bytes(model, "float32") == pytest.approx(wanted, rel=0.05)
+    assert activation_bytes(model, "float32") == activation_bytes(model, "float32")
+    assert activation_bytes(llama(layers=6), "float32") == pytest.approx(2 * wanted, rel=0.05)
+    assert activation_bytes(model, "bfloat16") < 0.8 * wanted
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_keeps_something_of_a_token(architecture, pipeline):
+    model = load_policy(str(pipeline(architecture) / "sft/model"))
+    prepare(model, CPU)
+    state = torch.get_rng_state()
+    config = model.config.get_text_config()
+    least = 4 * config.num_hidden_layers * 6 * config.hidden_size
+    assert activation_bytes(model, "float32") > least
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_budget_by_hand(monkeypatch):
+    """It follows from shapes and the memory in all, and is within its bounds."""
+    model, judge = llama(), llama(cls=LlamaForSequenceClassification)
+    weights, judging = (sum(p.numel() for p in m.parameters()) for m in (model, judge))
+    a_token = activation_bytes(model, "float32") + 4 * 4 * 500
+
+    def budget(gigabytes, trained=(model,), frozen=(), num_processes=1):
+        monkeypatch.setattr(cost, "total_memory", lambda _: gigabytes * GB)
+        return token_budget(trained, frozen, CPU, "float32", num_processes)
+
+    wanted = int(0.6 * (0.05 * GB - 16 * weights) / a_token)
+    assert FEWEST_TOKENS < wanted < CPU_TOKENS
+    assert budget(0.05) == wanted
+    assert budget(0.1, num_processes=2) == wanted
+    assert budget(0.05, frozen=[judge]) == int(0.6 * (0.05 * GB - 16 * weights - 4 * judging) / a_token)
+    both = a_token + activation_bytes(judge, "float32")
+    assert budget(0.1, trained=[model, judge]) == int(0.6 * (0.1 * GB - 16 * (weights + judging)) / both)
+    assert budget(64) == CPU_TOKENS
+    assert budget(0.0001) == FEWEST_TOKENS
+    for p in model.model.layers.parameters():
+        p.requires_grad_(False)
+    assert budget(0.05) > wanted, "what is frozen needs no gradient and no moments"
+
+
+def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
+    whole = cost.total_memory(CPU)
+    assert whole > GB // 2
+    limit = tmp_path / "memory.max"
+    for text, wanted in (("max\n", whole), (f"{GB // 4}\n", GB // 4), (f"{2**62}\n", whole)):
+        limit.write_text(text)
+        monkeypatch.setattr(cost, "LIMITS", (str(limit), str(tmp_path / "missing")))
+        assert cost.total_memory(CPU) == wanted
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from test_budget import llama, reckoned_and_done
+model = llama(hidden=128, intermediate=344, layers=4, heads=4, key_value_heads=4, vocab=2048)
+reckoned_and_done(model, 64)
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+print(reckoned_and_done(model, 2048) / (memory("VmHWM") - before))
+"""
+
+
+def reckoned_and_done(model, num_tokens):
+    """A forward and backward pass over rows of 64 tokens, all learnt; returns the bytes that `auto` reckons with."""
+    torch.set_num_threads(1)
+    some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
+    logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))
+    (-token_logprobs(logits, targets).sum()).backward()
+    return num_tokens * (activation_bytes(model, "float32") + cost.LOGITS_COPIES * 4 * 2048)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_reckoned_with_is_what_is_needed(tmp_path):
+    """Against the peak of a process that gives freed memory back at once."""
+    here = Path(__file__).resolve().parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))),
+        "MALLOC_MMAP_THRESHOLD_": "16384",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert 0.75 < float(found.stdout) < 1.35, "reckoned bytes over measured ones"
+
+
+# ------------------------------------------------------------------------------------------ operations
+
+
+def models():
+    """A model of each kind, wide enough that its norms and biases count for little."""
+    return {
+        "llama": LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=128,
+                intermediate_size=320,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=48,
+                vocab_size=300,
+            )
+        ),
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=300, n_positions=64)),
+        "gpt-neox": GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+            )
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=128,
+                intermediate_size=160,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=300,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+            )
+        ),
+    }
+
+
+def counted(model, length, *, backward):
+    """The operations of a pass over one sequence, by torch's own counter."""
+    ids = torch.arange(length)[None] + 3
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "mixtral"])
+def test_operations_are_those_that_torch_counts(name):
+    model = models()[name]
+    model.set_attn_implementation("eager")
+    if name == "mixtral":
+        model.set_experts_implementation("eager")
+    work, length = work_of(model), 40
+    # torch multiplies every token with every other one, ours counts those that it may see.
+    unseen = 4 * work.width * (length * length - length * (length + 1) // 2)
+    forward = work.forward([length], length)
+    assert counted(model, length, backward=False) == pytest.approx(forward + unseen, rel=0.02)
+    assert counted(model, length, backward=True) == pytest.approx(3 * (forward + unseen), rel=0.02)
+    assert work.training([length], length) == 3 * forward
+    assert work.forward([15, 25], 7) == work.forward([15], 3) + work.forward([25], 4)
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute():
+    model = models()["llama"]
+    model.set_attn_implementation("eager")
+    for p in model.model.layers.parameters():
+        p.requires_grad_(False)
+    work, length = work_of(model), 40
+    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
+    assert work.trained < 0.01 * work.weights
+    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+
+
+def test_the_peak_is_measured_without_touching_the_run():
+    state = torch.get_rng_state()
+    assert peak_flops(CPU, "float32") > 1e9
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# ----------------------------------------------------------------------------------------------- speed
+
+
+class Two(World):
+    """The first of two processes, of which the other did as much."""
+
+    def sum_floats(self, values):
+        return {key: 2 * value for key, value in values.items()}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    now = SimpleNamespace(at=100.0)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(monotonic=lambda: now.at))
+    return now
+
+
+def test_rows_by_hand(clock):
+    watch = Speed("sft", Two(0, 2, CPU))
+    watch.peak_flops = 1000.0
+    with watch.phase("data"):
+        clock.at += 1
+    with watch.phase("step"):
+        clock.at += 4
+    watch.count("step", tokens=100, flops=600)
+    row = watch.row()
+    assert row.pop("memory/peak_gb") > 0
+    assert row == {
+        "time/data_s": 1.0,
+        "time/step_s": 4.0,
+        "time/evaluation_s": 0.0,
+        "time/checkpoint_s": 0.0,
+        "speed/step_tokens_per_s": 50.0,  # 2 x 100 in 4 s
+        "speed/step_mfu": 0.15,  # 2 x 600 of 2 x 1000 x 4
+    }
+    # What comes between two rows is in the second of them, and nothing twice.
+    watch.count("checkpoint", seconds=2.5)
+    with watch.phase("evaluation"):
+        clock.at += 0.5
+    row = watch.row()
+    assert (row["time/checkpoint_s"], row["time/evaluation_s"], row["time/step_s"]) == (2.5, 0.5, 0.0)
+    assert row["speed/step_tokens_per_s"] == 0.0
+    clock.at = 110.0
+    line = watch.line()
+    assert line.startswith("speed: step 50 tokens/s (MFU 15%); peak 0 GFLOPS; time:")
+    assert "time: data 10%, step 40%, evaluation 5%, checkpoint 25%, rest 20%; memory at most" in line
+    assert "\n" not in line
+
+
+STEP = {"time/data_s", "time/step_s", "speed/step_tokens_per_s", "speed/step_mfu"}
+ITERATION = {f"time/{name}_s" for name in ("rollout", "scoring", "reward", "update")} | {
+    f"speed/{name}_{what}" for name in ("rollout", "scoring", "update") for what in ("tokens_per_s", "mfu")
+}
+ALWAYS = {"time/evaluation_s", "time/checkpoint_s", "memory/peak_gb", "time/elapsed_s"}
+
+
+@pytest.mark.parametrize(("stage", "own"), [("sft", STEP), ("rm", STEP), ("ppo", ITERATION)])
+def test_every_row_of_a_run_says_how_fast_it_was(stage, own, pipeline):
+    rows = [
+        row
+        for row in read_jsonl(pipeline("llama") / stage / "metrics.jsonl")
+        if f"loss/{stage}" in row or "policy/ratio" in row
+    ]
+    assert rows
+    for row in rows:
+        assert own | ALWAYS == {key for key in row if key.startswith(("time/", "speed/", "memory/"))}
+        assert all(row[key] > 0 for key in own if key != "time/data_s"), row
+        assert all(0 < row[key] < 1.5 for key in own if key.endswith("mfu")), row
+        assert 0.1 < row["memory/peak_gb"] < 100
+
+
+def test_the_tokens_of_a_step_are_its_real_ones(make_model, run_stage, tmp_path, monkeypatch):
+    batches, real = [], sft_stage._accumulate
+
+    def watched(model, batch, *rest):
+        batches.append(sum(len(example.ids) for example in batch))
+        return real(model, batch, *rest)
+
+    monkeypatch.setattr(sft_stage, "_accumulate", watched)
+    place = run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
+    rows = [row for row in read_jsonl(place / "metrics.jsonl") if "loss/sft" in row]
+    found = [row["speed/step_tokens_per_s"] * row["time/step_s"] for row in rows]
+    # Seconds are written with four digits after the point.
+    assert found == pytest.approx(batches, rel=0.05)
+
+
+def test_a_stage_ends_with_a_line_of_its_speed(write_config, make_model, tmp_path, capsys):
+    path = write_config(
+        "sft", tmp_path, model={"path": str(make_model("llama"))}, training={"tokens_per_microbatch": 30}
+    )
+    sft_stage.run(load_config(path, SFTConfig))
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "speed:" in line]
+    assert "step " in line
+    assert "tokens/s (MFU" in line
+    assert "memory at most" in line
+    assert "at most 30 tokens at a time" in said
