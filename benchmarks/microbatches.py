@@ -30,7 +30,7 @@ from rlhf_cli.tensor_ops import token_logprobs
 SHAPES = {"a": (128, 344, 4, 4, 2048), "b": (512, 1376, 6, 8, 8192)}
 """hidden, intermediate, layers, heads, vocabulary."""
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-TOTAL = {"a": 16384, "b": 8192}
+TOTAL = {"a": 16384, "b": 4096}
 
 
 def new(name: str) -> PreTrainedModel:
