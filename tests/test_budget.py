@@ -245,7 +245,7 @@ def models():
                 vocab_size=300,
             )
         ),
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=300, n_positions=64)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=300, n_positions=256)),
         "gpt-neox": GPTNeoXForCausalLM(
             GPTNeoXConfig(
                 hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
@@ -282,7 +282,7 @@ def test_operations_are_those_that_torch_counts(name):
     model.set_attn_implementation("eager")
     if name == "mixtral":
         model.set_experts_implementation("eager")
-    work, length = work_of(model), 40
+    work, length = work_of(model), 240
     # torch multiplies every token with every other one, ours counts those that it may see.
     unseen = 4 * work.width * (length * length - length * (length + 1) // 2)
     forward = work.forward([length], length)
@@ -297,7 +297,7 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
     model.set_attn_implementation("eager")
     for p in model.model.layers.parameters():
         p.requires_grad_(False)
-    work, length = work_of(model), 40
+    work, length = work_of(model), 240
     unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
     assert work.trained < 0.01 * work.weights
     assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
