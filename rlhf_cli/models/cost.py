@@ -16,14 +16,14 @@ from rlhf_cli.models.linear import linear
 
 CPU_TOKENS = 2048
 """What `auto` takes on a CPU, where that much fits. Processor time a token of a forward and backward pass on one Zen 5
-core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches.py):
+core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches.py, docs/speed.md):
 
     tokens at a time         256    512   1024   2048   4096   8192  16384
-    1 M parameters          1.32   1.11   1.01   1.00   1.01   1.12   1.16
-    23 M parameters         1.24   1.09   1.02   1.00   1.01   1.05      -
+    1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
+    23 M parameters         1.19   1.09   1.02   1.00   1.01
 
-Below, each operation's own cost shows; above, what one layer leaves for the next is out of the cache by then, and the
-memory of large tensors is given back to the system and taken from it again."""
+Below, each operation's own cost shows; far above, memory of large tensors is given back to the system and taken from
+it again. Where it is all the same the smaller memory decides."""
 GPU_TOKENS = 65_536
 """The most that `auto` takes on a GPU, whose products have long been large enough by then."""
 FEWEST_TOKENS = 256
@@ -189,7 +189,8 @@ def work_of(model: PreTrainedModel) -> Work:
 def peak_flops(device: torch.device, precision: str) -> float:
     """The most operations a second that a matrix product reaches here, in the precision of the forward passes.
 
-    The best of several products: a square one of 1024 on a CPU, which takes 10 to 40 ms a core, of 8192 on a GPU.
+    The best of ten products, or of those that half a second is enough for: square ones of 1024 on a CPU, which take 10
+    to 20 ms each on one core, of 8192 on a GPU.
     """
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator().manual_seed(0)
@@ -198,12 +199,21 @@ def peak_flops(device: torch.device, precision: str) -> float:
     with torch.no_grad(), autocast(device, precision):
         if computes_in_bfloat16(device, precision):
             x, weight = x.bfloat16(), weight.bfloat16()
-        for _ in range(5):
+        begun = time.perf_counter()
+        for _ in range(10):
             synchronize(device)
             started = time.perf_counter()
             linear(x, weight)
             synchronize(device)
-            best = max(best, 2 * size**3 / (time.perf_counter() - started))
+            ended = time.perf_counter()
+            best = max(best, 2 * size**3 / (ended - started))
+            if ended - begun > 0.5:
+                break
+    if device.type == "cuda":
+        # What the run needs at most is not what this needed.
+        del x, weight
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return best
 
 
