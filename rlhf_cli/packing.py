@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -195,6 +195,16 @@ def _prefixes(
         if shortest <= shared < len(text):
             prefix_of[b], prefix_length[b] = other, shared
     return prefix_of, prefix_length
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """With how many equal tokens all of the sequences begin.
+
+    >>> common_prefix([[5, 6, 7], [5, 6, 8], [5, 6]])
+    2
+    """
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> torch.Tensor:

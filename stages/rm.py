@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from os.path import commonprefix
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,6 +72,7 @@ from rlhf_cli.models.load import (
     save,
     save_facts,
 )
+from rlhf_cli.packing import common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
@@ -381,7 +381,7 @@ def _sequences(item: RankedIds | ScoredIds) -> list[list[int]]:
 def _num_tokens(item: RankedIds | ScoredIds, model: PreTrainedModel) -> int:
     """The tokens that are computed of a row: what its sequences begin with counts once where the model shares it."""
     sequences = _sequences(item)
-    shared = len(commonprefix(sequences)) if shares_prefixes(model) else 0
+    shared = common_prefix(sequences) if shares_prefixes(model) else 0
     return sum(map(len, sequences)) - (len(sequences) - 1) * shared
 
 

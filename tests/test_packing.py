@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import RMConfig
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Prompt, Ranking
 from rlhf_cli.models import attention, forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
@@ -394,7 +395,7 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
             models,
             sampling=replace(DRAWN, temperature=1.0),
             tokenizer=None,
-            microbatch_size=size,
+            budget=Budget(10_000, size),
             precision="float32",
             recompute=True,
         )

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import ClassVar, Literal
 
 import torch
@@ -29,7 +28,7 @@ from rlhf_cli.models.load import (
     reads_last_token,
     same_tokenizer,
 )
-from rlhf_cli.packing import pack
+from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.judged import Judged, RewardSource, shown
 
 Side = Literal["left", "right"]
@@ -218,7 +217,7 @@ def score_sequences(
         members: dict[Hashable, list[list[int]]] = {}
         for sequence, group in zip(sequences, groups, strict=True):
             members.setdefault(group, []).append(list(sequence))
-        prefix = {group: len(commonprefix(own)) for group, own in members.items()}
+        prefix = {group: common_prefix(own) for group, own in members.items()}
         shared = [prefix[group] for group in groups]
     cut = budget.cut([len(ids) for ids in sequences], groups, shared)
     with autocast(next(model.parameters()).device, precision):
