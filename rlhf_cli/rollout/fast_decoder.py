@@ -9,8 +9,8 @@ once a rollout, those with the same input side by side and in the order in which
 as a step or two and makes a step of a model with a hidden size of 512 a quarter shorter. A layer of any other class
 (an adapter around it) is called as it is.
 
-What is read here is checked against the model's own forward at the first use, `why_not_fast`. Where it differs, and
-for any other family, sampling goes through the forward.
+What is read here is checked against the model's own forward at the first use (`fast_decoder`). Where it differs, and
+for any other family, sampling goes through that forward (plain_decoder.py).
 """
 
 from __future__ import annotations
@@ -287,37 +287,46 @@ def _gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
 
 # ------------------------------------------------------------------------------------------ is it the model?
 
-_FOUND: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[type], str | None]] = weakref.WeakKeyDictionary()
-"""Of each model that was checked, the classes of its modules then, and what was found."""
+_GAPS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[type], float]] = weakref.WeakKeyDictionary()
+"""Of each model that was checked, the classes of its modules then, and what `_gap` found."""
 
 
 @torch.no_grad()
-def why_not_fast(model: PreTrainedModel) -> str | None:
-    """None where the fast tier gives the logits of the model's own forward, else a line that says why it is not used.
+def fast_decoder(model: PreTrainedModel, longest: int) -> FastDecoder:
+    """A decoder for rows of at most `longest` tokens, if it gives the logits of the model's own forward.
 
-    Two prompts of unequal length and a few tokens more, into a new page, are compared to 1e-4 of the largest
-    logit. It is done once for a model, and again when modules of it have been replaced (adapters).
+    That is checked at the first use of a model, and again when modules of it have been replaced (adapters). Raises
+    NotFastError, with the reason.
     """
-    classes = [type(module) for module in model.modules()]
-    if model in _FOUND and _FOUND[model][0] == classes:
-        return _FOUND[model][1]
-    reason = None
     try:
-        gap = _gap(model)
-        if not gap <= TOLERANCE:
-            reason = f"it differs from a plain forward by {gap:.1e}"
-    except NotFastError as error:
-        reason = str(error)
+        decoder = FastDecoder(model, longest)
+        classes = [type(module) for module in model.modules()]
+        if model not in _GAPS or _GAPS[model][0] != classes:
+            _GAPS[model] = classes, _gap(model)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"its modules are not those that the fast sampler knows ({type(error).__name__})"
-    if reason is not None:
-        reason = f"{type(model).__name__}: {reason}; it samples through its own forward, which is slower and as exact"
-    _FOUND[model] = (classes, reason)
-    return reason
+        raise NotFastError(
+            f"its modules are not those that the fast sampler knows ({type(error).__name__})"
+        ) from error
+    gap = _GAPS[model][1]
+    if not gap <= TOLERANCE:
+        raise NotFastError(f"the fast sampler differs from a plain forward by {gap:.1e}")
+    return decoder
+
+
+def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
+    """None where rows of `longest` tokens are sampled by the fast tier, else a line for the user that says why not."""
+    try:
+        fast_decoder(model, longest)
+    except NotFastError as reason:
+        return f"{type(model).__name__}: {reason}; it samples through its own forward, which is slower and as exact"
+    return None
 
 
 def _gap(model: PreTrainedModel) -> float:
-    """The largest difference of a logit from that of one forward a sequence, over the largest logit."""
+    """The largest difference of a logit from that of one forward a sequence, over the largest logit.
+
+    Of two prompts of unequal length and of a few tokens more, into a new page.
+    """
     steps, device = 3, next(model.parameters()).device
     lengths = [min(n, positions(model) - steps) for n in (PAGE - 1, 5)]
     texts = [[(7 * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for n in lengths]
