@@ -44,38 +44,35 @@ class PagedCache:
 
     # ------------------------------------------------------------------------------------- rows come and go
 
-    def open_rows(self, prompts: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]) -> None:
-        """Add the rows of some prompts, whose keys and values `write_prompts` then brings layer by layer.
+    def open_rows(self, prompts: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Add the rows of some prompts.
 
         prompts: different ones; copies: for each, the numbers of its rows, counted from the first new row.
-        Full pages are shared by the rows of a prompt; what begins a page is each row's own, for it goes on there.
+        Full pages are shared by the rows of a prompt; the tokens after them are each row's own, for it goes on there.
+
+        Returns, for each prompt, where its keys and values belong, for `write_prompts`: [3, n], token of the prompt,
+        page and slot in it.
         """
         pages: dict[int, list[int]] = {}
         lengths: dict[int, int] = {}
-        token, page, slot = [], [], []
-        at = 0
+        places = []
         for prompt, rows in zip(prompts, copies, strict=True):
-            full = len(prompt) // PAGE
+            full, rest = divmod(len(prompt), PAGE)
             shared = self._take(full, users=len(rows))
-            rest = len(prompt) - full * PAGE
-            token += range(at, at + full * PAGE)
-            page += [number for number in shared for _ in range(PAGE)]
-            slot += list(range(PAGE)) * full
+            place = [(slot + number * PAGE, page, slot) for number, page in enumerate(shared) for slot in range(PAGE)]
             for row in rows:
                 own = self._take(1) if rest else []
-                token += range(at + full * PAGE, at + len(prompt))
-                page += own * rest
-                slot += range(rest)
+                place += [(slot + full * PAGE, page, slot) for page in own for slot in range(rest)]
                 pages[row], lengths[row] = shared + own, len(prompt)
-            at += len(prompt)
+            places.append(torch.tensor(place).T)
         self.pages += [pages[row] for row in sorted(pages)]
         self.lengths += [lengths[row] for row in sorted(lengths)]
-        self._written = torch.tensor(token), torch.tensor(page), torch.tensor(slot)
         self.is_laid_out = False
+        return places
 
-    def write_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key, value [N, H_kv, D]: of the prompts' tokens end to end."""
-        token, page, slot = self._written
+    def write_prompts(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
+        """key, value [N, H_kv, D] of prompts end to end, places [3, n] with the tokens counted over all of them."""
+        token, page, slot = places
         self.keys[layer][page, :, :, slot] = key[token]
         self.values[layer][page, :, slot] = value[token]
 
@@ -104,8 +101,8 @@ class PagedCache:
             if self.users[page] == 0:
                 unused.append(page)
         self.free += unused
-        for values in self.values:
-            values[unused] = 0.0  # Unwritten values are read with weight 0, and 0 * nan would be nan.
+        for pool in (*self.keys, *self.values):
+            pool[unused] = 0.0  # What is not yet written again is read with weight 0, and 0 * nan would be nan.
 
     def _grow(self) -> None:
         old = len(self.users)
@@ -130,7 +127,8 @@ class PagedCache:
         self.lengths = [length + 1 for length in self.lengths]
         if not self.is_laid_out:
             self._lay_out()
-        self._beyond = self._token_number > positions[:, None, None]
+        beyond = self._token_number > positions[:, None, None]
+        self._mask = torch.zeros(beyond.shape).masked_fill_(beyond, -math.inf)
         return positions
 
     def _lay_out(self) -> None:
@@ -166,7 +164,7 @@ class PagedCache:
         num_rows, heads, size = query.shape
         weights = query.reshape(-1, size).index_select(0, self._query).flatten()
         scores = _bags(keys.view(-1, PAGE), self._key_rows, self._key_bags, weights)
-        scores = scores.view(num_rows, heads, -1).masked_fill_(self._beyond, -math.inf)
+        scores = scores.view(num_rows, heads, -1).add_(self._mask)
         weights = scores.softmax(2).view(-1, PAGE).index_select(0, self._filled).flatten()
         return _bags(values.view(-1, size), self._value_rows, self._value_bags, weights).view(num_rows, -1)
 

@@ -31,6 +31,8 @@ REFILL = 0.25
 """Prompts wait until so large a share of max_live_rows is free: to read many together costs less a prompt."""
 BLOCK = 64
 """Tokens whose odds a draw adds up first."""
+BELOW_1 = 1 - 2.0**-23
+"""Times any float32 it is less than that, which 1 - 2**-24, the largest uniform, is not."""
 FIRST_LOOK = 1024
 """top_p orders this many of the likeliest tokens and more only where they don't reach p: to order a whole
 vocabulary of 150,000 takes 20 times as long, and almost always for tokens that are left out."""
@@ -127,68 +129,81 @@ def sample(
     num_rows, longest = table.shape
     max_live_rows = max_live_rows or num_rows
     device = next(model.parameters()).device
-    table = table.to(device)
+    num_rows, longest = table.shape
+    max_live_rows = max_live_rows or num_rows
     decoder = _decoder(model, max(map(len, prompts)) + longest)
-    is_stop: Tensor | None = None
 
-    # What was drawn. `rows` are the numbers of the decoder's live rows, `age` how many tokens each of them has.
-    tokens = torch.zeros(num_rows, longest, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(num_rows, longest, device=device)
-    lengths = torch.full((num_rows,), longest, dtype=torch.int64, device=device)
-    ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    # What was drawn, row after row in one line. `rows` are the numbers of the decoder's live rows, `at` the place
+    # of the next token of each, `over` whether it has ended: it may go on beside the others for a while, for nothing.
+    u = table.to(device).flatten()
+    tokens = torch.zeros(u.shape, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(u.shape, device=device)
+    stops = torch.zeros(u.shape, dtype=torch.bool, device=device)
     kept: list[list[list[int]]] = [[] for _ in prompts]
     to_read: list[list[int]] = [[] for _ in prompts]
-    rows = age = new = torch.zeros(0, dtype=torch.int64, device=device)
+    rows = at = new = torch.zeros(0, dtype=torch.int64, device=device)
+    over = torch.zeros(0, dtype=torch.bool, device=device)
     num_begun = youngest = 0
+    is_stop: Tensor | None = None
 
     while num_begun < num_rows or len(rows) > 0:
-        # 1. The logits of the next token: of live rows, and of prompts that take the place of rows that have ended.
+        # 1. The logits of the next token: of live rows, and of prompts that take the place of rows that have left.
         parts = [decoder.step(new)] if len(rows) > 0 else []
         room = min(max_live_rows - len(rows), num_rows - num_begun)
         if len(rows) == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
             parts.append(decoder.admit(prompts[num_begun : num_begun + room]))
-            rows = torch.cat([rows, torch.arange(num_begun, num_begun + room, device=device)])
-            age = torch.cat([age, age.new_zeros(room)])
+            begun = torch.arange(num_begun, num_begun + room, device=device)
+            rows, at = torch.cat([rows, begun]), torch.cat([at, begun * longest])
+            over = torch.cat([over, over.new_zeros(room)])
             num_begun, youngest = num_begun + room, 0
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()
         if is_stop is None:
             is_stop = _is_stop(logits.shape[1], sampling.stop, device)
 
         # 2. What may be drawn, and the draw.
-        if youngest + 1 < sampling.min_new_tokens:
-            logits = logits.masked_fill((age + 1 < sampling.min_new_tokens)[:, None] & is_stop, -math.inf)
+        youngest += 1
+        if youngest < sampling.min_new_tokens:
+            early = at % longest + 1 < sampling.min_new_tokens
+            logits = logits.masked_fill(early[:, None] & is_stop, -math.inf)
         if sampling.filters:
             allowed = kept_tokens(logits / sampling.temperature, sampling)
             logits = logits.masked_fill(~allowed, -math.inf)
             each = allowed.nonzero()[:, 1].cpu().split(allowed.sum(1).tolist())
             for row, allowed_ids in zip(rows.tolist(), each, strict=True):
                 kept[row].append(allowed_ids.tolist())
-        new, new_logprobs = draw(logits, table[rows, age], sampling.temperature)
-        tokens[rows, age], logprobs[rows, age] = new, new_logprobs
-        age, youngest = age + 1, youngest + 1
+        new, new_logprobs = draw(logits, u.gather(0, at), sampling.temperature)
+        tokens.scatter_(0, at, new)
+        logprobs.scatter_(0, at, new_logprobs)
 
-        # 3. What ends. A row that has ended and not left goes on beside the others, for nothing.
-        stopped = is_stop[new]
+        # 3. What ends, and leaves.
+        stopped = is_stop.index_select(0, new)
         if tokenizer is not None and sampling.stop_strings:
-            live = (~ended[rows]).nonzero()[:, 0]
+            live = (~over).nonzero()[:, 0]
             for i, row, token in zip(live.tolist(), rows[live].tolist(), new[live].tolist(), strict=True):
                 to_read[row].append(token)
                 may_end = len(to_read[row]) >= sampling.min_new_tokens
                 if may_end and stop_string_start(tokenizer, to_read[row], sampling.stop_strings) is not None:
                     stopped[i] = True
-        stopped &= ~ended[rows]
-        ended[rows] |= stopped
-        lengths[rows[stopped]] = age[stopped]
-        stay = (~ended[rows] & (age < longest)).nonzero()[:, 0]
-        if len(stay) < len(rows) and len(stay) <= decoder.leaves_below * len(rows):
+        stops.scatter_(0, at, stopped)
+        over = over | stopped | (at % longest == longest - 1)
+        at = at + 1
+        num_alive = len(over) - int(over.sum())
+        if num_alive < len(over) and num_alive <= decoder.leaves_below * len(over):
+            stay = (~over).nonzero()[:, 0]
             decoder.keep(stay)
-            rows, age, new = rows[stay], age[stay], new[stay]
+            rows, at, new, over = rows[stay], at[stay], new[stay], over[stay]
+
+    stops = stops.view(num_rows, longest)
+    ended = stops.any(1)
+    lengths = torch.where(ended, stops.int().argmax(1) + 1, longest).tolist()
+    rows_of_tokens, rows_of_logprobs = tokens.view(num_rows, longest).tolist(), logprobs.view(num_rows, longest).tolist()
     return [
-        Response(
-            tokens[i, :n].tolist(), logprobs[i, :n].tolist(), bool(ended[i]), kept[i][:n] if sampling.filters else None
+        Response(ids[:n], some[:n], end, allowed_ids[:n] if sampling.filters else None)
+        for ids, some, end, allowed_ids, n in zip(
+            rows_of_tokens, rows_of_logprobs, ended.tolist(), kept, lengths, strict=True
         )
-        for i, n in enumerate(lengths.tolist())
     ]
+
 
 def _decoder(model: PreTrainedModel, longest: int) -> FastDecoder | PlainDecoder:
     """What gives the logits of rows of at most `longest` tokens: the fast tier where it computes what the model does."""
@@ -213,29 +228,31 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     logits = logits.float()
     top = logits.amax(1, keepdim=True)
     # Odds against the likeliest token. By powers of two, for torch takes exp from MKL, at a quarter of the speed.
-    odds = ((logits - top).mul_(1 / (math.log(2) * temperature))).exp2_()
+    odds = (logits - top).mul_(1 / (math.log(2) * temperature)).exp2_()
     blocks = F.pad(odds, (0, -odds.shape[1] % BLOCK)).view(len(odds), -1, BLOCK)
-    masses = blocks.sum(2)
-    total = masses.sum(1, keepdim=True)
-    block, rest = _first_above(masses, u[:, None].to(total.dtype) * total)
-    index, _ = _first_above(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], rest)
+    block, u, total = _invert(blocks.sum(2), u[:, None].float())
+    index, _, _ = _invert(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], u)
     ids = block * BLOCK + index
     logprobs = (logits.gather(1, ids) - top) / temperature - total.log()
     return ids[:, 0], logprobs[:, 0]
 
 
-def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column up to which the weights add up to more than target, and what is left of target before it.
+def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first column whose cumulative weight is above u times the total, where in it u falls, and the total.
 
-    weights [B, n], target [B, 1] -> [B, 1] each. No column of weight 0 is found.
+    weights [B, n], u [B, 1] in [0, 1) -> [B, 1] each. No column of weight 0 is found.
     """
     sums = weights.cumsum(1)
-    # Rounding can bring target up to the sum of all.
-    target = target.minimum(sums[:, -1:].nextafter(sums.new_zeros(1)))
+    total = sums[:, -1:]
+    target = u.clamp_max(BELOW_1) * total
     index = torch.searchsorted(sums, target, right=True).clamp_max_(weights.shape[1] - 1)
-    # A GPU adds in an order of its own, so its sums can wobble by a rounding where they should be level.
-    index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(1, keepdim=True))
-    return index, (target - sums.gather(1, index) + weights.gather(1, index)).clamp_min_(0)
+    weight = weights.gather(1, index)
+    if weights.device.type != "cpu":
+        # A GPU adds in an order of its own, so its sums can wobble by a rounding where they should be level.
+        index = torch.where(weight > 0, index, weights.argmax(1, keepdim=True))
+        weight = weights.gather(1, index)
+    within = (target - sums.gather(1, index)).div_(weight).add_(1.0)
+    return index, within.clamp_(0.0, BELOW_1), total
 
 
 # ---------------------------------------------------------------------------------- what could be drawn
