@@ -193,7 +193,7 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Attention of sequences laid end to end: query [N, heads, D], scaled, key and value [N, H_kv, D] -> [N, heads * D]."""
+    """Attention of sequences laid end to end: scaled query [N, heads, D], key and value [N, H_kv, D] -> [N, heads * D]."""
     grouped = query.shape[1] != key.shape[1]
     parts = [
         F.scaled_dot_product_attention(
@@ -253,7 +253,7 @@ def _read_llama(model: Any, longest: int) -> Network:
         )
 
     return Network(
-        embed=lambda ids, positions: backbone.embed_tokens(ids),
+        embed=lambda ids, _: backbone.embed_tokens(ids),
         rotation=torch.complex(cos, sin),
         layers=[layer(block) for block in backbone.layers],
         norm=_rms_norm(backbone.norm),
@@ -302,13 +302,18 @@ def _linear(*modules: Any) -> Map:
     weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
     bias = None
     if any(module.bias is not None for module in modules):
-        bias = torch.cat([w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)])
+        bias = torch.cat(
+            [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
+        )
     return fixed_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
 def _rms_norm(module: Any) -> Map:
-    """``x / sqrt(mean(x^2) + eps) * weight``, which is ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four
-    operations, and torch's own rms_norm is seven on a CPU."""
+    """``x / sqrt(mean(x^2) + eps) * weight``.
+
+    That is ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own rms_norm
+    is seven on a CPU.
+    """
     size = len(module.weight)
     least = torch.tensor(math.sqrt(size * module.variance_epsilon))
     weight = module.weight * math.sqrt(size)
@@ -342,9 +347,7 @@ def fast_decoder(model: PreTrainedModel, longest: int) -> FastDecoder:
         if model not in _GAPS or _GAPS[model][0] != classes:
             _GAPS[model] = classes, _gap(model)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise NotFastError(
-            f"its modules are not those that the fast sampler knows ({type(error).__name__})"
-        ) from error
+        raise NotFastError(f"its modules are not those that the fast sampler knows ({type(error).__name__})") from error
     gap = _GAPS[model][1]
     if not gap <= TOLERANCE:
         raise NotFastError(f"the fast sampler differs from a plain forward by {gap:.1e}")

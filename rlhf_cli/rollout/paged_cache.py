@@ -4,11 +4,11 @@ A page holds PAGE tokens of one sequence; a row has a list of pages, so no paddi
 give their pages back without a copy of anything, and rows with the same prompt share its full pages (the layout is
 that of PagedAttention: Kwon et al. 2023, arXiv 2309.06180).
 
-On a CPU the attention of one token is two weighted sums of rows of memory: a score is the sum over d of
-``q[d] * keys[d, :]``, if keys lie with the tokens last, and the output the sum over tokens of
-``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows, gathered by index and in bags of
-unequal length: embedding_bag. At 64 rows of 30 to 150 tokens it takes a tenth of the time of scaled_dot_product_attention
-with a mask, which is called here with a single query a matrix.
+On a CPU the attention of one token is two weighted sums of rows of memory: the scores are the sum over d of
+``q[d] * keys[d, :]``, if keys lie with the tokens last, and the output is the sum over the tokens of
+``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index, in bags
+of unequal length: embedding_bag. At 64 rows of 30 to 150 tokens it takes a tenth of the time of
+scaled_dot_product_attention with a mask, which makes a product of two matrices of each single query.
 """
 
 from __future__ import annotations

@@ -196,7 +196,10 @@ def sample(
     stops = stops.view(num_rows, longest)
     ended = stops.any(1)
     lengths = torch.where(ended, stops.int().argmax(1) + 1, longest).tolist()
-    rows_of_tokens, rows_of_logprobs = tokens.view(num_rows, longest).tolist(), logprobs.view(num_rows, longest).tolist()
+    rows_of_tokens, rows_of_logprobs = (
+        tokens.view(num_rows, longest).tolist(),
+        logprobs.view(num_rows, longest).tolist(),
+    )
     return [
         Response(ids[:n], some[:n], end, allowed_ids[:n] if sampling.filters else None)
         for ids, some, end, allowed_ids, n in zip(
@@ -206,7 +209,7 @@ def sample(
 
 
 def _decoder(model: PreTrainedModel, longest: int) -> FastDecoder | PlainDecoder:
-    """What gives the logits of rows of at most `longest` tokens: the fast tier where it computes what the model does."""
+    """What gives the logits of rows of at most `longest` tokens: the fast tier where it is the model."""
     try:
         return fast_decoder(model, longest)
     except NotFastError:
