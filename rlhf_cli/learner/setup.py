@@ -28,7 +28,7 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import computes_in_bfloat16, vocabulary_rows
+from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -50,6 +50,7 @@ from rlhf_cli.rollout.experience import (
     Models,
     PromptRow,
 )
+from rlhf_cli.rollout.fast_decoder import why_not_fast
 from rlhf_cli.rollout.sampling import Sampling, stop_ids
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
@@ -134,6 +135,9 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
     for model in (policy, ref_policy, value_model, *readers):
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
+    with autocast(world.device, config.precision):
+        if line := why_not_fast(policy, longest):
+            display.note(line)
 
     warmup = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
     policy_steps = ppo.total_steps - warmup

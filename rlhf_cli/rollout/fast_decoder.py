@@ -193,7 +193,7 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Attention of sequences laid end to end: scaled query [N, heads, D], key and value [N, H_kv, D] -> [N, heads * D]."""
+    """Attention of sequences end to end: query [N, heads, D], scaled, key, value [N, H_kv, D] -> [N, heads * D]."""
     grouped = query.shape[1] != key.shape[1]
     parts = [
         F.scaled_dot_product_attention(
