@@ -56,6 +56,7 @@ class PagedCache:
         pages: dict[int, list[int]] = {}
         lengths: dict[int, int] = {}
         places = []
+        self._reserve(sum(len(prompt) // PAGE + len(rows) for prompt, rows in zip(prompts, copies, strict=True)))
         for prompt, rows in zip(prompts, copies, strict=True):
             full, rest = divmod(len(prompt), PAGE)
             shared = self._take(full, users=len(rows))
@@ -87,8 +88,7 @@ class PagedCache:
         self.is_laid_out = False
 
     def _take(self, count: int, *, users: int = 1) -> list[int]:
-        while len(self.free) < count:
-            self._grow()
+        self._reserve(count)
         taken = [self.free.pop() for _ in range(count)]
         for page in taken:
             self.users[page] = users
@@ -104,9 +104,12 @@ class PagedCache:
         for pool in (*self.keys, *self.values):
             pool[unused] = 0.0  # What is not yet written again is read with weight 0, and 0 * nan would be nan.
 
-    def _grow(self) -> None:
+    def _reserve(self, count: int) -> None:
+        """Have so many free pages; where there are fewer, the pool grows by half at least."""
+        if len(self.free) >= count:
+            return
         old = len(self.users)
-        more = max(64, old // 2)
+        more = max(count - len(self.free), old // 2, 16)
         for layers in (self.keys, self.values):
             for layer, pool in enumerate(layers):
                 layers[layer] = torch.cat([pool, pool.new_zeros(more, *pool.shape[1:])])

@@ -232,7 +232,9 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     top = logits.amax(1, keepdim=True)
     # Odds against the likeliest token. By powers of two, for torch takes exp from MKL, at a quarter of the speed.
     odds = (logits - top).mul_(1 / (math.log(2) * temperature)).exp2_()
-    blocks = F.pad(odds, (0, -odds.shape[1] % BLOCK)).view(len(odds), -1, BLOCK)
+    if odds.shape[1] % BLOCK > 0:
+        odds = F.pad(odds, (0, -odds.shape[1] % BLOCK))
+    blocks = odds.view(len(odds), -1, BLOCK)
     block, u, total = _invert(blocks.sum(2), u[:, None].float())
     index, _, _ = _invert(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], u)
     ids = block * BLOCK + index
