@@ -16,6 +16,7 @@ for any other family, sampling goes through that forward (plain_decoder.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -121,8 +122,10 @@ class FastDecoder:
     def _read_prompts(self, prompts: Sequence[Sequence[int]], places: Sequence[Tensor]) -> Tensor:
         """[prompts, hidden]: at the last token of each, before the last norm; their keys and values are written."""
         batch = pack(prompts)
-        starts = [torch.tensor([[start], [0], [0]]) for start in batch.starts]
-        where = torch.cat([place + start for place, start in zip(places, starts, strict=True)], dim=1)
+        starts = itertools.accumulate(batch.lengths[:-1], initial=0)
+        where = torch.cat(
+            [place + torch.tensor([[start], [0], [0]]) for place, start in zip(places, starts, strict=True)], dim=1
+        )
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.cache.write_prompts(number, key, value, where)
