@@ -50,8 +50,9 @@ from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import PackedBatch, Segment, pack
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
-from rlhf_cli.rollout import sampling
 from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, response_values, score_tokens
+from rlhf_cli.rollout.fast_decoder import FastDecoder
+from rlhf_cli.rollout.plain_decoder import PlainDecoder
 from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
@@ -310,7 +311,8 @@ def test_max_length(policy, table):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_when_finished_rows_leave_changes_nothing(policy, table, responses, monkeypatch, share):
-    monkeypatch.setattr(sampling, "COMPACT_BELOW", share)
+    for tier in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(tier, "leaves_below", share)
     moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
     assert ids_of(moved) == ids_of(responses)
     for a, b in zip(moved, responses, strict=True):

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import sampling as sampling_module
+from rlhf_cli.rollout.fast_decoder import FastDecoder
+from rlhf_cli.rollout.plain_decoder import PlainDecoder
 from rlhf_cli.rollout.sampling import (
     Response,
     Sampling,
@@ -55,8 +57,9 @@ def random_ids(*lengths, seed=0):
 PROMPTS = random_ids(1, 7, 3, 12, 5, 2, 9, 4, seed=1)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gpt_neox"])
 def arch(request):
+    """Two that are sampled by the fast tier, and one by the general one."""
     return request.param
 
 
@@ -80,7 +83,7 @@ def double(plain):
 
 @pytest.fixture(scope="module")
 def tok(arch, tokenizer, eos_only_tokenizer):
-    return {"llama": tokenizer, "gpt2": eos_only_tokenizer}[arch]
+    return eos_only_tokenizer if arch == "gpt2" else tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +413,8 @@ def test_other_prompts_beside_change_nothing(policy, table, tok, everything):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_when_finished_rows_leave_changes_nothing(policy, table, tok, everything, monkeypatch, share):
-    monkeypatch.setattr(sampling_module, "COMPACT_BELOW", share)
+    for tier in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(tier, "leaves_below", share)
     same(sample(policy, PROMPTS, table, EVERYTHING, tok), everything)
 
 
@@ -670,7 +674,8 @@ class Counting:
 
 def test_what_has_ended_is_not_read_on(policy, table, tok, monkeypatch):
     """Also where it stays in the batch; the long string keeps reading to one look a token."""
-    monkeypatch.setattr(sampling_module, "COMPACT_BELOW", 0.0)
+    for tier in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(tier, "leaves_below", 0.0)
     counting = Counting(tok)
     responses = sample(policy, PROMPTS, table, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)
     assert len({len(r.ids) for r in responses}) > 2

@@ -30,7 +30,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
-from rlhf_cli.models.forward import computes_in_bfloat16, is_packed, vocabulary_rows
+from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -52,6 +52,7 @@ from rlhf_cli.rollout.experience import (
     Models,
     PromptRow,
 )
+from rlhf_cli.rollout.fast_decoder import why_not_fast
 from rlhf_cli.rollout.sampling import Sampling, stop_ids
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
@@ -141,6 +142,9 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
     for model in (policy, ref_policy, value_model, *readers):
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
+    with autocast(world.device, config.precision):
+        if line := why_not_fast(policy, longest):
+            display.note(line)
 
     judges = [source for source in rewards if isinstance(source, RewardModel)]
     budget = _budget(config, stage, [policy, value_model], [ref_policy, *(source.model for source in judges)])
