@@ -48,25 +48,41 @@ GB = 1024**3
 @pytest.mark.parametrize("seed", range(30))
 def test_chunks_have_every_row_once_and_keep_to_their_limits(seed):
     draw = random.Random(seed)
-    lengths = [draw.randint(1, 50) for _ in range(draw.randint(0, 40))]
-    groups = [draw.randint(0, 12) for _ in lengths] if seed % 3 == 0 else None
-    budget, max_rows, padded = draw.randint(1, 200), draw.choice([None, 1, 4]), seed % 2 == 1
-    cut = token_chunks(lengths, budget, max_rows, groups, padded=padded)
+    lengths = [draw.randint(11, 50) for _ in range(draw.randint(0, 40))]
+    groups = [draw.randint(0, 12) for _ in lengths] if seed % 3 == 0 else list(range(len(lengths)))
+    prefix = [draw.randint(0, 10) for _ in range(len(lengths) + 13)]
+    shared = [prefix[group] for group in groups]
+    budget, max_rows, padded = draw.randint(1, 300), draw.choice([None, 1, 4]), seed % 2 == 1
+
+    def computed(rows):
+        if padded:
+            return len(rows) * max(lengths[row] for row in rows)
+        return sum(lengths[row] - shared[row] for row in rows) + sum(prefix[g] for g in {groups[row] for row in rows})
+
+    cut = token_chunks(lengths, budget, max_rows, groups, shared, padded=padded)
     assert sorted(row for chunk in cut for row in chunk) == list(range(len(lengths)))
     for chunk in cut:
-        own = [lengths[row] for row in chunk]
-        alone = len({groups[row] for row in chunk}) == 1 if groups is not None else len(chunk) == 1
-        assert alone or (len(own) * max(own) if padded else sum(own)) <= budget
-        assert alone or max_rows is None or len(chunk) <= max_rows
-    if groups is not None:
-        for group in set(groups):
-            assert sum(any(groups[row] == group for row in chunk) for chunk in cut) == 1, "a group was cut"
-    longest = [max(lengths[row] for row in chunk) for chunk in cut]
-    assert longest == sorted(longest, reverse=True)
-    if not padded and groups is None and max_rows is None:
+        assert len(chunk) == 1 or computed(chunk) <= budget
+        assert max_rows is None or len(chunk) <= max_rows
+    for group in set(groups):
+        own = [row for row, name in enumerate(groups) if name == group]
+        places = [i for i, chunk in enumerate(cut) if set(chunk) & set(own)]
+        whole = computed(own) <= budget and (max_rows is None or len(own) <= max_rows)
+        assert len(places) == 1 or not whole, "a group was cut that fits into a chunk"
+        assert places == list(range(places[0], places[-1] + 1)), "a group stands together"
+    if not padded and groups == list(range(len(lengths))) and max_rows is None:
         # No chunk takes in less than it could: the next row would not have fitted.
         for chunk, after in itertools.pairwise(cut):
-            assert sum(lengths[row] for row in chunk) + lengths[after[0]] > budget
+            assert computed([*chunk, after[0]]) > budget
+
+
+def test_a_group_is_cut_where_it_is_more_than_fits():
+    """Eight responses of 10 to a prompt of 20: 100 tokens with the prompt once, 240 with each its own."""
+    lengths, groups, shared = [30] * 8 + [5], [*"aaaaaaaa", "b"], [20] * 8 + [0]
+    assert token_chunks(lengths, 100, None, groups, shared) == [list(range(8)), [8]]
+    assert token_chunks(lengths, 60, None, groups, shared) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert token_chunks(lengths, 100, 6, groups, shared) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert token_chunks(lengths, 100, None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_the_same_rows_come_in_the_same_order_wherever_they_are_cut_from():
