@@ -209,7 +209,7 @@ def test_scores_and_their_gradients(name):
     close(found, wanted)
     assert wanted.std() > 0.1, "else any two scores would be close"
     for size in (1, 3, 8):
-        close(score_sequences(model, SEQUENCES, "float32", groups=GROUPS, chunk=size), wanted.detach())
+        close(score_sequences(model, SEQUENCES, "float32", budget=Budget(10_000, size), groups=GROUPS), wanted.detach())
     for scores in (found, wanted):
         (scores * torch.arange(8)).sum().backward()
     same_gradients(model, plain)
@@ -434,7 +434,8 @@ def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_pat
     _, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
     config = load_config(write_config("rm", tmp_path, training={"minibatch_size": 3}), RMConfig)
     rows = [ranked(seed, count).answers for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4), (5, 2))]
-    alone = rm_stage._scores(model, rows, config, World(0, 1, CPU))
+    budget = Budget(60, 3)
+    alone = rm_stage._scores(model, rows, budget, config, World(0, 1, CPU))
     close(alone, score_sequences(model, [answer for row in rows for answer in row], "float32"))
     shards = []
 
@@ -443,6 +444,6 @@ def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_pat
             shards.append(item)
             return shards if len(shards) == 2 else [item, item[:-1]]  # The first process's result is not looked at.
 
-    rm_stage._scores(model, rows, config, Two(0, 2, CPU))
-    close(rm_stage._scores(model, rows, config, Two(1, 2, CPU)), alone)
-    assert rm_stage._scores(model, [], config, World(0, 1, CPU)).tolist() == []
+    rm_stage._scores(model, rows, budget, config, Two(0, 2, CPU))
+    close(rm_stage._scores(model, rows, budget, config, Two(1, 2, CPU)), alone)
+    assert rm_stage._scores(model, [], budget, config, World(0, 1, CPU)).tolist() == []
