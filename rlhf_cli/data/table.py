@@ -67,12 +67,13 @@ class Table(Sequence[T], Generic[T]):
 
     def lengths(self, name: str) -> np.ndarray:
         """How many elements the list `name` of each row has, [len] int64; nothing else is read."""
-        parts = [np.diff(batch.column(name).offsets.to_numpy()) for batch in self._batches]
+        parts = [np.diff(_buffer(batch.column(name), np.int32, batch.num_rows + 1)) for batch in self._batches]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def numbers(self, name: str) -> np.ndarray:
         """The number `name` of each row, [len] float64."""
-        return np.concatenate([np.zeros(0), *(batch.column(name).to_numpy() for batch in self._batches)])
+        parts = [_buffer(batch.column(name), np.float64, batch.num_rows) for batch in self._batches]
+        return np.concatenate([np.zeros(0), *parts])
 
 
 class TableWriter(Generic[T]):
@@ -109,9 +110,40 @@ class TableWriter(Generic[T]):
             if adapter is not None:
                 # Through ASCII: half a character (a lone surrogate) in a row's other columns is no UTF-8.
                 values = [json.dumps(adapter.dump_python(value), default=str) for value in values]
-            columns.append(pa.array(values, self._schema.field(name).type))
+            columns.append(_column(values, self._schema.field(name).type))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self._rows = []
+
+
+# Arrow's own `pa.array` and `to_numpy` import pandas first, which takes longer than a small model's first steps. So
+# columns go to and from the memory behind them: null flags (none here), then where each row of a list or a text begins,
+# then the values.
+
+
+def _column(values: list, type_: pa.DataType) -> pa.Array:
+    """What `pa.array(values, type_)` is, of the types that a table has and without nulls."""
+    if pa.types.is_list(type_):
+        starts = _memory(np.cumsum([0, *map(len, values)]), np.int32)
+        flat = [item for row in values for item in row]
+        return pa.ListArray.from_buffers(type_, len(values), [None, starts], children=[_column(flat, type_.value_type)])
+    if pa.types.is_large_string(type_):
+        texts = [value.encode() for value in values]
+        starts = _memory(np.cumsum([0, *map(len, texts)]), np.int64)
+        return pa.Array.from_buffers(type_, len(values), [None, starts, pa.py_buffer(b"".join(texts))])
+    if pa.types.is_boolean(type_):
+        flags = _memory(np.packbits(np.array(values, bool), bitorder="little"), np.uint8)
+        return pa.Array.from_buffers(type_, len(values), [None, flags])
+    return pa.Array.from_buffers(type_, len(values), [None, _memory(values, type_.to_pandas_dtype())])
+
+
+def _memory(values: Any, type_: type[np.generic]) -> pa.Buffer:
+    return pa.py_buffer(np.asarray(values, type_))
+
+
+def _buffer(column: pa.Array, type_: type[np.generic], num: int) -> np.ndarray:
+    """The starts of a column of lists, or the numbers of a column of numbers."""
+    assert column.offset == 0 and not column.null_count
+    return np.frombuffer(column.buffers()[1], type_, num)
 
 
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any] | None]:

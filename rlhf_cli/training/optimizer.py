@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from transformers.optimization import get_scheduler
 
 from rlhf_cli.config.schemas import Optimizer
 from rlhf_cli.training.checkpoint import State
@@ -82,8 +83,7 @@ def build_stepper(
 ) -> Stepper:
     """AdamW over `model`'s trainable weights, with warm-up and schedule over `total_steps`.
 
-    Matrices are decayed, biases and norms are not. The schedules are transformers' own: the first step of a
-    warm-up has rate 0, and cosine and linear would reach `min_lr_ratio` one step after the last.
+    Matrices are decayed, biases and norms are not.
     """
     peak = learning_rate if learning_rate is not None else config.learning_rate
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -92,16 +92,29 @@ def build_stepper(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=config.betas, eps=config.eps, fused=True)
-    name, kwargs = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": config.min_lr_ratio}),
-        "linear": ("polynomial", {"lr_end": config.min_lr_ratio * peak, "power": 1.0}),
-        "constant": ("constant_with_warmup", None),
-    }[config.schedule]
-    scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=max(total_steps, config.warmup_steps + 1),
-        scheduler_specific_kwargs=kwargs,
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(rate_at, config=config, total_steps=max(total_steps, config.warmup_steps + 1))
     )
     return Stepper(model, optimizer, scheduler, config.max_grad_norm)
+
+
+def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
+    """The learning rate of step `step` (from 0) as a share of its peak.
+
+    step / warmup_steps while it warms up, so that the first step has rate 0. Then, with
+    progress = (step - warmup_steps) / (total_steps - warmup_steps), from 1 to `min_lr_ratio` by
+    1 - progress (linear) or (1 + cos(pi * progress)) / 2 (cosine), which would be there one step after the last; or
+    1 (constant). These are the schedules of transformers' `get_scheduler`, whose module takes longer to import than a
+    small model to begin.
+
+    >>> config = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
+    >>> [rate_at(step, config=config, total_steps=6) for step in range(7)]
+    [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5]
+    """
+    if step < config.warmup_steps:
+        return step / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left
