@@ -86,7 +86,7 @@ class PackedBatch:
     def last(self) -> torch.Tensor:
         """[B] index of each sequence's last token, on the batch's device."""
         last = [segment.start + segment.length - 1 for segment in self.segments]
-        return torch.tensor(last, device=self.ids.device)
+        return send(torch.tensor(last), self.ids.device)
 
     @functools.cached_property
     def runs(self) -> list[Run]:
@@ -111,7 +111,7 @@ class PackedBatch:
         """Where queries and keys of each sequence end, for kernels that take a row of many sequences."""
         own, whole = [segment.length for segment in self.segments], self.lengths
         ends = np.cumsum([[0, *own], [0, *whole]], axis=1, dtype=np.int32)
-        queries, keys = torch.from_numpy(ends).to(self.ids.device)
+        queries, keys = send(torch.from_numpy(ends), self.ids.device)
         indices = None if own == whole else self.indices([0] * len(whole), whole)
         return Bounds(queries, keys, max(own), max(whole), indices)
 
@@ -132,7 +132,7 @@ class PackedBatch:
         token = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
         own, shared = (start - prefix_length)[sequence], start[prefix_of][sequence]
         row = token + np.where(token < prefix_length[sequence], shared, own)
-        return torch.from_numpy(row).to(self.ids.device)
+        return send(torch.from_numpy(row), self.ids.device)
 
 
 def pack(
@@ -171,7 +171,7 @@ def pack(
     # Position p of sequence b stands at p after the sequence's first token in `ids`.
     row[0] = ids[row[1] + np.repeat(np.cumsum(lengths) - lengths, own)]
     # One copy to the device for both.
-    on_device = torch.from_numpy(row).to(device)
+    on_device = send(torch.from_numpy(row), device)
     segments = list(map(Segment, starts.tolist(), own.tolist(), prefix_of.tolist(), prefix_length.tolist()))
     return PackedBatch(on_device[0], on_device[1], segments)
 
@@ -222,7 +222,18 @@ def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     >>> end_to_end([[5, 6], [], [7]]).tolist()
     [5, 6, 7]
     """
-    return torch.from_numpy(_flat(rows)).to(device)
+    return send(torch.from_numpy(_flat(rows)), device)
+
+
+def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for what a GPU still computes.
+
+    From pinned memory, which a GPU reads by itself; from other memory the host would wait for all that it was told to
+    compute before, and each microbatch would begin only when the one before it is done.
+    """
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:

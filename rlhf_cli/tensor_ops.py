@@ -4,7 +4,7 @@ A mask is bool, True on real tokens, and is applied before anything is added up:
 padding (1e6, inf, nan) reaches neither a result nor a gradient. Float64 in gives float64 out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,31 @@ def masked_whiten(
     variance = over_processes(deviation.square().sum()) / degrees_of_freedom
     whitened = deviation / (variance + eps).sqrt()
     return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
+
+
+def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Each statistic summed over the parts of a batch, in float64, with one transfer from the device.
+
+    ``sum(part[name] for part in parts)``
+
+    A number that is read after every microbatch makes the host wait for the device each time, and the device for the
+    host after that; here all of them are read at once, when the last microbatch is on its way.
+
+    Args:
+        parts: of each microbatch the same names, in the same order, each a scalar tensor.
+
+    Returns:
+        Name to sum; empty where there are no parts.
+
+    >>> half, quarter = torch.tensor(0.5), torch.tensor(0.25)
+    >>> totals([{"loss": half, "n": torch.tensor(3.0)}, {"loss": quarter, "n": torch.tensor(4.0)}])
+    {'loss': 0.75, 'n': 7.0}
+    """
+    if not parts:
+        return {}
+    values = torch.stack([value.detach() for part in parts for value in part.values()])
+    rows = values.view(len(parts), -1).tolist()
+    return {name: sum(column) for name, column in zip(parts[0], zip(*rows, strict=True), strict=True)}
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -83,7 +83,7 @@ from rlhf_cli.rollout.experience import (
 )
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
 from rlhf_cli.seeding import generator
-from rlhf_cli.tensor_ops import masked_whiten, pad_rows
+from rlhf_cli.tensor_ops import masked_whiten, pad_rows, totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.stage_run import StageRun
@@ -421,8 +421,8 @@ def _backward(
     config, world, ppo = learner.config, learner.world, learner.config.ppo
     estimator = ppo.kl_estimator_used
     num_tokens = world.sum(batch.response_mask[rows].sum()).item()
-    sums: dict[str, float] = {}
-    largest = 0.0
+    parts: list[dict[str, torch.Tensor]] = []
+    gaps: list[torch.Tensor] = []
     own_prompts, own_responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
     cut = cut_responses(learner.budget, learner.models.policy, own_prompts, own_responses)
     for part in ([rows[i] for i in places] for places in cut):
@@ -443,7 +443,7 @@ def _backward(
             detach_backbone=not learns_policy,
         )
         new_logprobs = pad_rows(now.logprobs, lengths)
-        largest = max(largest, ((new_logprobs - logprobs).abs() * mask).max().item())
+        gaps.append(((new_logprobs - logprobs).detach().abs() * mask).max())
         weights = loss_weights(
             mask,
             aggregation=ppo.loss_aggregation,
@@ -517,12 +517,11 @@ def _backward(
             stats |= value_stats | {"loss/value": error.detach()}
         if total.requires_grad:
             total.backward()
-        for key, value in stats.items():
-            sums[key] = sums.get(key, 0.0) + value.item()
+        parts.append(stats)
         count_update(learner, prompts, responses, learns_policy)
-    if config.ptx is not None and learns_policy:
-        sums["loss/ptx"] = _ptx_backward(learner, step)
-    return _summed(sums, world), largest
+    ptx = {"loss/ptx": _ptx_backward(learner, step)} if config.ptx is not None and learns_policy else {}
+    largest = max([0.0, *torch.stack(gaps).tolist()]) if gaps else 0.0
+    return _summed(totals(parts) | ptx, world), largest
 
 
 def _ptx_backward(learner: Learner, step: int) -> float:
@@ -533,7 +532,7 @@ def _ptx_backward(learner: Learner, step: int) -> float:
     rows = [learner.ptx[i] for i in stream(len(learner.ptx), size, step - 1, config.seed, "ppo ptx")]
     num_tokens = sum(sum(row.learnt) for row in rows)
     mine = [rows[i] for i in deal([len(row.ids) for row in rows], learner.world.size)[learner.world.rank]]
-    total = 0.0
+    losses = []
     for part in learner.budget.cut([len(row.ids) for row in mine]):
         with autocast(learner.world.device, config.precision):
             logprobs = target_logprobs(
@@ -541,11 +540,11 @@ def _ptx_backward(learner: Learner, step: int) -> float:
             )
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
-        total += loss.item()
+        losses.append({"loss": loss})
     lengths = [len(row.ids) for row in mine]
     flops = learner.policy_work.training(lengths, sum(sum(row.learnt) for row in mine))
     learner.stage.speed.count("update", tokens=sum(lengths), flops=flops)
-    return total
+    return totals(losses).get("loss", 0.0)
 
 
 def _summed(sums: dict[str, float], world: World) -> dict[str, float]:

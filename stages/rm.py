@@ -41,6 +41,7 @@ from rlhf_cli.data.encode import (
     whole_text,
 )
 from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.prefetch import ahead
 from rlhf_cli.data.reading import first_format
 from rlhf_cli.data.records import (
     Demonstration,
@@ -76,6 +77,7 @@ from rlhf_cli.packing import common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
+from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
@@ -179,11 +181,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
-        for step in range(first, steps):
+        for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
             rate = stepper.learning_rate
-            with speed.phase("data"):
-                rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
-                batch = [train[i] for i in rows]
             with speed.phase("step"):
                 stats = _accumulate(model, batch, scale, budget, config, world)
                 numbers = {"loss/rm": stats["loss/rm"], "rm/grad_norm": stepper.clip(world)}
@@ -358,19 +357,24 @@ class LabelledPairs(Sequence[RankedIds]):
 # ----------------------------------------------------------------------------------------- 3. training
 
 
+def _batch(config: RMConfig, train: Sequence[RankedIds] | Sequence[ScoredIds], step: int) -> list:
+    """The rows of a step, over all processes."""
+    rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
+    return [train[i] for i in rows]
+
+
 def _accumulate(
     model: PreTrainedModel, batch: list, scale: TargetScale, budget: Budget, config: RMConfig, world: World
 ) -> dict[str, float]:
     """Backward over this process's share of a batch; returns the statistics of the whole batch."""
     mine = _own(batch, world)
-    sums: dict[str, float] = {}
+    parts = []
     for part in budget.cut([_num_tokens(item, model) for item in mine]):
         with autocast(world.device, config.precision):
             loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
         loss.backward()
-        for key, value in {"loss/rm": loss, **stats}.items():
-            sums[key] = sums.get(key, 0.0) + value.item()
-    return world.sum_floats(sums)
+        parts.append({"loss/rm": loss, **stats})
+    return world.sum_floats(totals(parts))
 
 
 def _sequences(item: RankedIds | ScoredIds) -> list[list[int]]:

@@ -41,6 +41,7 @@ from rlhf_cli.data.encode import (
     prompt_text,
     require_eos,
 )
+from rlhf_cli.data.prefetch import ahead
 from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Demonstration, demonstration
 from rlhf_cli.data.tokens import Tokenised, tokenise
@@ -50,7 +51,7 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
-from rlhf_cli.tensor_ops import token_logprobs
+from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.checkpoint import Weights
@@ -105,11 +106,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
         display.begin(steps, "step", first)
-        for step in range(first, steps):
+        for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
             rate = stepper.learning_rate
-            with speed.phase("data"):
-                rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
-                batch = [train[i] for i in rows]
             with speed.phase("step"):
                 loss = _accumulate(model, batch, budget, config.precision, world)
                 numbers = {"loss/sft": loss, "sft/grad_norm": stepper.clip(world)}
@@ -149,19 +147,25 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.publish(final)
 
 
+def _batch(config: SFTConfig, train: Sequence[Example], step: int) -> list[Example]:
+    """The rows of a step, over all processes."""
+    rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
+    return [train[i] for i in rows]
+
+
 def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, world: World) -> float:
     """Backward over this process's share of a batch; returns the loss of the whole batch."""
     num_tokens = sum(sum(example.learnt) for example in batch)
     mine = _own(batch, world)
-    total = 0.0
+    losses = []
     for part in budget.cut([len(example.ids) for example in mine]):
         examples = [mine[i] for i in part]
         with autocast(world.device, precision):
             logprobs = target_logprobs(model, [e.ids for e in examples], [e.learnt for e in examples])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         loss.backward()
-        total += loss.item()
-    return world.sum_floats({"loss": total})["loss"]
+        losses.append({"loss": loss})
+    return world.sum_floats({"loss": 0.0, **totals(losses)})["loss"]
 
 
 def _own(batch: list[Example], world: World) -> list[Example]:

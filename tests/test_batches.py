@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 
 from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.errors import DataError
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 3), (7, 7), (5, 8), (12, 4)])
@@ -26,3 +31,72 @@ def test_chunks() -> None:
     assert [list(part) for part in chunks([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
     assert [list(part) for part in chunks([1, 2, 3], None)] == [[1, 2, 3]]
     assert list(chunks([], 2)) == []
+
+
+# ------------------------------------------------------------------------------------------ one step ahead
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")  # nothing is computed on it
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_batches_made_ahead_are_the_same_in_the_same_order(device: torch.device) -> None:
+    calls: list[int] = []
+
+    def make(step: int) -> list[int]:
+        calls.append(step)
+        return stream(11, 4, step, 0, "x")
+
+    assert list(ahead(make, 3, 9, device)) == [(step, stream(11, 4, step, 0, "x")) for step in range(3, 9)]
+    assert calls == list(range(3, 9))
+    assert list(ahead(make, 4, 4, device)) == []
+    assert threads() == []
+
+
+def test_the_next_batch_is_made_while_this_one_is_used() -> None:
+    made = [threading.Event() for _ in range(4)]
+
+    def make(step: int) -> int:
+        made[step].set()
+        return step
+
+    for step, _ in ahead(make, 0, 3, GPU):
+        if step < 2:
+            assert made[step + 1].wait(10)
+        # and not the one after it, however long this step takes
+        assert not made[step + 2].wait(0.05) if step < 2 else not made[3].is_set()
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_batch_that_can_not_be_made_fails_at_its_own_step(device: torch.device) -> None:
+    def make(step: int) -> int:
+        if step == 2:
+            raise DataError("row 7 is gone")
+        return step
+
+    batches = ahead(make, 0, 5, device)
+    assert [next(batches), next(batches)] == [(0, 0), (1, 1)]
+    with pytest.raises(DataError, match="row 7"):
+        next(batches)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_no_thread_outlives_the_loop(stop: type[BaseException]) -> None:
+    seen: list[list[str]] = []
+    try:
+        for step, _ in ahead(lambda step: step, 0, 100, GPU):
+            if step == 3:
+                raise stop
+    except stop:
+        # As a stage's own `with` sees it: before the error is anybody else's.
+        seen.append(threads())
+    assert seen == [[]]
+    for step, _ in ahead(lambda step: step, 0, 100, GPU):
+        if step == 3:
+            break
+    assert threads() == []
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("next batch")]

@@ -14,9 +14,18 @@ from transformers import get_scheduler
 from rlhf_cli.config.schemas import Optimizer
 from rlhf_cli.training.optimizer import build_stepper
 
-# datasets and what comes with it (pandas through pyarrow), peft, and transformers' Trainer, which imports peft.
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("datasets", "pandas", "pyarrow.compute", "pyarrow.dataset", "peft", "sklearn", "scipy", "transformers.trainer_utils")
+# datasets and what comes with it, pandas, which pyarrow imports, and peft, which transformers' Trainer imports.
+HEAVY = (
+    "datasets",
+    "pandas",
+    "pyarrow.compute",
+    "pyarrow.dataset",
+    "peft",
+    "sklearn",
+    "scipy",
+    "transformers.trainer_utils",
+)
 RUN = f"""
 import json, sys
 from rlhf_cli.cli import app

@@ -142,7 +142,8 @@ def _memory(values: Any, type_: type[np.generic]) -> pa.Buffer:
 
 def _buffer(column: pa.Array, type_: type[np.generic], num: int) -> np.ndarray:
     """The starts of a column of lists, or the numbers of a column of numbers."""
-    assert column.offset == 0 and not column.null_count
+    assert column.offset == 0
+    assert column.null_count == 0
     return np.frombuffer(column.buffers()[1], type_, num)
 
 

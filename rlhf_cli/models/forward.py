@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.models import attention
 from rlhf_cli.models.head import LOGITS_AT_ONCE, linear_logprobs
-from rlhf_cli.packing import PackedBatch, end_to_end, pack
+from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
@@ -107,7 +107,7 @@ def _learnt(
     The token at index j is predicted at j - 1; the first of a sequence is never learnt.
     """
     batch = pack(sequences, next(model.parameters()).device)
-    return batch, end_to_end(learnt).nonzero()[:, 0].to(batch.ids.device)
+    return batch, send(end_to_end(learnt).nonzero()[:, 0], batch.ids.device)
 
 
 def logits_and_hidden_at(

@@ -8,10 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 import torch
 
 from rlhf_cli.training.distributed import World
+
+T = TypeVar("T")
 
 PHASES = {
     "sft": ("data", "step", "evaluation", "checkpoint"),
@@ -58,6 +62,15 @@ class Speed:
             if self.world.device.type == "cuda":
                 torch.cuda.synchronize(self.world.device)
             self.count(name, seconds=time.monotonic() - started)
+
+    def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
+        """The items, with the seconds that each is waited for counted as this phase's."""
+        while True:
+            with self.phase(name):
+                found = list(islice(items, 1))
+            if not found:
+                return
+            yield found[0]
 
     def count(self, name: str, *, seconds: float = 0.0, tokens: int = 0, flops: int = 0) -> None:
         """Add to a phase what this process did in it."""
