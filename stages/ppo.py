@@ -65,6 +65,7 @@ from rlhf_cli.learner.figures import (
 )
 from rlhf_cli.learner.setup import Learner, load_learner, new_health, plan
 from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.training_passes import recomputing
 from rlhf_cli.rewards.score import shaped_score
 from rlhf_cli.rewards.sources import (
     Scores,
@@ -113,6 +114,8 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
         carried = Carried(learner, health, best, recent, lambda iteration: _prompts(learner, iteration))
         first = stage.resume(parts_of(learner, carried), ppo.num_iterations)
+        if config.compile:
+            stage.log(first, {"time/compile_s": learner.compile_s})
         display.begin(ppo.num_iterations, "iteration", first)
         every = config.evaluation.every_iterations
         for iteration in range(first, ppo.num_iterations):
@@ -380,7 +383,8 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
                 continue
             # The minibatch is the same however many processes there are; this one has its own rows of it.
             rows = _own_rows(minibatch, ppo.rollout_batch_size, world)
-            sums, error = _backward(learner, batch, rows, step, learns_policy)
+            with recomputing(learner.models.policy, learner.models.value_model):
+                sums, error = _backward(learner, batch, rows, step, learns_policy)
             if not first:
                 # Before the first step policy and sampler are the same model: anything but 1 is a bug.
                 first_error = max(world.gather(error))

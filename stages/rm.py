@@ -73,6 +73,7 @@ from rlhf_cli.models.load import (
     save,
     save_facts,
 )
+from rlhf_cli.models.training_passes import set_up_passes
 from rlhf_cli.packing import common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
@@ -134,6 +135,9 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         ensure_pad_token(model, tokenizer)
         if note := prepare(model, world.device):
             display.note(note)
+        notes, compile_s = set_up_passes([model], config, world.device)
+        for line in notes:
+            display.note(line)
         check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
 
         # 2. Rows to tokens.
@@ -180,6 +184,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         )
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
+        if config.compile:
+            stage.log(first, {"time/compile_s": compile_s})
         display.begin(steps, "step", first)
         for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
             rate = stepper.learning_rate

@@ -50,6 +50,7 @@ from rlhf_cli.models.forward import autocast, is_packed, target_logits, target_l
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
+from rlhf_cli.models.training_passes import set_up_passes
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
@@ -72,6 +73,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         model, tokenizer = _model_and_tokenizer(config)
         if note := prepare(model, world.device):
             display.note(note)
+        notes, compile_s = set_up_passes([model], config, world.device)
+        for line in notes:
+            display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
@@ -105,6 +109,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
+        if config.compile:
+            stage.log(first, {"time/compile_s": compile_s})
         display.begin(steps, "step", first)
         for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
             rate = stepper.learning_rate

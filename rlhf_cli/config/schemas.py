@@ -355,7 +355,19 @@ class Stage(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the forward and backward passes; weights stay float32. auto takes bfloat16 on a GPU that
     has it and float32 elsewhere."""
+    gradient_checkpointing: bool = False
+    """Keep of each layer its input only, and compute the rest again in the backward pass: the same gradient with
+    less memory, and a third more arithmetic."""
+    compile: bool = False
+    """Compile the training passes by torch.compile, for a GPU: seconds to minutes at the start, and on a CPU slower
+    steps. Needs a C++ compiler."""
     checkpoints: Checkpoints = Checkpoints()
+
+    @model_validator(mode="after")
+    def _passes(self) -> Self:
+        if self.compile and self.gradient_checkpointing:
+            raise ValueError("compile and gradient_checkpointing can't be had at once: attention is not compiled")
+        return self
 
     @property
     def sources(self) -> dict[str, DataSource]:

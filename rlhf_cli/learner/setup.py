@@ -41,6 +41,7 @@ from rlhf_cli.models.load import (
     prepare,
     scalar_weight,
 )
+from rlhf_cli.models.training_passes import set_up_passes
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import (
     RewardModel,
@@ -88,6 +89,8 @@ class Learner:
     """Of a value model of its own."""
     mean_prompt_length: float = math.nan
     """Of the training prompts, in tokens."""
+    compile_s: float = 0.0
+    """Seconds that `compile` took."""
 
     @property
     def world(self) -> World:
@@ -130,7 +133,9 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         notes.append(add_lora(policy, config.policy.lora, "policy.lora", seed=config.seed))
     if config.value_model.lora is not None and value_model is not None:
         notes.append(add_lora(value_model, config.value_model.lora, "value_model.lora", seed=config.seed))
-    for line in dict.fromkeys([*notes, _kl_note(config)]):
+    trained = [model for model in (policy, value_model) if model is not None]
+    passes, compile_s = set_up_passes(trained, config, world.device)
+    for line in dict.fromkeys([*notes, *passes, _kl_note(config)]):
         if line:
             display.note(line)
 
@@ -178,6 +183,7 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         budget=budget,
         policy_work=work_of(policy),
         value_work=work_of(value_model) if value_model is not None else None,
+        compile_s=compile_s,
     )
 
 

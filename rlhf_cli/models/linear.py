@@ -47,12 +47,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tensor([[11.5000]])
     """
     if (
-        x.dtype == weight.dtype == torch.float32
+        not torch.compiler.is_compiling()
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() > 0
         and prefers_onednn()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     ):
         product: Tensor = _OneDNN.apply(x, weight, bias)
         return product

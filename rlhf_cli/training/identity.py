@@ -29,6 +29,8 @@ MAY_CHANGE = (
     "config.ppo.tokens_per_microbatch",
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
+    "config.gradient_checkpointing",
+    "config.compile",
     "config.training.num_steps",
     "config.training.num_epochs",
     "config.ppo.num_iterations",

@@ -1,0 +1,120 @@
+"""How the forward and backward passes of training are computed, by choice: with less memory, or compiled."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_cli.config.schemas import Stage
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models import attention
+from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at
+from rlhf_cli.packing import pack
+
+
+def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:
+    """Do for the models that are trained what `gradient_checkpointing`, `compile` and `precision` ask for.
+
+    Returns lines to tell the user, and how many seconds were spent on compiling. Raises ConfigError for a model that
+    can't be computed that way.
+    """
+    lines, seconds = [], 0.0
+    if computes_in_bfloat16(device, config.precision) and not has_bfloat16(device):
+        lines.append(
+            f"precision: bfloat16 is slower than float32 on this {device.type}, which has no arithmetic for it"
+        )
+    for model in models:
+        if config.gradient_checkpointing:
+            recompute_layers(model)
+        if config.compile:
+            seconds += compile_passes(model, device, config.precision)
+    if config.compile:
+        lines.append(f"compile: {seconds:.0f} s for the passes of {len(models)} model{'s' if len(models) > 1 else ''}")
+    return lines, seconds
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Has this processor or GPU instructions for bfloat16 products? Without them each is computed through float32."""
+    if device.type == "cpu":
+        found = torch.cpu.get_capabilities()
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16"))
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep of each layer its input only, and compute the rest again in the backward pass.
+
+    The gradient is the same. A layer does so only while it is in training mode (`recomputing`), since a cache of keys
+    and values would be dropped. Raises ConfigError for a family without it in transformers.
+    """
+    try:
+        # The lengths of the packed row are arguments of the layer, so they hold in the second computation too.
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        raise ConfigError(
+            f"gradient_checkpointing: transformers has none for a {type(model).__name__}. Remove the key, and lower "
+            "the microbatch size instead"
+        ) from None
+
+
+@contextmanager
+def recomputing(*models: PreTrainedModel | None) -> Iterator[None]:
+    """For a while the models' layers are in training mode, which those of `recompute_layers` ask for."""
+    layers = [
+        module
+        for model in models
+        if model is not None
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    were = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, were, strict=True):
+            layer.training = was
+
+
+def compile_passes(model: PreTrainedModel, device: torch.device, precision: str) -> float:
+    """Compile the passes of the backbone that have a backward pass; returns the seconds that it took.
+
+    Sampling and scoring stay as they are: their shapes differ with every token. Attention does too, one call a
+    sequence as it is. No module is wrapped, so weights keep their names. Raises ConfigError where torch.compile fails.
+    """
+    backbone = model.base_model
+    plain = backbone.forward
+    compiled = torch.compile(plain, dynamic=True)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    backbone.forward = forward
+    began = time.monotonic()
+    try:
+        batch = pack([[1, 2, 3, 4, 5], [2, 1, 0]], device)
+        with torch.enable_grad(), autocast(device, precision):
+            hidden = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
+        hidden.float().sum().backward()
+    except Exception as error:
+        # Anything may come from there: no compiler, a library that is missing, a graph that can't be traced.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+        raise ConfigError(
+            f"compile: torch.compile fails for this {type(model).__name__} here ({reason}). It needs a C++ compiler "
+            "(g++), and Triton on a GPU; or remove compile: true"
+        ) from None
+    finally:
+        model.zero_grad(set_to_none=True)
+    return time.monotonic() - began

@@ -1,0 +1,190 @@
+"""Gradient checkpointing, compiled passes, and what is said of bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.config.schemas import Lora, SFTConfig
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.forward import target_logprobs
+from rlhf_cli.models.load import load_policy, new_value_model, prepare
+from rlhf_cli.models.training_passes import has_bfloat16, recomputing, set_up_passes
+from rlhf_cli.rewards.models import sequence_scores
+
+CPU = torch.device("cpu")
+SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
+
+
+def config(**settings) -> SFTConfig:
+    return SFTConfig(
+        artifacts="a",
+        model={"path": "m"},
+        data={"train": "d.jsonl"},
+        training={"num_steps": 1},
+        optimizer={"learning_rate": 1e-3},
+        **settings,
+    )
+
+
+def gradients(path: Path, *, lora: bool, scores: bool, **settings) -> tuple[dict[str, torch.Tensor], int]:
+    """Of each weight, and how often a decoder layer ran."""
+    model = new_value_model(str(path), None) if scores else load_policy(str(path))
+    if scores:
+        torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    prepare(model, CPU)
+    if lora:
+        add_lora(model, Lora(r=2, alpha=4), "policy.lora", seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(weight, 0.1)
+    lines, seconds = set_up_passes([model], config(**settings), CPU)
+    assert len(lines) == int(seconds > 0)
+    runs = []
+    # The first norm of the first layer: hooks of the layer itself are outside of what is computed again.
+    name = next(name for name, _ in model.named_modules() if name.endswith(("0.input_layernorm", "0.ln_1")))
+    model.get_submodule(name).register_forward_hook(lambda *_: runs.append(1))
+    before = {name: module.training for name, module in model.named_modules()}
+    with recomputing(model):
+        if scores:
+            loss = sequence_scores(model, SEQUENCES).square().sum()
+        else:
+            learnt = [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES]
+            loss, _ = lm_loss(target_logprobs(model, SEQUENCES, learnt), num_tokens=12)
+        loss.backward()
+    assert before == {name: module.training for name, module in model.named_modules()}
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, len(runs)
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["policy", "value_model"])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_recomputed_layers_give_the_same_gradient(architecture: str, lora: bool, scores: bool, make_model) -> None:
+    path = make_model(architecture)
+    plain, once = gradients(path, lora=lora, scores=scores)
+    recomputed, twice = gradients(path, lora=lora, scores=scores, gradient_checkpointing=True)
+    assert (once, twice) == (1, 2)
+    assert plain.keys() == recomputed.keys()
+    assert any(gradient.abs().max() > 1e-4 for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_sampling_with_a_cache_is_not_touched(make_model) -> None:
+    """Outside of `recomputing` the layers keep keys and values."""
+    model = load_policy(str(make_model("llama")))
+    set_up_passes([model], config(gradient_checkpointing=True), CPU)
+    ids = torch.tensor([SEQUENCES[2]])
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        assert cache.get_seq_length() == ids.shape[1] - 1
+        last = model(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(last, model(input_ids=ids).logits[0, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    """Bytes of the tensors that autograd keeps, of a model deep enough to tell."""
+    settings = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 2}
+
+    def kept(**choice) -> int:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **settings)).eval()
+        prepare(model, CPU)
+        set_up_passes([model], config(**choice), CPU)
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        with recomputing(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            target_logprobs(model, SEQUENCES * 4, [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES * 4])
+        return sum(size for place, size in seen.items() if place not in weights)
+
+    assert kept(gradient_checkpointing=True) < kept() / 4
+
+
+def test_a_model_without_it_is_refused(make_model) -> None:
+    model = load_policy(str(make_model("llama")))
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match="gradient_checkpointing: transformers has none for a LlamaForCausalLM"):
+        set_up_passes([model], config(gradient_checkpointing=True), CPU)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_a_stage_ends_at_the_same_weights(stage: str, tmp_path: Path, make_model, run_stage) -> None:
+    path = str(make_model("llama"))
+    length = {"rewards": [{"type": "length", "target": 5}], "value_model": {"init": "policy"}}
+    changes = {"policy": {"path": path}, **length} if stage == "ppo" else {"model": {"path": path}}
+    found = []
+    for choice in (False, True):
+        done = run_stage(stage, tmp_path / str(choice), gradient_checkpointing=choice, **changes)
+        with safe_open(done / "model" / "model.safetensors", "pt") as file:
+            found.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    assert found[0].keys() == found[1].keys()
+    start = load_policy(path).state_dict()
+    moved = [(found[0][name] - start[name]).abs().max() for name in found[0] if name in start]
+    assert max(moved) > 1e-3
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_two_choices_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="compile and gradient_checkpointing can't be had at once"):
+        config(compile=True, gradient_checkpointing=True)
+
+
+# ------------------------------------------------------------------------------------------------ compile
+
+
+def test_what_torch_compile_can_not_do_is_one_line(make_model, monkeypatch) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("\nno compiler\nmore lines")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    model = load_policy(str(make_model("llama")))
+    prepare(model, CPU)
+    with pytest.raises(
+        ConfigError, match=r"^compile: torch.compile fails for this LlamaForCausalLM here \(no compiler\)"
+    ):
+        set_up_passes([model], config(compile=True), CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_passes_give_the_same_gradient_and_names(tmp_path: Path, make_model, run_stage) -> None:
+    path = make_model("llama")
+    plain, _ = gradients(path, lora=False, scores=False)
+    compiled, _ = gradients(path, lora=False, scores=False, compile=True)
+    assert plain.keys() == compiled.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+    done = run_stage("sft", tmp_path, model={"path": str(path)}, compile=True, checkpoints={"every_steps": 1})
+    with safe_open(done / "model" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(load_policy(str(path)).state_dict())
+    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 0
+    assert rows[0]["time/compile_s"] > 0
+
+
+# ------------------------------------------------------------------------------------------------ bfloat16
+
+
+def test_bfloat16_without_hardware_for_it_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
+    assert not has_bfloat16(CPU)
+    lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)
+    assert lines == ["precision: bfloat16 is slower than float32 on this cpu, which has no arithmetic for it"]
+    for precision in ("auto", "float32"):
+        assert set_up_passes([], config(precision=precision), CPU) == ([], 0.0)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
