@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -309,6 +310,23 @@ def test_a_table_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest
     for index in (25, -26):
         with pytest.raises(IndexError):
             found[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (table.TOKENS["list[int]"], [[1, -2, 2**31 - 1], [], [7]]),
+        (table.TOKENS["list[bool]"], [[True], [], [False, True] * 7, [True, True, False]]),
+        (table.TOKENS["list[list[int]]"], [[[1, 2], []], [], [[3]]]),
+        (table.TOKENS["float"], [0.1, float("inf"), -0.0]),
+        (pa.large_string(), ["", "caf\u00e9 \u6f22", "a"]),
+    ],
+)
+def test_a_column_is_the_one_that_arrow_makes(kind: pa.DataType, values: list) -> None:
+    for some in (values, values[1:2]):
+        found = table._column(some, kind)
+        found.validate(full=True)
+        assert found.equals(pa.array(some, kind))
 
 
 def test_an_empty_table(tmp_path: Path) -> None:

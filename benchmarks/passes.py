@@ -1,0 +1,107 @@
+"""What gradient checkpointing, bfloat16 and torch.compile change on this machine: seconds and memory of a step.
+
+    python benchmarks/passes.py
+
+One SFT step (forward and backward, packed, 16 rows of lognormal lengths, all tokens learnt but the first) on one core,
+for the models a (1 million weights) and b (23 million) of benchmarks. A process for each model and choice, alternated,
+medians of `--times` processes of seven steps each; processor seconds. Memory is how far the process's peak rises above
+that of a step on one short row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.load import prepare
+from rlhf_cli.models.training_passes import has_bfloat16, set_up_passes
+
+CPU = torch.device("cpu")
+MODELS = {
+    "a": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "b": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8},
+}
+VOCABULARY = {"a": 2048, "b": 8192}
+CHOICES = {
+    "float32": {"precision": "float32"},
+    "bfloat16": {"precision": "bfloat16"},
+    "gradient_checkpointing": {"precision": "float32", "gradient_checkpointing": True},
+    "compile": {"precision": "float32", "compile": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "CHOICE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured(*args.one)))
+        return
+    print(f"bfloat16 in hardware: {has_bfloat16(CPU)}")
+    print("| model | choice | step, s | against float32 | memory, MB | compiling, s |\n|---|---|---|---|---|---|")
+    for model in MODELS:
+        runs: dict[str, list[list[float]]] = {choice: [] for choice in CHOICES}
+        for _ in range(args.times):
+            for choice, own in runs.items():
+                command = [sys.executable, __file__, "--one", model, choice]
+                own.append(json.loads(subprocess.run(command, capture_output=True, check=True).stdout.splitlines()[-1]))
+        medians = {
+            choice: [statistics.median(column) for column in zip(*own, strict=True)] for choice, own in runs.items()
+        }
+        for choice, (seconds, memory, compiling) in medians.items():
+            ratio = seconds / medians["float32"][0]
+            print(f"| {model} | {choice} | {seconds:.3f} | {ratio:.2f} | {memory:.0f} | {compiling:.0f} |", flush=True)
+
+
+def measured(name: str, choice: str) -> tuple[float, float, float]:
+    """Processor seconds of a step, MB above a short one, seconds of compiling."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size = VOCABULARY[name]
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, tie_word_embeddings=True, **MODELS[name])).train()
+    prepare(model, CPU)
+    config = SFTConfig(
+        artifacts="none",
+        model={"path": "none"},
+        data={"train": "none"},
+        training={"num_steps": 1},
+        optimizer={"learning_rate": 1e-3},
+        **CHOICES[choice],
+    )
+    _, compiling = set_up_passes([model], config, CPU)
+    draw = random.Random(0)
+    lengths = [max(8, min(256, round(draw.lognormvariate(4.49, 0.42)))) for _ in range(16)]
+    rows = [[draw.randrange(size) for _ in range(length)] for length in lengths]
+    step(model, [row[:8] for row in rows[:2]], config.precision)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(7):
+        began = time.process_time()
+        step(model, rows, config.precision)
+        seconds.append(time.process_time() - began)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return statistics.median(seconds[1:]), (after - before) / 1024, compiling
+
+
+def step(model: LlamaForCausalLM, rows: list[list[int]], precision: str) -> None:
+    with autocast(CPU, precision):
+        logprobs = target_logprobs(model, rows, [[False] + [True] * (len(row) - 1) for row in rows])
+    lm_loss(logprobs, num_tokens=len(logprobs))[0].backward()
+    model.zero_grad(set_to_none=False)
+
+
+if __name__ == "__main__":
+    main()
