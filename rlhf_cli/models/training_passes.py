@@ -100,7 +100,7 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
 
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    _leave_attention_out()
     backbone.forward = forward
     began = time.monotonic()
     try:
@@ -118,3 +118,9 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     finally:
         model.zero_grad(set_to_none=True)
     return time.monotonic() - began
+
+
+@functools.cache
+def _leave_attention_out() -> None:
+    for name in attention.PACKED:
+        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
