@@ -135,9 +135,6 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         ensure_pad_token(model, tokenizer)
         if note := prepare(model, world.device):
             display.note(note)
-        notes, compile_s = set_up_passes([model], config, world.device)
-        for line in notes:
-            display.note(line)
         check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
 
         # 2. Rows to tokens.
@@ -178,6 +175,9 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             display.warn(warmup_warning(config.optimizer.warmup_steps, steps))
         stepper = build_stepper(model, config.optimizer, steps)
         shown = (*(("loss/rm", "rm/accuracy", "rm/margin") if pairwise else ("loss/rm", "rm/mse")), SPEED_SHOWN)
+        notes, compile_s = set_up_passes([model], config, world.device)
+        for line in notes:
+            display.note(line)
         model.train()
         best = Best(
             ("eval/accuracy" if pairwise else "eval/mse") if config.evaluation.keep_best else None, lower=not pairwise

@@ -73,9 +73,6 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         model, tokenizer = _model_and_tokenizer(config)
         if note := prepare(model, world.device):
             display.note(note)
-        notes, compile_s = set_up_passes([model], config, world.device)
-        for line in notes:
-            display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
@@ -105,6 +102,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stepper = build_stepper(model, config.optimizer, steps)
         abnormal = config.warn_loss_above or math.log(model.config.vocab_size)
         warned = False
+        notes, compile_s = set_up_passes([model], config, world.device)
+        for line in notes:
+            display.note(line)
         model.train()
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
         require_held_out(best, test)

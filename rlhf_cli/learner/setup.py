@@ -133,9 +133,7 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
         notes.append(add_lora(policy, config.policy.lora, "policy.lora", seed=config.seed))
     if config.value_model.lora is not None and value_model is not None:
         notes.append(add_lora(value_model, config.value_model.lora, "value_model.lora", seed=config.seed))
-    trained = [model for model in (policy, value_model) if model is not None]
-    passes, compile_s = set_up_passes(trained, config, world.device)
-    for line in dict.fromkeys([*notes, *passes, _kl_note(config)]):
+    for line in dict.fromkeys([*notes, _kl_note(config)]):
         if line:
             display.note(line)
 
@@ -156,6 +154,11 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
     for source in judges:
         source.budget = replace(budget, padded=not is_packed(source.model))
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
+    # After what the budget counts: that is the plain passes.
+    trained = [model for model in (policy, value_model) if model is not None]
+    lines, compile_s = set_up_passes(trained, config, world.device)
+    for line in lines:
+        display.note(line)
 
     warmup = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
     policy_steps = ppo.total_steps - warmup
