@@ -80,6 +80,7 @@ from rlhf_cli.rollout.experience import (
     cut_responses,
     merge,
     padded_rows,
+    response_values,
     score_tokens,
 )
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
@@ -423,7 +424,7 @@ def _backward(
     """The gradients of one minibatch; returns its statistics over all processes, and this one's largest
     |log ratio|."""
     config, world, ppo = learner.config, learner.world, learner.config.ppo
-    estimator = ppo.kl_estimator_used
+    estimator, value_model = ppo.kl_estimator_used, learner.models.value_model
     num_tokens = world.sum(batch.response_mask[rows].sum()).item()
     parts: list[dict[str, torch.Tensor]] = []
     gaps: list[torch.Tensor] = []
@@ -437,15 +438,17 @@ def _backward(
             tensor[part, : max(lengths)]
             for tensor in (batch.logprobs, batch.ref_logprobs, batch.values, batch.advantages, batch.returns)
         )
-        now = score_tokens(
-            learner.models,
-            prompts,
-            responses,
-            *_how(learner),
-            with_entropy=ppo.entropy_coef != 0,
-            with_full_kl=ppo.kl_in == "loss" and estimator == "full",
-            detach_backbone=not learns_policy,
-        )
+        with torch.set_grad_enabled(learns_policy or value_model is None):
+            now = score_tokens(
+                learner.models,
+                prompts,
+                responses,
+                *_how(learner),
+                with_values=value_model is None,
+                with_entropy=ppo.entropy_coef != 0,
+                with_full_kl=ppo.kl_in == "loss" and estimator == "full",
+                detach_backbone=not learns_policy,
+            )
         new_logprobs = pad_rows(now.logprobs, lengths)
         gaps.append(((new_logprobs - logprobs).detach().abs() * mask).max())
         weights = loss_weights(
@@ -506,10 +509,17 @@ def _backward(
             policy = mixed_loss(policy, torch.zeros_like(policy), ptx_coef=config.ptx.coef, ptx_mode=config.ptx.mode)
         total = policy if learns_policy else torch.zeros_like(policy)
 
-        # The value model's loss. With a model of its own the graphs are two: neither reaches the other's weights.
-        if now.values is not None:
+        # The value model's loss. A model of its own has a graph of its own, and neither reaches the other's weights:
+        # the policy's is used up before the other is made, so that there is only one at a time.
+        new_values = now.values
+        if value_model is not None:
+            if total.requires_grad:
+                total.backward()
+            total = torch.zeros_like(policy)
+            new_values = response_values(value_model, prompts, responses, config.precision)
+        if new_values is not None:
             error, value_stats = value_loss(
-                pad_rows(now.values, lengths),
+                pad_rows(new_values, lengths),
                 values,
                 returns,
                 mask,

@@ -11,6 +11,7 @@ to choose as it did before, or its bytes would differ in the last digit.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+# oneDNN keeps the code that it makes for each shape of a product, of the last 1,024 by default, which are 0.3 GB here:
+# packed rows have a new number of tokens in every step. It reads this at its first product.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 TOLERANCE = 1e-5
 """Of the check at the first use, relative."""

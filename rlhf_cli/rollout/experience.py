@@ -21,6 +21,7 @@ from rlhf_cli.models.forward import (
     hidden_at,
     logits_and_hidden_at,
     logits_at,
+    logprobs_at,
     scalar_head,
     scalar_scores,
     shares_prefixes,
@@ -94,19 +95,21 @@ def score_tokens(
     Temperature and what `sampling` forbids are those of the rollout, so everything here speaks of the
     distribution that was sampled from. `detach_backbone` keeps a value head's gradient out of the policy.
     """
-    batch, positions, targets = _packed(models.policy, prompts, responses)
+    values = None
+    if with_values and models.value_model is not None:
+        values = response_values(models.value_model, prompts, responses, precision)
     shared = with_values and models.value_head is not None
+    if not (shared or with_entropy or with_full_kl):
+        return TokenScores(response_logprobs(models.policy, prompts, responses, sampling, precision), values)
+    batch, positions, targets = _packed(models.policy, prompts, responses)
     with autocast(batch.ids.device, precision):
         if shared:
             logits, hidden = logits_and_hidden_at(models.policy, batch, positions)
         else:
             logits = logits_at(models.policy, batch, positions)
     logits = allowed_logits(logits, responses, sampling)
-    values = None
     if shared and models.value_head is not None:
         values = scalar_head(models.value_head, hidden.detach() if detach_backbone else hidden)[:, 0]
-    elif with_values and models.value_model is not None:
-        values = response_values(models.value_model, prompts, responses, precision)
     kl = None
     if with_full_kl:
         with torch.no_grad():
@@ -130,6 +133,8 @@ def response_logprobs(
     """Log-probability of every response token, laid end to end: [sum of R_b] float32."""
     batch, positions, targets = _packed(policy, prompts, responses)
     with autocast(batch.ids.device, precision):
+        if not sampling.restricts:
+            return logprobs_at(policy, batch, positions, targets, sampling.temperature)
         logits = logits_at(policy, batch, positions)
     logits = allowed_logits(logits, responses, sampling)
     return token_logprobs(logits, targets, temperature=sampling.temperature)

@@ -74,6 +74,11 @@ class Sampling:
         """Is anything left out for being unlikely?"""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or self.min_p is not None
 
+    @property
+    def restricts(self) -> bool:
+        """Are there tokens that can't be drawn: left out for being unlikely, or stop tokens for coming too early?"""
+        return self.filters or (self.min_new_tokens > 1 and bool(self.stop))
+
 
 @dataclass(frozen=True)
 class Response:
@@ -237,7 +242,8 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     blocks = odds.view(len(odds), -1, BLOCK)
     block, u, total = _invert(blocks.sum(2), u[:, None].float())
     index, _, _ = _invert(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], u)
-    ids = block * BLOCK + index
+    # Of odds that are no numbers the last block comes out, which can end behind the vocabulary.
+    ids = (block * BLOCK + index).clamp_max_(logits.shape[1] - 1)
     logprobs = (logits.gather(1, ids) - top) / temperature - total.log()
     return ids[:, 0], logprobs[:, 0]
 
@@ -358,7 +364,7 @@ def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Samp
         forbidden = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
         forbidden[row.to(logits.device), column.to(logits.device)] = False
         return logits.masked_fill(forbidden, -math.inf)
-    if sampling.min_new_tokens > 1 and sampling.stop:
+    if sampling.restricts:
         early = [t + 1 < sampling.min_new_tokens for response in responses for t in range(len(response.ids))]
         is_stop = _is_stop(logits.shape[1], sampling.stop, logits.device)
         return logits.masked_fill(torch.tensor(early, device=logits.device)[:, None] & is_stop, -math.inf)
