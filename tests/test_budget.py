@@ -182,9 +182,13 @@ def test_the_budget_by_hand(monkeypatch):
     assert budget(0.05) == wanted
     assert budget(0.1, num_processes=2) == wanted
     assert budget(0.05, frozen=[judge]) == int(0.6 * (0.05 * GB - 16 * weights - 4 * judging) / a_token)
-    both = a_token + activation_bytes(judge, "float32")
-    assert budget(0.1, trained=[model, judge]) == int(0.6 * (0.1 * GB - 16 * (weights + judging)) / both)
+    assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), "one graph at a time: the larger"
+    assert budget(0.06, trained=[model, judge]) == int(0.6 * (0.06 * GB - 16 * (weights + judging)) / a_token)
     assert budget(64) == CPU_TOKENS
+    monkeypatch.setattr(cost, "CPU_BYTES", 1500 * a_token)
+    assert budget(64) == 1500
+    monkeypatch.setattr(cost, "CPU_BYTES", 700 * a_token)
+    assert budget(64) == CPU_TOKENS // 2
     assert budget(0.0001) == FEWEST_TOKENS
     for p in model.model.layers.parameters():
         p.requires_grad_(False)

@@ -24,6 +24,9 @@ core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches
 
 Below, each operation's own cost shows; far above, memory of large tensors is given back to the system and taken from
 it again. Where it is all the same the smaller memory decides."""
+CPU_BYTES = 300e6
+"""Of activations and logits that `auto` takes on a CPU, though never fewer tokens than half of CPU_TOKENS, which cost the
+larger model above 2 %: a third less memory in its PPO."""
 GPU_TOKENS = 65_536
 """The most that `auto` takes on a GPU, whose products have long been large enough by then."""
 FEWEST_TOKENS = 256
@@ -50,26 +53,28 @@ def token_budget(
     """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
 
     ``SHARE * (total - static) / (activation_bytes + LOGITS_COPIES * 4 * V)``, at least FEWEST_TOKENS, at most
-    CPU_TOKENS or GPU_TOKENS, where ``static`` is 4 bytes a weight and 12 more a trained one (its gradient and AdamW's
+    GPU_TOKENS, or on a CPU CPU_TOKENS and what CPU_BYTES are enough for, where ``activation_bytes`` is the largest of
+    the trained models', since only one has a graph at a time, ``static`` is 4 bytes a weight and 12 more a trained one (its gradient and AdamW's
     two moments), and V the largest vocabulary of a language model.
 
     It follows from the models' shapes, the precision and the memory that the device has in all, never from what is
     free just now or from a clock: a run that goes on on a machine of the same kind computes the same bytes.
 
     Args:
-        trained: the models whose graphs are held at once until the backward pass.
+        trained: the models that learn, one microbatch of one of them at a time.
         frozen: what else is in the device's memory, each model once.
         device: the total is a GPU's memory, or this machine's (within the limit of its container) on a CPU.
         num_processes: on a CPU they share it.
     """
     static = sum(4 * p.numel() + (12 * p.numel() if p.requires_grad else 0) for m in trained for p in m.parameters())
     static += sum(4 * p.numel() for m in frozen for p in m.parameters())
-    a_token = sum(activation_bytes(model, precision) for model in trained)
+    a_token = max(activation_bytes(model, precision) for model in trained)
     vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
     a_token += LOGITS_COPIES * 4 * vocabulary
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
     fitting = int(SHARE * (total - static) / a_token)
-    return max(FEWEST_TOKENS, min(fitting, GPU_TOKENS if device.type == "cuda" else CPU_TOKENS))
+    most = GPU_TOKENS if device.type == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / a_token)))
+    return max(FEWEST_TOKENS, min(fitting, most))
 
 
 def activation_bytes(model: PreTrainedModel, precision: str) -> float:
