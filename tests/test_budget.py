@@ -185,14 +185,15 @@ def test_the_budget_by_hand(monkeypatch):
     assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), "one graph at a time: the larger"
     assert budget(0.06, trained=[model, judge]) == int(0.6 * (0.06 * GB - 16 * (weights + judging)) / a_token)
     assert budget(64) == CPU_TOKENS
-    monkeypatch.setattr(cost, "CPU_BYTES", 1500 * a_token)
-    assert budget(64) == 1500
-    monkeypatch.setattr(cost, "CPU_BYTES", 700 * a_token)
-    assert budget(64) == CPU_TOKENS // 2
     assert budget(0.0001) == FEWEST_TOKENS
     for p in model.model.layers.parameters():
         p.requires_grad_(False)
     assert budget(0.05) > wanted, "what is frozen needs no gradient and no moments"
+    a_frozen = activation_bytes(model, "float32") + 4 * 4 * 500
+    monkeypatch.setattr(cost, "CPU_BYTES", 1500.5 * a_frozen)
+    assert budget(64) == 1500
+    monkeypatch.setattr(cost, "CPU_BYTES", 700 * a_frozen)
+    assert budget(64) == CPU_TOKENS // 2
 
 
 def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):

@@ -25,8 +25,8 @@ core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches
 Below, each operation's own cost shows; far above, memory of large tensors is given back to the system and taken from
 it again. Where it is all the same the smaller memory decides."""
 CPU_BYTES = 300e6
-"""Of activations and logits that `auto` takes on a CPU, though never fewer tokens than half of CPU_TOKENS, which cost the
-larger model above 2 %: a third less memory in its PPO."""
+"""Of activations and logits that `auto` takes on a CPU, though never fewer tokens than half of CPU_TOKENS, which cost
+the larger model above 2 %: a third less memory in its PPO."""
 GPU_TOKENS = 65_536
 """The most that `auto` takes on a GPU, whose products have long been large enough by then."""
 FEWEST_TOKENS = 256
@@ -53,9 +53,9 @@ def token_budget(
     """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
 
     ``SHARE * (total - static) / (activation_bytes + LOGITS_COPIES * 4 * V)``, at least FEWEST_TOKENS, at most
-    GPU_TOKENS, or on a CPU CPU_TOKENS and what CPU_BYTES are enough for, where ``activation_bytes`` is the largest of
-    the trained models', since only one has a graph at a time, ``static`` is 4 bytes a weight and 12 more a trained one (its gradient and AdamW's
-    two moments), and V the largest vocabulary of a language model.
+    GPU_TOKENS, or on a CPU CPU_TOKENS and what CPU_BYTES are enough for. ``activation_bytes`` is the largest of the
+    trained models', since only one has a graph at a time, ``static`` is 4 bytes a weight and 12 more a trained one
+    (its gradient and AdamW's two moments), and V the largest vocabulary of a language model.
 
     It follows from the models' shapes, the precision and the memory that the device has in all, never from what is
     free just now or from a clock: a run that goes on on a machine of the same kind computes the same bytes.
