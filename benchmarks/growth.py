@@ -3,8 +3,9 @@
     python benchmarks/growth.py --work DIR
 
 Each is measured at four points with the other sizes held: processor seconds on one core, the best of several tries,
-in which the points take turns. The slope of the logarithms is the exponent. It stands beside that of the work's own
-arithmetic at the same points (speed_limits.py): where it is larger, something grows faster than the work does.
+in which the points take turns. The slope of the logarithms is the exponent, over all points and between the last two,
+where what grows fastest shows. It stands beside that of the work's own arithmetic between the last two
+(speed_limits.py): where it is larger, something grows faster than the work does.
 
 Writes DIR/results/growth.json, which speed_report.py makes a table of. About two minutes.
 """
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed_inputs import Size
+from speed_limits import rollout_work, scoring_work, sft_work
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 import stages.sft
@@ -32,8 +35,6 @@ from rlhf_cli.rollout.experience import Models, PromptRow, ref_response_logprobs
 from rlhf_cli.rollout.sampling import Response, Sampling, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
-from speed_inputs import Size
-from speed_limits import rollout_work, scoring_work, sft_work
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ AXES: dict[str, Sequence[int]] = {
 }
 NAMES = {"response": "response length", "hidden": "hidden size"}
 ROUNDS = 5
-SLACK = 0.1
-"""How far an exponent may be above the work's before it is said to be faster."""
 
 
 def main() -> None:
@@ -100,8 +99,9 @@ def main() -> None:
                     "at": list(AXES[axis]),
                     "seconds": seconds,
                     "exponent": slope(AXES[axis], seconds),
+                    "at_the_end": slope(AXES[axis][-2:], seconds[-2:]),
                     # Of batch and vocabulary the order is 1, however small their part of the products is.
-                    "expected": max(1.0, slope(AXES[axis], [work(point) for point in points])),
+                    "expected": max(1.0, slope(AXES[axis][-2:], [work(point) for point in points[-2:]])),
                 }
             )
             print(rows[-1], flush=True)

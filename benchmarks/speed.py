@@ -112,6 +112,10 @@ def main() -> None:
                 given = prepare(task, inputs[task.model], cores, pairs, work, args.set)
                 write_json(path, run_pairs(task, given, pythons[task.trl], pairs))
                 print(speed_report.line(json.loads(path.read_text(encoding="utf-8"))), flush=True)
+        if "growth" in args.only:
+            rounds = ["--rounds", "2"] if args.quick else []
+            command = [sys.executable, str(HERE / "growth.py"), "--work", str(work), *rounds]
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         if "startup" in args.only:
             times = 3 if args.quick else 7
             write_json(results / "startup.json", startup(pythons["1.16.0"], inputs[args.models[0]], work, times))
@@ -374,7 +378,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    kinds = ["limits", "sft", "rm", "ppo", "rollout", "startup"]
+    kinds = ["limits", "sft", "rm", "ppo", "rollout", "growth", "startup"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for environments, models and results")
     parser.add_argument("--only", type=lambda text: text.split(","), default=kinds, help=",".join(kinds))

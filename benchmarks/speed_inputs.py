@@ -52,6 +52,8 @@ class Size:
     ppo_batch: int
     steps: int
     learning_rate: float
+    kv_heads: int | None = None
+    """Heads of keys and values where there are fewer."""
 
 
 MODELS = {

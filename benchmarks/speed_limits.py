@@ -62,8 +62,9 @@ class Work:
 def forward(size: Size, length: int, predicted: int, start: int = 0) -> Work:
     """A forward pass over tokens `start` to `length` of one sequence, with the head on `predicted` positions.
 
-    ``2 * layers * (4 * hidden**2 + 3 * hidden * intermediate)`` a token; ``4 * layers * hidden`` for each token that
-    it attends to, itself included; ``2 * hidden * vocabulary`` a prediction.
+    ``2 * layers * (4 * hidden**2 + 3 * hidden * intermediate)`` a token, less where heads share keys and
+    values; ``4 * layers * hidden`` for each token that it attends to, itself included; ``2 * hidden * vocabulary`` a
+    prediction.
 
     >>> tiny = Size(2, 3, 1, 1, 5, ppo_batch=1, steps=1, learning_rate=1.0)
     >>> forward(tiny, 3, 1).flops  # 3 * 2 * (16 + 18), 8 * (1 + 2 + 3), 2 * 2 * 5
@@ -78,7 +79,12 @@ def forward(size: Size, length: int, predicted: int, start: int = 0) -> Work:
 
 
 def weights_per_layer(size: Size) -> int:
-    return 4 * size.hidden**2 + 3 * size.hidden * size.intermediate
+    return 2 * size.hidden * (size.hidden + kv_width(size)) + 3 * size.hidden * size.intermediate
+
+
+def kv_width(size: Size) -> int:
+    """Numbers of a token's keys in one layer, and as many of its values."""
+    return size.hidden * (size.kv_heads or size.heads) // size.heads
 
 
 def total(works: Sequence[Work]) -> Work:
@@ -99,17 +105,16 @@ def rm_work(size: Size, batch: Sequence[tuple[int, int, int]]) -> Work:
     return total(parts).times(3)
 
 
-def rollout_work(size: Size, prompts: Sequence[int], responses: Sequence[int]) -> Work:
+def rollout_work(size: Size, prompts: Sequence[int], responses: Sequence[int], number_bytes: int = FLOAT) -> Work:
     """Sampling: each prompt's forward pass, then a step for each further token, with finished rows gone.
 
     A step reads all weights once and the keys and values of the rows that are not finished.
     """
     computed = total([forward(size, p + r - 1, r) for p, r in zip(prompts, responses, strict=True)])
     steps = max(responses)
-    weights = FLOAT * (size.layers * weights_per_layer(size) + size.hidden * size.vocabulary) * steps
-    cached = sum(
-        2 * size.layers * size.hidden * FLOAT * _sum(p, p + r - 1) for p, r in zip(prompts, responses, strict=True)
-    )
+    weights = number_bytes * (size.layers * weights_per_layer(size) + size.hidden * size.vocabulary) * steps
+    read = sum(_sum(p, p + r - 1) for p, r in zip(prompts, responses, strict=True))
+    cached = 2 * size.layers * kv_width(size) * number_bytes * read
     return computed + Work(0.0, weights + cached, steps * (OPERATIONS_PER_LAYER * size.layers + OPERATIONS_PER_STEP))
 
 

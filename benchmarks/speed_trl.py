@@ -30,9 +30,12 @@ from transformers import (  # noqa: E402
 )
 
 disable_caching()
+ON_GPU = TASK.get("gpu", False)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+"""Of the weights: on a GPU `generate` would else compute in float32, outside of autocast."""
 COMMON = {
-    "use_cpu": True,
-    "bf16": False,
+    "use_cpu": not ON_GPU,
+    "bf16": ON_GPU,
     "gradient_checkpointing": False,
     "lr_scheduler_type": "constant",
     "adam_beta1": 0.9,
@@ -91,7 +94,7 @@ def sft() -> None:
     GATE.mark_base()
     rows = read_rows()
     trainer = Watched(
-        model=AutoModelForCausalLM.from_pretrained(TASK["model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(TASK["model"], dtype=DTYPE),
         args=SFTConfig(
             output_dir=TASK["out"],
             per_device_train_batch_size=TASK["batch_size"],
@@ -134,7 +137,7 @@ def rm() -> None:
 
     GATE.mark_base()
     trainer = Watched(
-        model=AutoModelForSequenceClassification.from_pretrained(TASK["model"], dtype=torch.float32),
+        model=AutoModelForSequenceClassification.from_pretrained(TASK["model"], dtype=DTYPE),
         args=RewardConfig(
             output_dir=TASK["out"],
             per_device_train_batch_size=TASK["batch_size"],
@@ -213,10 +216,10 @@ def ppo() -> None:
             **COMMON,
         ),
         processing_class=tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=torch.float32),
-        ref_model=AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=torch.float32),
-        reward_model=AutoModelForSequenceClassification.from_pretrained(TASK["reward_model"], dtype=torch.float32),
-        value_model=AutoModelForSequenceClassification.from_pretrained(TASK["value_model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=DTYPE),
+        ref_model=AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=DTYPE),
+        reward_model=AutoModelForSequenceClassification.from_pretrained(TASK["reward_model"], dtype=DTYPE),
+        value_model=AutoModelForSequenceClassification.from_pretrained(TASK["value_model"], dtype=DTYPE),
         train_dataset=dataset,
         eval_dataset=dataset,  # Never read, but the trainer builds a loader over it.
         callbacks=[Steps(facts)],
@@ -245,7 +248,7 @@ def compare(trainer: Any, tokenizer: Any, path: Path) -> Facts:
         [pad] * (width - len(prompt)) + prompt + response + [pad] * (longest - len(response))
         for prompt, response in zip(kept["prompts"], kept["responses"], strict=True)
     ]
-    query_responses = torch.tensor(rows)
+    query_responses = torch.tensor(rows, device=trainer.accelerator.device)
     responses = query_responses[:, width:]
     model = trainer.accelerator.unwrap_model(trainer.model)
 
@@ -265,8 +268,8 @@ def compare(trainer: Any, tokenizer: Any, path: Path) -> Facts:
     for name, tensor in theirs.items():
         own = torch.tensor([x for row in kept[name] for x in row])
         other = torch.cat([row[: len(mine)] for row, mine in zip(tensor, kept[name], strict=True)])
-        gaps[name] = gap(own, other)
-    return {"gaps": gaps | {"scores": gap(torch.tensor(kept["scores"]), scores)}}
+        gaps[name] = gap(own, other.float().cpu())
+    return {"gaps": gaps | {"scores": gap(torch.tensor(kept["scores"]), scores.float().cpu())}}
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -278,7 +281,7 @@ def rollout() -> None:
     """HF `generate` on the same batches of prompts: the same temperature, no filter, tokens only, no scores kept."""
     GATE.mark_base()
     tokenizer = AutoTokenizer.from_pretrained(TASK["policy"], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=DTYPE).eval()
     GATE.arrive()
     for prompts in TASK["batches"]:
         batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
