@@ -46,8 +46,8 @@ TOLERANCE = 1e-4
 """Relative, in float32: first losses; log-probabilities, values and scores of equal tokens."""
 DRIFT = 1e-2
 """Relative: losses after some steps, where rounding has had time to grow."""
-WARMUP = 2
-PAIRS = {"sft": 17, "rm": 17, "ppo": 7, "rollout": 9}
+WARMUP = {"sft": 2, "rm": 2, "ppo": 1, "rollout": 1}
+PAIRS = {"sft": 15, "rm": 15, "ppo": 6, "rollout": 9}
 QUICK_PAIRS = {"sft": 4, "rm": 4, "ppo": 2, "rollout": 3}
 TRL_MICROBATCH = {"a": 16, "b": 8}
 """Rows of one backward pass in TRL's PPO: the fastest of 4, 8, 16, 32 and 64, see README.md."""
@@ -97,7 +97,7 @@ def main() -> None:
         began = time.monotonic()
         pythons = {"1.12.0": args.trl_ppo_python, "1.16.0": args.trl_sft_python}
         tasks = [t for t in TASKS if t.kind in args.only and t.model in args.models]
-        for release in {task.trl for task in tasks} | ({"1.16.0"} if "startup" in args.only else set()):
+        for release in sorted(TRL if "startup" in args.only else {task.trl for task in tasks}):
             pythons[release] = pythons[release] or make_environment(work / f"trl-{release}", release)
         inputs = {name: make_inputs(work, name) for name in args.models}
         for threads in args.threads:
@@ -118,7 +118,7 @@ def main() -> None:
             subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         if "startup" in args.only:
             times = 3 if args.quick else 7
-            write_json(results / "startup.json", startup(pythons["1.16.0"], inputs[args.models[0]], work, times))
+            write_json(results / "startup.json", startup(pythons, inputs[args.models[0]], work, times))
         minutes = (time.monotonic() - began) / 60
         command = f"benchmarks/speed.py --work DIR{' --quick' if args.quick else ''}"
         write_json(results / "run.json", speed_report.machine() | {"minutes": minutes, "command": command})
@@ -154,7 +154,7 @@ def prepare(
     task: Task, inputs: Inputs, cores: list[int], pairs: int, work: Path, overrides: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """What each side is told: {"ours": ..., "trl": ...}; files are written where one is read."""
-    steps = WARMUP + pairs + 1
+    steps = WARMUP[task.kind] + pairs + 1
     folder = work / "runs" / task.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -268,15 +268,15 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
     folder = Path(given["trl"]["out"]).parent
     print(f"{task.name}, {len(given['ours']['cores'])} threads", flush=True)
     ours = Worker(Path(sys.executable), "speed_ours.py", given["ours"], folder)
-    workers = {"ours": ours}
+    workers, warmup = {"ours": ours}, WARMUP[task.kind]
     try:
         ours.wait()
         workers["trl"] = trl = Worker(python, "speed_trl.py", given["trl"], folder)
         trl.wait()
         steps: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
         checks: dict[str, float] = {}
-        for number in range(WARMUP + pairs):
-            if number == WARMUP:
+        for number in range(warmup + pairs):
+            if number == warmup:
                 for worker in workers.values():
                     worker.ask("forget peak")
             for side in ("ours", "trl") if number % 2 == 0 else ("trl", "ours"):
@@ -292,7 +292,7 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
         "task": {name: getattr(task, name) for name in ("name", "kind", "model", "unit", "floor", "goal", "epochs")},
         "packing": task.packing,
         "threads": len(given["ours"]["cores"]),
-        "warmup": WARMUP,
+        "warmup": warmup,
         "checks": checks,
         "microbatch": given["trl"].get("microbatch_size"),
         "ours": steps["ours"],
@@ -323,28 +323,32 @@ def require(task: Task, gaps: dict[str, float], tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------- start-up
 
 
-def startup(trl_python: Path, inputs: Inputs, work: Path, times: int) -> dict[str, list[float]]:
-    """Seconds of whole processes, in turn: --help of both, the first step of `rlhf sft`, importing its libraries."""
-    cores = set(sorted(os.sched_getaffinity(0))[-1:])
-    folder = work / "runs" / "startup"
-    found: dict[str, list[float]] = {"rlhf --help": [], "trl --help": [], "rlhf sft, first step": [], "imports": []}
-    imports = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
+def startup(
+    trl_pythons: dict[str, Path], inputs: Inputs, work: Path, times: int
+) -> dict[str, list[tuple[float, float]]]:
+    """(wall, processor) seconds of whole processes, in turn: --help, the first step of `rlhf sft`, its imports."""
+    core, folder = max(os.sched_getaffinity(0)), work / "runs" / "startup"
     ours = [sys.executable, "-m", "rlhf_cli"]
+    imports = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
+    commands = {
+        "rlhf --help": [*ours, "--help"],
+        **{f"trl --help, {release}": [str(p.parent / "trl"), "--help"] for release, p in trl_pythons.items()},
+        "imports": [sys.executable, "-c", imports],
+        "rlhf sft, first step": [*ours, "sft", "--config", str(folder / "config.yaml"), "--quiet"],
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for number in range(times + 1):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        config = write_config(folder / "config.yaml", sft_config(inputs.folder, inputs.policy, 400, 1e-4, folder))
-        first = found if number else {name: [] for name in found}
-        first["rlhf --help"].append(seconds([*ours, "--help"], cores))
-        first["trl --help"].append(seconds([str(trl_python.parent / "trl"), "--help"], cores))
-        first["imports"].append(seconds([sys.executable, "-c", imports], cores))
-        command = [*ours, "sft", "--config", str(config), "--quiet"]
-        first["rlhf sft, first step"].append(seconds(command, cores, until=folder))
+        write_config(folder / "config.yaml", sft_config(inputs.folder, inputs.policy, 400, 1e-4, folder))
+        for name, command in commands.items():
+            taken = seconds(command, core, until=folder if "first step" in name else None)
+            if number:
+                found[name].append(taken)
     return found
 
 
-def seconds(command: list[str], cores: set[int], until: Path | None = None) -> float:
-    """Wall seconds of a process, or until the first row of a metrics.jsonl stands under `until`."""
+def seconds(command: list[str], core: int, until: Path | None = None) -> tuple[float, float]:
+    """(wall, processor) seconds of a process, to its end or to the first row of a metrics.jsonl under `until`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -353,20 +357,20 @@ def seconds(command: list[str], cores: set[int], until: Path | None = None) -> f
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        preexec_fn=lambda: os.sched_setaffinity(0, [core]),
     )
-    if until is None:
-        if process.wait():
-            raise SystemExit(f"{' '.join(command)}: ended with {process.returncode}")
-        return time.perf_counter() - began
-    while not any(path.stat().st_size for path in until.rglob("metrics.jsonl")):
-        if process.poll() is not None:
-            raise SystemExit(f"{' '.join(command)}: ended with {process.returncode} before its first step")
-        time.sleep(0.005)
+    if until is not None:
+        while not any(path.stat().st_size for path in until.rglob("metrics.jsonl")) and process.poll() is None:
+            time.sleep(0.005)
+        process.kill()
+    if process.returncode is not None:
+        raise SystemExit(f"{' '.join(command)}: ended before its first step")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = status
     taken = time.perf_counter() - began
-    process.kill()
-    process.wait()
-    return taken
+    if until is None and status:
+        raise SystemExit(f"{' '.join(command)}: failed")
+    return taken, usage.ru_utime + usage.ru_stime
 
 
 # ----------------------------------------------------------------------------------------- small things

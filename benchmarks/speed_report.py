@@ -145,7 +145,7 @@ def verdict(value: float, floor: float | None, goal: float | None, *, lower: boo
     if goal is not None and sign * value >= sign * goal:
         return "goal reached"
     if floor is None:
-        return ""
+        return "" if goal is None else "goal not reached"
     return "floor held" if sign * value >= sign * floor else "BELOW THE FLOOR"
 
 
@@ -197,22 +197,18 @@ def memory_table(results: Sequence[Result]) -> list[str]:
     return table(["work", "threads", "TRL, MB", "ours, MB", "ours / TRL", "floor", "goal", ""], rows)
 
 
-def startup_table(found: dict[str, list[float]]) -> list[str]:
-    help_s, trl_help = statistics.median(found["rlhf --help"]), statistics.median(found["trl --help"])
-    first, imports = statistics.median(found["rlhf sft, first step"]), statistics.median(found["imports"])
-    rows = [
-        ["`rlhf --help`", f"{help_s:.2f} s", f"floor {HELP_FLOOR} s, goal {HELP_GOAL} s"],
-        ["`trl --help` (1.16.0)", f"{trl_help:.2f} s", f"{trl_help / help_s:.0f} times ours"],
-        ["importing torch, transformers and its auto classes", f"{imports:.2f} s", ""],
-        [
-            "`rlhf sft` (model a) to the end of its first step",
-            f"{first:.2f} s",
-            f"{first / imports:.2f}x of that import",
-        ],
-    ]
-    rows[0][2] += f": {verdict(help_s, HELP_FLOOR, HELP_GOAL, lower=True)}"
-    rows[3][2] += f", goal {START_GOAL}x: {verdict(first / imports, START_GOAL, START_GOAL, lower=True)}"
-    return table(["whole process, median", "seconds", ""], rows)
+def startup_table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
+    wall, cpu = ({name: statistics.median(x[i] for x in taken) for name, taken in found.items()} for i in (0, 1))
+    ours, first, imports = "rlhf --help", "rlhf sft, first step", "imports"
+    ratio = wall[first] / wall[imports]
+    said = {
+        ours: f"floor {HELP_FLOOR} s, goal {HELP_GOAL} s: {verdict(wall[ours], HELP_FLOOR, HELP_GOAL, lower=True)}",
+        imports: "`import torch, transformers` and two auto classes",
+        first: f"model a; {ratio:.2f}x the imports (processor {cpu[first] / cpu[imports]:.2f}x), goal {START_GOAL}x: "
+        + verdict(ratio, None, START_GOAL, lower=True),
+    }
+    rows = [[f"`{n}`" if "help" in n else n, f"{wall[n]:.2f}", f"{cpu[n]:.2f}", said.get(n, "")] for n in found]
+    return table(["whole process, medians", "wall, s", "processor, s", ""], rows)
 
 
 def percentiles(values: Sequence[float]) -> str:
