@@ -14,6 +14,7 @@ exit code 2.
 
 import argparse
 import datetime
+import gc
 import math
 import os
 import shutil
@@ -68,7 +69,7 @@ class Plan:
     repeats: int
 
 
-FULL = Plan(32, 400, 1024, 256, 128, 256, 64, 5)
+FULL = Plan(32, 400, 1024, 256, 128, 128, 64, 3)
 TINY = Plan(4, 20, 40, 8, 8, 8, 8, 2)
 SIZES = {
     "0.5 B": Size(896, 4864, 24, 14, 151936, ppo_batch=64, steps=0, learning_rate=0.0, kv_heads=2),
@@ -147,6 +148,8 @@ class Bench:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
+        """Give back what the phase before held."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

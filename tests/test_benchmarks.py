@@ -2,7 +2,10 @@
 
 import doctest
 import importlib
+import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,52 @@ def test_equal_sides_pass(load):
     assert speed.compare(speed.TASKS[0], same, {"batch": "x", "loss": 2.0001}, 0) == {
         "first loss": pytest.approx(5e-5, rel=1e-3)
     }
+
+
+WORKER = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from speed_gate import Gate
+
+gate = Gate(sorted(os.sched_getaffinity(0)))
+
+def burn():
+    time.sleep(0.2)  # By then the main thread waits.
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    open(sys.argv[2], "w").close()
+
+print("not an answer")
+gate.arrive()
+gate.arrive(lambda: {"units": 1})
+threading.Thread(target=burn).start()
+gate.arrive(lambda: {"units": 2})
+gate.arrive(lambda: {"units": 3})
+"""
+
+
+def test_what_a_worker_computes_while_it_should_wait_is_added_to_its_next_step(tmp_path):
+    script, burnt = tmp_path / "worker.py", tmp_path / "burnt"
+    script.write_text(WORKER, encoding="utf-8")
+    command = [sys.executable, str(script), str(BENCHMARKS), str(burnt)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+
+        def ask(do):
+            worker.stdin.write(json.dumps({"do": do}) + "\n")
+            worker.stdin.flush()
+            return json.loads(worker.stdout.readline())
+
+        assert json.loads(worker.stdout.readline())["ready"]
+        assert ask("go")["units"] == 1
+        assert ask("forget peak") == {}
+        assert ask("go")["units"] == 2
+        while not burnt.exists():
+            time.sleep(0.01)
+        last = ask("go")
+        assert last["units"] == 3
+        assert last["wall_s"] >= last["paused_cpu_s"] >= 0.04
+        assert last["cpu_s"] >= last["paused_cpu_s"]
+        worker.stdin.write('{"do": "quit"}\n')
+        worker.stdin.flush()
+        assert worker.wait(30) == 0
