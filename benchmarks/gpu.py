@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from growth import automatic_budget
 from speed import Worker, write_json
 from speed_inputs import EOS, Size, optimizer, text, word_tokenizer, write_config, write_lines
 from speed_limits import Work, rm_work, rollout_work, scoring_work, sft_work, update_work
@@ -90,8 +91,9 @@ def main() -> None:
     rows: list[list[str]] = []
     for name, size in (TINY_SIZES if args.tiny else SIZES).items():
         for measure in (bench.sft, bench.rm, bench.rollouts, bench.ppo):
-            rows += [[name, *row] for row in measure(name, size)]
-            print(*rows[-1], sep=" | ", flush=True)
+            for row in measure(name, size):
+                rows.append([name, *row])
+                print(*rows[-1], sep=" | ", flush=True)
             bench.forget()
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     found = {
@@ -167,10 +169,11 @@ class Bench:
         lengths = self.lengths(plan.rows)
         batch = [Example(ids(n, i, size), [t >= n // 2 for t in range(n)], "") for i, n in enumerate(lengths)]
         config = SFTConfig.model_validate(stage_config(plan.rows) | {"precision": self.precision})
+        budget = automatic_budget(model, self.device, self.precision)
         stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, self.device)
 
         def step() -> None:
-            stages.sft._accumulate(model, batch, config, world)
+            stages.sft._accumulate(model, batch, budget, self.precision, world)
             stepper.clip(world)
             stepper.advance()
 
@@ -189,10 +192,11 @@ class Bench:
                 stages.rm.RankedIds([prompt + ids(n - n // 2, i + 1, size), prompt + ids(n - n // 2, i + 2, size)], row)
             )
         config = RMConfig.model_validate(stage_config(len(batch)) | {"precision": self.precision})
+        budget = automatic_budget(model, self.device, self.precision)
         stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, self.device)
 
         def step() -> None:
-            stages.rm._accumulate(model, batch, stages.rm.TargetScale(0.0, 1.0), config, world)
+            stages.rm._accumulate(model, batch, stages.rm.TargetScale(0.0, 1.0), budget, config, world)
             stepper.clip(world)
             stepper.advance()
 

@@ -27,11 +27,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import stages.sft
 from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.models.cost import token_budget
+from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rollout.experience import Models, PromptRow, ref_response_logprobs, response_values
+from rlhf_cli.rollout.experience import Models, PromptRow, cut_responses, ref_response_logprobs, response_values
 from rlhf_cli.rollout.sampling import Response, Sampling, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
@@ -88,7 +91,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for axis in args.only:
-        points = [replace(Point(), **{axis: value}) for value in AXES[axis]]
+        # Beside a response that grows the prompt is short, or its constant part would flatten the curve.
+        base = Point(prompt=8) if axis == "response" else Point()
+        points = [replace(base, **{axis: value}) for value in AXES[axis]]
         for phase, (make, work) in PHASES.items():
             calls = [make(point) for point in points]
             seconds = best(calls, args.rounds)
@@ -149,6 +154,7 @@ def training(point: Point) -> Callable[[], None]:
             "optimizer": {"learning_rate": 1e-5},
         }
     )
+    budget = automatic_budget(model, torch.device("cpu"), config.precision)
     stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, torch.device("cpu"))
     batch = [
         Example(p + r, [False] * len(p) + [True] * len(r), "")
@@ -156,7 +162,7 @@ def training(point: Point) -> Callable[[], None]:
     ]
 
     def step() -> None:
-        stages.sft._accumulate(model, batch, config, world)
+        stages.sft._accumulate(model, batch, budget, config.precision, world)
         stepper.clip(world)
         stepper.advance()
 
@@ -190,12 +196,15 @@ def scoring(point: Point) -> Callable[[], None]:
     prompts = [PromptRow("", ids, Prompt("", "")) for ids in point.prompts]
     responses = [Response(ids, [0.0] * len(ids), False) for ids in point.responses]
     whole = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
+    budget = automatic_budget(policy, torch.device("cpu"), "float32")
 
     @torch.no_grad()
     def run() -> None:
-        ref_response_logprobs(models, prompts, responses, Sampling(), "float32")
-        response_values(value_model, prompts, responses, "float32")
-        score_sequences(reward_model, whole, "float32")
+        for part in cut_responses(budget, policy, prompts, responses):
+            some, answers = [prompts[i] for i in part], [responses[i] for i in part]
+            ref_response_logprobs(models, some, answers, Sampling(), "float32")
+            response_values(value_model, some, answers, "float32")
+        score_sequences(reward_model, whole, "float32", budget)
 
     return run
 
@@ -209,6 +218,11 @@ PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point],
     "rollout": (rollout, sampling_work),
     "scoring": (scoring, judging_work),
 }
+
+
+def automatic_budget(model: PreTrainedModel, device: torch.device, precision: str) -> Budget:
+    """What `tokens_per_microbatch: auto` gives."""
+    return Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model))
 
 
 def llama(point: Point) -> PreTrainedModel:

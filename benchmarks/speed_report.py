@@ -94,8 +94,8 @@ def measured_phases(result: Result) -> dict[str, list[float]]:
         return {name: [step["wall_s"] for step in timed(result, "ours")]}
     rows = [step["metrics"] for step in timed(result, "ours")]
     return {
-        "rollout": [row["time/sample_s"] for row in rows],
-        "scoring": [row["time/score_s"] for row in rows],
+        "rollout": [row["time/rollout_s"] for row in rows],
+        "scoring": [row["time/scoring_s"] + row["time/reward_s"] for row in rows],
         "update": [row["time/update_s"] for row in rows],
     }
 
