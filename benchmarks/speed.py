@@ -49,8 +49,8 @@ DRIFT = 1e-2
 WARMUP = {"sft": 2, "rm": 2, "ppo": 1, "rollout": 1}
 PAIRS = {"sft": 15, "rm": 15, "ppo": 6, "rollout": 9}
 QUICK_PAIRS = {"sft": 4, "rm": 4, "ppo": 2, "rollout": 3}
-TRL_MICROBATCH = {"a": 16, "b": 8}
-"""Rows of one backward pass in TRL's PPO: the fastest of 4, 8, 16, 32 and 64, see README.md."""
+TRL_MICROBATCH = {"a": 16, "b": 4}
+"""Rows of one backward pass in TRL's PPO: the fastest of those tried, see README.md."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What lets two trainers of one benchmark take turns: each waits at the end of every step until it is told to go on.
 
-Both workers import it, each in its own environment, so it has nothing but Python's own library.
+Both workers import it, each in its own environment, so it has nothing but Python's own library, torch and transformers.
 
 A worker is a process that reads a command a line from its standard input and answers with a JSON object a line.
 Whatever its libraries print goes to its standard error.
@@ -37,7 +37,12 @@ class Gate:
         self.is_running = False
 
     def mark_base(self) -> None:
-        """Everything is imported, no model is loaded: memory is counted from here."""
+        """Everything is imported, no model is loaded: memory is counted from here.
+
+        A step of a model of a few numbers comes first, so that what libraries load when they are first used, their
+        own code above all, is not taken for the trainer's.
+        """
+        use_libraries()
         gc.collect()
         self.base_rss = memory()["VmRSS"]
 
@@ -78,6 +83,22 @@ class Gate:
         self.answers.close()
         sys.stderr.flush()
         os._exit(0)
+
+
+def use_libraries() -> None:
+    """A training step of a tiny Llama."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.arange(64).expand(4, 64)
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 
 
 def memory() -> dict[str, int]:

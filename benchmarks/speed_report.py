@@ -393,8 +393,8 @@ agree to 1e-4. A failed check stops the benchmark."""
 
 MEMORY_TEXT = """\
 The largest resident set while the timed steps ran (VmHWM, set back after the warm-up), less the resident set once
-everything was imported and before a model was loaded. Weights, optimizer, data and what the allocator keeps are in
-it."""
+everything was imported and a tiny model had been trained for a step, which loads the libraries' own code. Weights,
+optimizer, data and what the allocator keeps are in it."""
 
 LENGTH_TEXT = (
     "Tokens as 10th / 50th / 90th percentile. Prompts and responses are drawn lognormal: "
