@@ -4,8 +4,8 @@
 
 Each is measured at four points with the other sizes held: processor seconds on one core, the best of several tries,
 in which the points take turns. The slope of the logarithms is the exponent, over all points and between the last two,
-where what grows fastest shows. It stands beside that of the work's own arithmetic between the last two
-(speed_limits.py): where it is larger, something grows faster than the work does.
+where what grows fastest shows. It stands beside that of the work itself between the last two, its arithmetic, bytes
+and calls at this machine's limits (speed_limits.py): where it is larger, something grows faster than the work does.
 
 Writes DIR/results/growth.json, which speed_report.py makes a table of. About two minutes.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from speed_inputs import Size
-from speed_limits import rollout_work, scoring_work, sft_work
+from speed_limits import Work, measure, rollout_work, scoring_work, sft_work
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 import stages.sft
@@ -89,6 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     torch.set_num_threads(1)
+    limits = measure()
     rows = []
     for axis in args.only:
         # Beside a response that grows the prompt is short, or its constant part would flatten the curve.
@@ -105,8 +106,11 @@ def main() -> None:
                     "seconds": seconds,
                     "exponent": slope(AXES[axis], seconds),
                     "at_the_end": slope(AXES[axis][-2:], seconds[-2:]),
-                    # Of batch and vocabulary the order is 1, however small their part of the products is.
-                    "expected": max(1.0, slope(AXES[axis][-2:], [work(point) for point in points[-2:]])),
+                    # Of the vocabulary the order is 1, however small its part is.
+                    "expected": max(
+                        1.0,
+                        slope(AXES[axis][-2:], [sum(work(point).seconds(limits).values()) for point in points[-2:]]),
+                    ),
                 }
             )
             print(rows[-1], flush=True)
@@ -169,9 +173,9 @@ def training(point: Point) -> Callable[[], None]:
     return step
 
 
-def training_work(point: Point) -> float:
+def training_work(point: Point) -> Work:
     rows = [(len(p) + len(r), len(r)) for p, r in zip(point.prompts, point.responses, strict=True)]
-    return sft_work(point.size, rows).flops
+    return sft_work(point.size, rows)
 
 
 def rollout(point: Point) -> Callable[[], None]:
@@ -185,8 +189,8 @@ def rollout(point: Point) -> Callable[[], None]:
     return run
 
 
-def sampling_work(point: Point) -> float:
-    return rollout_work(point.size, [len(p) for p in point.prompts], [point.response] * point.batch).flops
+def sampling_work(point: Point) -> Work:
+    return rollout_work(point.size, [len(p) for p in point.prompts], [point.response] * point.batch)
 
 
 def scoring(point: Point) -> Callable[[], None]:
@@ -209,11 +213,11 @@ def scoring(point: Point) -> Callable[[], None]:
     return run
 
 
-def judging_work(point: Point) -> float:
-    return scoring_work(point.size, [len(p) for p in point.prompts], [len(r) for r in point.responses]).flops
+def judging_work(point: Point) -> Work:
+    return scoring_work(point.size, [len(p) for p in point.prompts], [len(r) for r in point.responses])
 
 
-PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point], float]]] = {
+PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point], Work]]] = {
     "training step": (training, training_work),
     "rollout": (rollout, sampling_work),
     "scoring": (scoring, judging_work),
