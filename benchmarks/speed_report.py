@@ -411,7 +411,7 @@ def limit_text(limits: dict[int, dict[str, float]]) -> str:
         f"{x['bandwidth'] / 1e9:.0f} GB/s, {1e6 * x['dispatch_s']:.1f} us to start an operation"
         for threads, x in sorted(limits.items())
     )
-    return f"""Measured just before: {said}.
+    return f"""Measured before and after, the best of both: {said}.
 
 Arithmetic: the products that the work needs (real tokens, the head where a token is predicted, a shared prompt once,
 backward twice forward) at that rate of large products. Bytes: in decoding, all weights once a step and each live
