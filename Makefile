@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/support
+BENCH ?= artifacts/bench
 
-.PHONY: pipeline test test-slow lint install install-dev status clean help
+.PHONY: pipeline test test-slow bench lint install install-dev status clean help
 
 help:
 	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG) (CONFIG=configs/... for others)"
 	@echo "make test       run the tests; make test-slow runs the slow ones too; make lint checks style and types"
+	@echo "make bench      speed against TRL, to benchmarks/RESULTS.md; about 25 minutes (BENCH=where its files go)"
 	@echo "make status     what is finished in artifacts/; make clean removes .venv (artifacts stay)"
 
 pipeline: $(VENV)/.installed
@@ -21,6 +23,9 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/speed.py --work $(BENCH) $(BENCH_OPTIONS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
