@@ -212,6 +212,7 @@ def _rollout(learner: Learner, iteration: int) -> Rollout:
         budget=learner.budget,
         precision=config.precision,
         recompute=learner.recomputes_logprobs,
+        max_live_rows=config.rollout.max_live_rows,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
     )
     count_rollout(learner, rollout)

@@ -379,6 +379,19 @@ def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimat
         assert first["policy/first_ratio_error"] < 1e-4
 
 
+def test_fewer_live_rows_draw_the_same_responses(watch, monkeypatch):
+    """`rollout.max_live_rows` reaches the sampler in rollouts and evaluations, and changes nothing but rounding."""
+    asked = []
+    real = experience.sample
+    monkeypatch.setattr(experience, "sample", lambda *a, **k: asked.append(k["max_live_rows"]) or real(*a, **k))
+    runs = [watch(str(rows), rollout={"max_live_rows": rows}, ppo={"num_iterations": 1}) for rows in (None, 2)]
+    assert set(asked[: len(asked) // 2]) == {None}
+    assert set(asked[len(asked) // 2 :]) == {2}
+    whole, parts = (run.rollouts[0].responses for run in runs)
+    assert [r.ids for r in whole] == [r.ids for r in parts]
+    close(runs[0].rollouts[0].logprobs, runs[1].rollouts[0].logprobs, 1e-5)
+
+
 # ------------------------------------------------------------------------------------------------ averages
 
 

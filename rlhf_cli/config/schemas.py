@@ -730,6 +730,9 @@ class Rollout(Section):
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a response, whatever tokens they are made of. What is shown, and what a function or a reward
     model with its own tokenizer reads, ends before them; one that reads the policy's tokens reads them all."""
+    max_live_rows: PositiveInt | None = None
+    """Responses that a process draws at a time; where some have ended, prompts that wait take their place. It bounds
+    the memory of their keys and values and changes no response. null draws all at once, which is the fastest."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:

@@ -201,6 +201,7 @@ def measurement(learner: Learner) -> Callable[[], Evaluation]:
             batch_size=config.ppo.rollout_batch_size,
             budget=learner.budget,
             precision=config.precision,
+            max_live_rows=config.rollout.max_live_rows,
         )
 
     return measure
@@ -224,6 +225,7 @@ def measure_reference(learner: Learner) -> None:
             budget=learner.budget,
             precision=config.precision,
             recompute=False,
+            max_live_rows=config.rollout.max_live_rows,
             with_values=False,
         )
         texts = [response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]

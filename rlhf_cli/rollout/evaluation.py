@@ -50,6 +50,7 @@ def evaluate(
     batch_size: int,
     budget: Budget,
     precision: str,
+    max_live_rows: int | None,
 ) -> Evaluation:
     """Sample one reply to each prompt and measure it; `table` [prompts, tokens] are the uniforms.
 
@@ -71,6 +72,7 @@ def evaluate(
             budget=budget,
             precision=precision,
             recompute=True,
+            max_live_rows=max_live_rows,
             with_values=False,
         )
         texts = [response_text(tokenizer, response, sampling) for response in rollout.responses]

@@ -261,6 +261,7 @@ def collect(
     budget: Budget,
     precision: str,
     recompute: bool,
+    max_live_rows: int | None = None,
     with_values: bool = True,
     with_full_kl: bool = False,
 ) -> Rollout:
@@ -275,7 +276,9 @@ def collect(
     device = next(models.policy.parameters()).device
     start = time.monotonic()
     with torch.no_grad(), autocast(device, precision):
-        responses = sample(models.policy, [p.ids for p in prompts], table, sampling, tokenizer)
+        responses = sample(
+            models.policy, [p.ids for p in prompts], table, sampling, tokenizer, max_live_rows=max_live_rows
+        )
     give_back_freed()
     sampled = time.monotonic()
     lengths = [len(response.ids) for response in responses]

@@ -131,8 +131,6 @@ def sample(
     """
     if sampling.stop_strings and tokenizer is None:
         raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer: a response is read to find them")
-    num_rows, longest = table.shape
-    max_live_rows = max_live_rows or num_rows
     device = next(model.parameters()).device
     num_rows, longest = table.shape
     max_live_rows = max_live_rows or num_rows

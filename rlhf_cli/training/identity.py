@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "config.ppo.tokens_per_microbatch",
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
+    "config.rollout.max_live_rows",
     "config.gradient_checkpointing",
     "config.compile",
     "config.training.num_steps",

@@ -52,8 +52,8 @@ training.tokens_per_microbatch below 100'
         section, minibatch, microbatch = "ppo", config.ppo.minibatch_size, config.ppo.microbatch_size
         what, longest = "responses", config.data.max_prompt_length + config.rollout.max_new_tokens
         lengths = f"{config.data.max_prompt_length} + {config.rollout.max_new_tokens}"
-        sampled = -(-config.ppo.rollout_batch_size // num_processes)
-        more = f"; where it ran out while sampling, {sampled} responses at a time, ppo.rollout_batch_size"
+        sampled = config.rollout.max_live_rows or -(-config.ppo.rollout_batch_size // num_processes)
+        more = f"; where it ran out while sampling, {sampled} responses at a time, rollout.max_live_rows"
     else:
         section, minibatch = "training", config.training.minibatch_size
         microbatch = config.training.microbatch_size
