@@ -292,6 +292,7 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
             worker.end()
     return {
         "task": {name: getattr(task, name) for name in ("name", "kind", "model", "unit", "floor", "goal", "epochs")},
+        "code": speed_report.code(),
         "packing": task.packing,
         "threads": len(given["ours"]["cores"]),
         "warmup": warmup,

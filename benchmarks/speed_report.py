@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,13 @@ def machine() -> dict[str, Any]:
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
     }
+
+
+def code() -> str:
+    """Which commit of ours is measured."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 # ------------------------------------------------------------------------------------------- figures
@@ -338,7 +346,7 @@ def write(results: Path, out: Path) -> None:
         ("Growth", lambda: growth(others["growth"])),
         ("GPU", lambda: gpu(others["gpu"])),
     ]
-    lines = [*head(others.get("run")), ""]
+    lines = [*head(others.get("run"), {r["code"] for r in found}), ""]
     for title, make in parts:
         lines += [f"## {title}", ""]
         try:
@@ -348,7 +356,7 @@ def write(results: Path, out: Path) -> None:
     out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
-def head(run: dict[str, Any] | None) -> list[str]:
+def head(run: dict[str, Any] | None, codes: set[str]) -> list[str]:
     lines = ["# Speed: ours against TRL's", "", "Written by `benchmarks/speed.py`; not edited by hand.", ""]
     if run is None:
         return [*lines, "What it was measured on is not known: speed.py was never run to its end."]
@@ -359,6 +367,8 @@ def head(run: dict[str, Any] | None) -> list[str]:
         f"- machine: {run['cpu']}, {run['cores']} cores, {run['memory_gb']:.0f} GB; load average {run['load']:.1f} "
         "(1.0 is the benchmark itself)",
         f"- both sides: Python {run['python']}, {versions}; SFT and RM against TRL 1.16.0, PPO against 1.12.0",
+        f"- our code: {', '.join(sorted(codes)) or 'none was measured'}"
+        + (" (NOT ONE RUN: the tables below are of several states of it)" if len(codes) > 1 else ""),
         *(
             f"- model {name}: Llama, hidden {s.hidden}, intermediate {s.intermediate}, {s.layers} layers, "
             f"{s.heads} heads, vocabulary {s.vocabulary:,}, tied ({parameters(s) / 1e6:.2f} M parameters)"
@@ -379,11 +389,11 @@ def parameters(size: Size) -> int:
 RATIO_TEXT = """\
 Each side is a process of its own on the same cores, and they take turns, one training step (SFT, RM: 16 rows or
 pairs), one PPO iteration or one batch of rollouts at a time. The ratio is taken pair by pair: median and quartiles.
-Wall seconds count; processor seconds are less disturbed by what else runs. The first two steps of both are left out.
-TRL runs without bf16, gradient checkpointing, logging, progress bars and checkpoints, and with its fastest
-microbatch; ours is the stage as it is, with metrics, samples and health lines. `TRL packing` is TRL's `packing=True`
-with 3 rows of 512 tokens a step, beside our usual step of 16 rows. `rollouts` is HF `generate`, tokens only, against
-our sampler, which keeps log-probabilities too; a useful token is one up to the first EOS."""
+Wall seconds count; processor seconds are less disturbed by what else runs. The first two steps of both (of PPO and
+rollouts one) are left out. TRL runs without bf16, gradient checkpointing, logging, progress bars and checkpoints, and
+with its fastest microbatch; ours is the stage as it is, with metrics, samples and health lines. `TRL packing` is
+TRL's `packing=True` with 3 rows of 512 tokens a step, beside our usual step of 16 rows. `rollouts` is HF `generate`,
+tokens only, against our sampler, which keeps log-probabilities too; a useful token is one up to the first EOS."""
 
 CHECK_TEXT = """\
 Both read the same files. The first loss must agree to 1e-4 (relative, float32), and that of the last step to 1e-2;

@@ -89,6 +89,7 @@ def result(ours, trl, **more):
     }
     return {
         "task": task,
+        "code": "abc",
         "packing": False,
         "threads": 1,
         "warmup": 1,
