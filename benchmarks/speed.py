@@ -122,7 +122,10 @@ def main() -> None:
             times = 3 if args.quick else 7
             write_json(results / "startup.json", startup(pythons, inputs[args.models[0]], work, times))
         minutes = (time.monotonic() - began) / 60
-        command = f"benchmarks/speed.py --work DIR{' --quick' if args.quick else ''}"
+        threads = " ".join(map(str, args.threads))
+        chosen = f"--only {','.join(args.only)} --models {' '.join(args.models)} --threads {threads}"
+        sets = "".join(f" --set {given}" for given in args.set)
+        command = f"benchmarks/speed.py --work DIR {chosen}{' --quick' if args.quick else ''}{sets}"
         write_json(results / "run.json", speed_report.machine() | {"minutes": minutes, "command": command})
         print(f"{minutes:.1f} minutes")
     speed_report.write(results, args.out)

@@ -363,7 +363,8 @@ def head(run: dict[str, Any] | None, codes: set[str]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     return [
         *lines,
-        f"- date: {run['date']}; command: `make bench` (`{run.get('command', '')}`), {run['minutes']:.0f} minutes",
+        f"- date: {run['date']}; command: `{run['command']}` (what `make bench` runs, where nothing is left out), "
+        f"{run['minutes']:.0f} minutes",
         f"- machine: {run['cpu']}, {run['cores']} cores, {run['memory_gb']:.0f} GB; load average {run['load']:.1f} "
         "(1.0 is the benchmark itself)",
         f"- both sides: Python {run['python']}, {versions}; SFT and RM against TRL 1.16.0, PPO against 1.12.0",
