@@ -644,10 +644,10 @@ def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], An
     read |= {
         "policy/first_ratio_error",
         "policy/first_ratio",
-        "policy/sampler_gap",
         "policy/skipped_steps",
         "policy/bad_steps",
     }
+    # policy/sampler_gap is written where the old log-probabilities are computed again: test_ppo_models.py sees it.
     row = read_jsonl(pipeline("llama") / "ppo" / "metrics.jsonl")[0]
     assert sorted(read - set(row)) == []
 

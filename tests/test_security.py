@@ -327,7 +327,8 @@ def suspicious(source: str, name: str) -> list[str]:
             found += [f"{line}: import {part}" for part in parts if part.split(".")[0] in FORBIDDEN_IMPORTS]
             full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             found += [f"{line}: import {part}" for part in full if part in FORBIDDEN_CALLS]
-        if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
+        # A field of the config may be called compile; to take the name is what runs something.
+        if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES and isinstance(node.ctx, ast.Load):
             found.append(f"{line}: {node.id}")
         if isinstance(node, ast.Attribute):
             called = ast.unparse(node)

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-# oneDNN keeps the code that it makes for each shape of a product, of the last 1,024 by default, which are 0.3 GB here:
-# packed rows have a new number of tokens in every step. It reads this at its first product.
+# oneDNN and torch's interface to it keep what they make for each shape of a product, of the last 1,024 each by default,
+# and packed rows have a new number of tokens in every step: 0.3 GB in a few PPO iterations of a model of a million
+# weights, and growing. A step has some dozen shapes. Both are read at the first product.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 
 TOLERANCE = 1e-5
 """Of the check at the first use, relative."""
@@ -119,8 +121,8 @@ def use_fast_linear(model: nn.Module) -> None:
 class FastLinear(nn.Linear):
     """torch's layer with our product."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class FastConv1D(Conv1D):

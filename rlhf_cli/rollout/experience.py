@@ -29,7 +29,6 @@ from rlhf_cli.models.forward import (
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
-from rlhf_cli.training.memory import give_back_freed
 
 FULL_KL_CHUNK = 512
 """Tokens whose whole distributions are compared at a time: the chunk's [512, V] is all that is held twice."""
@@ -279,7 +278,6 @@ def collect(
         responses = sample(
             models.policy, [p.ids for p in prompts], table, sampling, tokenizer, max_live_rows=max_live_rows
         )
-    give_back_freed()
     sampled = time.monotonic()
     lengths = [len(response.ids) for response in responses]
     flat: dict[str, list[torch.Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-
 import torch
 
 from rlhf_cli.config.schemas import PPOConfig, RMConfig, SFTConfig, Stage
@@ -16,16 +13,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-
-
-def give_back_freed() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it (glibc; elsewhere nothing is done).
-
-    A sampler's cache leaves it in pieces that an update's tensors don't fit into: behind it a PPO step's peak is a
-    tenth lower.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:
