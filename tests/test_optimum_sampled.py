@@ -45,10 +45,9 @@ from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.forward import logits_at
+from rlhf_cli.models.forward import logprobs_at
 from rlhf_cli.rollout.experience import Experience, Rollout, collect
 from rlhf_cli.seeding import seeded
-from rlhf_cli.tensor_ops import token_logprobs
 from stages import ppo
 
 pytestmark = pytest.mark.slow
@@ -259,9 +258,17 @@ def kl_times(factor: float) -> Callable[..., Tensor]:
     return lambda *logprobs, estimator: factor * kl_estimate(*logprobs, estimator=estimator)
 
 
-def without_temperature(logits: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
+def without_temperature(model: Any, batch: Any, at: Tensor, ids: Tensor, temperature: float) -> Tensor:
     assert temperature == 0.7
-    return token_logprobs(logits, ids)
+    return logprobs_at(model, batch, at, ids)
+
+
+def of_the_token_before(model: Any, batch: Any, at: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    return logprobs_at(model, batch, at - 1, ids, temperature)
+
+
+# Beside the sampler's own log-probabilities these two would be seen before the first step: the ratio is not 1.
+RECOMPUTED = {"old_logprobs": "recomputed"}
 
 
 SHORT = {"num_iterations": 200}
@@ -284,8 +291,7 @@ BUGS = {
         },
     ),
     "logits of the token before": Case(
-        SHORT_RLOO,
-        bug={"rlhf_cli.rollout.experience.logits_at": lambda model, batch, at: logits_at(model, batch, at - 1)},
+        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.experience.logprobs_at": of_the_token_before}
     ),
     "KL with the wrong sign": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(-1)}),
     "KL to the policy itself": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(0)}),
@@ -293,7 +299,9 @@ BUGS = {
     "|k1| in the reward": Case({**SHORT_RLOO, "kl_estimator": "abs"}),
     "k3 in the reward": Case({**SHORT_RLOO, "kl_estimator": "k3"}),
     "sampled at 0.7, logprobs at 1": Case(
-        SHORT, temperature=0.7, bug={"rlhf_cli.rollout.experience.token_logprobs": without_temperature}
+        {**SHORT, **RECOMPUTED},
+        temperature=0.7,
+        bug={"rlhf_cli.rollout.experience.logprobs_at": without_temperature},
     ),
     "entropy bonus with the wrong sign": Case(
         {**SHORT_RLOO, "entropy_coef": -0.1}, own=lambda task: backwards(task, entropy_rule(BETA, 0.1))
