@@ -198,11 +198,11 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
 
 def _rollout(learner: Learner, iteration: int) -> Rollout:
-    """This process's share of the iteration's responses, every size-th of all."""
+    """This process's share of the iteration's responses."""
     config, world = learner.config, learner.world
     prompts, size = _prompts(learner, iteration), config.ppo.rollout_batch_size
     table = uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
-    mine = world.shard(list(range(size)))
+    mine = world.shard(range(size), learner.together)
     rollout = collect(
         [prompts[i] for i in mine],
         table[mine],
@@ -322,9 +322,10 @@ def _over_groups(learner: Learner, totals: torch.Tensor) -> torch.Tensor:
     kind: Literal["rloo", "grpo", "dr_grpo"] = (
         "rloo" if estimator == "rloo" else "grpo" if estimator == "grpo" else "dr_grpo"
     )
-    everyone = torch.tensor(world.interleave(world.gather(totals.double().tolist())), dtype=torch.float64)
+    together = learner.together
+    everyone = torch.tensor(world.interleave(world.gather(totals.double().tolist()), together), dtype=torch.float64)
     compared = group_advantages(everyone, samples_per_prompt=learner.config.rollout.samples_per_prompt, kind=kind)
-    return compared[world.rank :: world.size].to(totals)
+    return compared[world.shard(range(len(compared)), together)].to(totals)
 
 
 @torch.no_grad()
@@ -384,7 +385,7 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
                 _step(learner, learns_policy, move=False)
                 continue
             # The minibatch is the same however many processes there are; this one has its own rows of it.
-            rows = _own_rows(minibatch, ppo.rollout_batch_size, world)
+            rows = _own_rows(minibatch, ppo.rollout_batch_size, learner)
             with recomputing(learner.models.policy, learner.models.value_model):
                 sums, error = _backward(learner, batch, rows, step, learns_policy)
             if not first:
@@ -588,11 +589,12 @@ def _step(learner: Learner, learns_policy: bool, *, move: bool) -> None:
         learner.value_stepper.advance(move=move)
 
 
-def _own_rows(minibatch: Sequence[int], rollout_batch_size: int, world: World) -> list[int]:
+def _own_rows(minibatch: Sequence[int], rollout_batch_size: int, learner: Learner) -> list[int]:
     """Where this process has its rows of a minibatch of global rows, in its own merged rollouts."""
-    own = len(range(world.rank, rollout_batch_size, world.size))
-    places = [divmod(row, rollout_batch_size) for row in minibatch]
-    return sorted(k * own + i // world.size for k, i in places if i % world.size == world.rank)
+    own = learner.world.shard(range(rollout_batch_size), learner.together)
+    places = {i: place for place, i in enumerate(own)}
+    rows = [divmod(row, rollout_batch_size) for row in minibatch]
+    return sorted(k * len(own) + places[i] for k, i in rows if i in places)
 
 
 def _how(learner: Learner) -> tuple[Sampling, str]:

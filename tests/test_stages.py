@@ -486,6 +486,32 @@ def test_minibatches_that_do_not_divide_over_processes(pipeline, write_config, r
     assert two["policy/entropy"] == pytest.approx(one["policy/entropy"], abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [4, 3], ids=["whole prompts each", "every second response"])
+def test_two_processes_compare_a_prompts_responses_as_one_does(prompts, pipeline, write_config, run_stage, tmp_path):
+    """The responses to a prompt stay on one process where prompts divide over the processes, and else do not."""
+    root = pipeline("llama")
+    changes = {
+        "policy": {"path": str(root / "sft")},
+        "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
+        "rollout": {"samples_per_prompt": 3},
+        "ppo": {
+            "num_iterations": 3,
+            "rollout_batch_size": 3 * prompts,
+            "minibatch_size": 3,
+            "ppo_epochs": 1,
+            "advantage_estimator": "rloo",
+            "num_rollouts_per_update": 2,
+        },
+        "optimizer": {"eps": 1e-3},
+    }
+    run_stage("ppo", tmp_path / "one", **changes)
+    run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
+    same_weights(tmp_path / "one/ppo", tmp_path / "two/ppo")
+    for one, two in zip(*(metrics(tmp_path / name, "ppo") for name in ("one", "two")), strict=True):
+        assert two["objective/kl"] == pytest.approx(one["objective/kl"], rel=1e-3, abs=1e-4)
+
+
 # ------------------------------------------------------------------------------------- what is interrupted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -87,13 +88,13 @@ class Carried:
             responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
             whole = Experience(prompts=self.prompts_of(saved["iteration"]), responses=responses, **own)
-            mine = self.learner.world.shard(list(range(len(responses))))
+            mine = self.learner.world.shard(range(len(responses)), self.learner.together)
             self.recent.append((saved["iteration"], select(whole, mine)))
 
     def _whole(self, experience: Experience) -> Experience:
         """All processes' rows, in the order of the iteration."""
         world = self.learner.world
         everyone = world.gather(experience.to("cpu"))
-        starts = [sum(len(own.responses) for own in everyone[:rank]) for rank in range(world.size)]
-        total = sum(len(own.responses) for own in everyone)
-        return select(merge(everyone), [starts[i % world.size] + i // world.size for i in range(total)])
+        ends = list(itertools.accumulate(len(own.responses) for own in everyone))
+        rows = [range(end - len(own.responses), end) for own, end in zip(everyone, ends, strict=True)]
+        return select(merge(everyone), world.interleave(rows, self.learner.together))

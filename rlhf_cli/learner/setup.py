@@ -97,6 +97,15 @@ class Learner:
         return self.stage.world
 
     @property
+    def together(self) -> int:
+        """Responses of an iteration that stay on one process: those of a prompt, which is then encoded once there.
+
+        Not where some processes would have a prompt more than others.
+        """
+        in_step = self.config.num_prompts % self.world.size == 0
+        return self.config.rollout.samples_per_prompt if in_step else 1
+
+    @property
     def recomputes_logprobs(self) -> bool:
         """Are the old log-probabilities computed again by the training's forward pass?"""
         if self.config.ppo.old_logprobs == "auto":

@@ -8,14 +8,16 @@ environment that `start` reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rlhf_cli.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,13 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def shard(self, items: list) -> list:
-        """This process's share of a global list, every size-th item."""
-        return items[self.rank :: self.size]
+    def shard(self, items: Sequence[T], together: int = 1) -> list[T]:
+        """This process's share of a global list: of its pieces of `together` items every size-th.
+
+        >>> World(1, 2, torch.device("cpu")).shard("aabbcc", together=2)
+        ['b', 'b']
+        """
+        return [item for i, item in enumerate(items) if i // together % self.size == self.rank]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor summed over all processes (a new tensor; the same one with one process)."""
@@ -57,10 +63,14 @@ class World:
         dist.all_gather_object(items, item)
         return items
 
-    def interleave(self, shards: list[list]) -> list:
-        """The global list back from the shards that `shard` made of it."""
-        total = sum(map(len, shards))
-        return [shards[i % self.size][i // self.size] for i in range(total)]
+    def interleave(self, shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
+        """The global list back from the shards that `shard` made of it.
+
+        >>> World(0, 2, torch.device("cpu")).interleave(["aacc", "bb"], together=2)
+        ['a', 'a', 'b', 'b', 'c', 'c']
+        """
+        left = [iter(shard) for shard in shards]
+        return [next(left[i // together % self.size]) for i in range(sum(map(len, shards)))]
 
     def barrier(self) -> None:
         if self.size > 1:
