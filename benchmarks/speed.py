@@ -40,6 +40,7 @@ from speed_inputs import (
 from speed_limits import best_of, measure_limits
 
 HERE = Path(__file__).resolve().parent
+OURS = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 TORCH = "torch==2.13.0"
 TRL = {"1.12.0": HERE / "trl-constraints.txt", "1.16.0": HERE / "trl-1.16-constraints.txt"}
 TOLERANCE = 1e-4
@@ -221,7 +222,8 @@ class Worker:
         task = folder / f"{Path(script).stem}.json"
         write_json(task, given)
         self.log = folder / f"{Path(script).stem}.log"
-        environment = os.environ | {
+        # What our package sets for itself where it is imported, as it was for the inputs, is none of TRL's.
+        environment = {name: value for name, value in os.environ.items() if name not in OURS} | {
             "OMP_NUM_THREADS": str(len(given["cores"])),
             "HF_HUB_OFFLINE": "1",
             "RLHF_CACHE": str(folder / "cache"),

@@ -18,6 +18,7 @@ from speed_gate import Facts, Gate  # noqa: E402
 
 GATE = Gate(TASK["cores"])  # Before torch counts the cores.
 
+import rlhf_cli  # noqa: E402, F401, I001  # Before torch, as a stage does: it says how threads wait.
 import torch  # noqa: E402
 
 import stages.ppo  # noqa: E402

@@ -79,3 +79,31 @@ def test_the_schedules_are_those_of_transformers(schedule: str, warmup_steps: in
         stepper.advance()
         theirs.step()
         scheduler.step()
+
+
+AT_TORCH = """
+import os, runpy, sys
+class AtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, AtTorch())
+sys.argv = ["rlhf", "sft", "--config", sys.argv[2]] if sys.argv[1] == "rlhf_cli" else sys.argv[1:]
+runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["rlhf_cli", "stages.sft", "stages.rm", "stages.ppo"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_how_threads_wait_is_set_before_torch_is_imported_and_never_against_the_user(
+    module: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
+) -> None:
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
+    command = [sys.executable, "-c", AT_TORCH, module, str(config)]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), **given}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert done.stdout.strip() == expected, done.stderr
