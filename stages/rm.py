@@ -159,8 +159,11 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         # 3. Training.
         steps = config.training.total_steps(len(train))
         given = config.training.tokens_per_microbatch
+        checkpointing = config.gradient_checkpointing
         stage.tokens_per_microbatch = (
-            token_budget([model], [], world.device, config.precision, world.size) if given == "auto" else given
+            token_budget([model], [], world.device, config.precision, world.size, checkpointing=checkpointing)
+            if given == "auto"
+            else given
         )
         budget = Budget(stage.tokens_per_microbatch, config.training.microbatch_size, padded=not is_packed(model))
         speed, work = stage.speed, work_of(model)

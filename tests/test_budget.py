@@ -196,6 +196,24 @@ def test_the_budget_by_hand(monkeypatch):
     assert budget(64) == CPU_TOKENS // 2
 
 
+def test_the_budget_of_recomputed_layers(monkeypatch):
+    """Of each layer its input, and one layer's activations: more layers cost little."""
+    monkeypatch.setattr(cost, "total_memory", lambda _: int(0.05 * GB))
+    shallow, deep = llama(layers=2), llama(layers=8)
+    found = {
+        (model.config.num_hidden_layers, checkpointing): token_budget(
+            [model], [], CPU, "float32", 1, checkpointing=checkpointing
+        )
+        for model in (shallow, deep)
+        for checkpointing in (False, True)
+    }
+    weights = sum(p.numel() for p in deep.parameters())
+    a_token = activation_bytes(deep, "float32") / 8 + 4 * 8 * deep.config.hidden_size + 4 * 4 * 500
+    assert found[8, True] == min(CPU_TOKENS, int(0.6 * (0.05 * GB - 16 * weights) / a_token))
+    assert found[8, True] > 1.5 * found[8, False]
+    assert found[2, True] >= found[2, False]
+
+
 def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
     whole = cost.total_memory(CPU)
     assert whole > GB // 2

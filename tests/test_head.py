@@ -69,6 +69,17 @@ def test_under_autocast_the_products_are_in_bfloat16():
     assert torch.allclose(a, b, atol=2e-2 * b.abs().max())
 
 
+def test_many_chunks_in_bfloat16_add_up_as_well_as_one(monkeypatch):
+    """A thousand small gradients, one a chunk: their sum in bfloat16 would stop growing at 256 of them."""
+    hidden, weight = torch.ones(1000, 8), torch.zeros(4, 8, requires_grad=True)
+    ids = torch.zeros(1000, dtype=torch.int64)
+    monkeypatch.setattr(head, "CHUNK", 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(linear_logprobs(hidden, weight, None, ids).sum(), weight)
+    wanted = torch.tensor([750.0, -250.0, -250.0, -250.0])[:, None].expand(4, 8)
+    torch.testing.assert_close(found, wanted, rtol=4e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "gpt2", "scaled", "capped"])
 def test_a_model_gives_the_same_whichever_way(monkeypatch, kind: str):
     """A family that does something to its logits behind the head keeps them whole."""

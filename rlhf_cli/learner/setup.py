@@ -209,8 +209,13 @@ def _budget(
     world, given = stage.world, config.ppo.tokens_per_microbatch
     learning = [model for model in trained if model is not None]
     beside = [model for model in frozen if model is not None]
+    if config.ppo.ema_decay is not None and world.device.type == "cpu":
+        beside.append(learning[0])  # The average of its weights is kept on the CPU.
+    checkpointing = config.gradient_checkpointing
     stage.tokens_per_microbatch = (
-        token_budget(learning, beside, world.device, config.precision, world.size) if given == "auto" else given
+        token_budget(learning, beside, world.device, config.precision, world.size, checkpointing=checkpointing)
+        if given == "auto"
+        else given
     )
     padded = not all(is_packed(model) for model in learning)
     return Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded=padded)

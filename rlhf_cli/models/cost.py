@@ -49,6 +49,8 @@ def token_budget(
     device: torch.device,
     precision: str,
     num_processes: int,
+    *,
+    checkpointing: bool = False,
 ) -> int:
     """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
 
@@ -65,10 +67,14 @@ def token_budget(
         frozen: what else is in the device's memory, each model once.
         device: the total is a GPU's memory, or this machine's (within the limit of its container) on a CPU.
         num_processes: on a CPU they share it.
+        checkpointing: a trained model keeps each layer's input only, and beside them what one layer keeps while that
+            is computed again: ``activation_bytes / layers + 4 * layers * hidden``.
     """
     static = sum(4 * p.numel() + (12 * p.numel() if p.requires_grad else 0) for m in trained for p in m.parameters())
     static += sum(4 * p.numel() for m in frozen for p in m.parameters())
-    a_token = max(activation_bytes(model, precision) for model in trained)
+    a_token = max(
+        _checkpointed_bytes(m, precision) if checkpointing else activation_bytes(m, precision) for m in trained
+    )
     vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
     a_token += LOGITS_COPIES * 4 * vocabulary
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
@@ -88,6 +94,12 @@ def activation_bytes(model: PreTrainedModel, precision: str) -> float:
     that keeps its N x N weights needs more for long sequences than is said here.
     """
     return (_kept(model, 16, precision) - _kept(model, 8, precision)) / 8
+
+
+def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
+    config = model.config.get_text_config()
+    layers: int = config.num_hidden_layers
+    return activation_bytes(model, precision) / layers + 4 * layers * config.hidden_size
 
 
 def _kept(model: PreTrainedModel, num_tokens: int, precision: str) -> int:

@@ -62,7 +62,10 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight, grad_bias = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+        # A sum over many chunks: in bfloat16 what is added last would be rounded away.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         parts = zip(*(t.split(ctx.rows) for t in (hidden, ids, grad, grad_hidden)), strict=True)
         for h, own, of_token, out in parts:
             with torch.enable_grad():
@@ -70,8 +73,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 logprobs = token_logprobs(logits, own, temperature=ctx.temperature)
             (of_logits,) = torch.autograd.grad(logprobs, logits, of_token)
             out.copy_(linear(of_logits, weight.t()))
-            if ctx.needs_input_grad[1]:
+            if grad_weight is not None:
                 grad_weight += linear(of_logits.t(), h.t())
             if grad_bias is not None:
                 grad_bias += of_logits.sum(0)
-        return grad_hidden, grad_weight if ctx.needs_input_grad[1] else None, grad_bias, None, None
+        of_weight, of_bias = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
+        return grad_hidden, of_weight, of_bias, None, None
