@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, takewhile
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -203,8 +203,10 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     >>> common_prefix([[5, 6, 7], [5, 6, 8], [5, 6]])
     2
     """
-    columns = zip(*sequences, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    room = min(map(len, sequences))
+    rows = np.array([sequence[:room] for sequence in sequences], np.int64)
+    differ = (rows != rows[0]).any(0)
+    return int(differ.argmax()) if differ.any() else room
 
 
 def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> torch.Tensor:

@@ -47,7 +47,7 @@ from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.errors import RewardError
-from rlhf_cli.learner.carried import Carried, Recent, parts_of
+from rlhf_cli.learner.carried import Carried, Recent, of_all, parts_of
 from rlhf_cli.learner.figures import (
     Best,
     compare,
@@ -115,7 +115,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
         carried = Carried(learner, health, best, recent, lambda iteration: _prompts(learner, iteration))
         first = stage.resume(parts_of(learner, carried), ppo.num_iterations)
-        if config.compile:
+        if config.compile and first == 0:
             stage.log(first, {"time/compile_s": learner.compile_s})
         display.begin(ppo.num_iterations, "iteration", first)
         every = config.evaluation.every_iterations
@@ -159,7 +159,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             )
             with speed.phase("update"):
                 recent.append((iteration, experience if ppo.num_rollouts_per_update == 1 else experience.to("cpu")))
-                batch = merge([_refreshed(learner, part, made < iteration) for made, part in recent])
+                batch = merge([of_all(learner, _refreshed(learner, part, made < iteration)) for made, part in recent])
                 update = _update(learner, batch, iteration)
 
             # 6. Figures and health; then the coefficients that follow the KL.
@@ -243,8 +243,7 @@ def _judge(learner: Learner, rollout: Rollout, texts: list[str], iteration: int)
         scores = total_score(learner.rewards, judged(learner, rollout.prompts, texts, rollout.responses))
     except RewardError as error:
         failure = str(error)
-    told = next(filter(None, learner.world.gather(failure)), None)
-    if told is not None:
+    if told := learner.world.first_failure(failure):
         learner.stage.save_what_stands(iteration)
         raise RewardError(told)
     assert scores is not None
@@ -385,7 +384,7 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
                 _step(learner, learns_policy, move=False)
                 continue
             # The minibatch is the same however many processes there are; this one has its own rows of it.
-            rows = _own_rows(minibatch, ppo.rollout_batch_size, learner)
+            rows = _own_rows(batch, minibatch, world)
             with recomputing(learner.models.policy, learner.models.value_model):
                 sums, error = _backward(learner, batch, rows, step, learns_policy)
             if not first:
@@ -589,12 +588,26 @@ def _step(learner: Learner, learns_policy: bool, *, move: bool) -> None:
         learner.value_stepper.advance(move=move)
 
 
-def _own_rows(minibatch: Sequence[int], rollout_batch_size: int, learner: Learner) -> list[int]:
-    """Where this process has its rows of a minibatch of global rows, in its own merged rollouts."""
-    own = learner.world.shard(range(rollout_batch_size), learner.together)
-    places = {i: place for place, i in enumerate(own)}
-    rows = [divmod(row, rollout_batch_size) for row in minibatch]
-    return sorted(k * len(own) + places[i] for k, i in rows if i in places)
+def _own_rows(batch: Experience, minibatch: Sequence[int], world: World) -> list[int]:
+    """This process's rows of a minibatch, with about as many tokens to compute as each other's.
+
+    The responses to a prompt stay together, for it is encoded once then, where that costs the slowest process less.
+    """
+    if world.size == 1:
+        return sorted(minibatch)
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for row in minibatch:
+        by_prompt.setdefault(tuple(batch.prompts[row].ids), []).append(row)
+
+    def tokens(rows: Sequence[int]) -> int:
+        prompts = {tuple(batch.prompts[row].ids) for row in rows}
+        return sum(map(len, prompts)) + sum(len(batch.responses[row].ids) for row in rows)
+
+    ways = [
+        [[row for piece in hand for row in pieces[piece]] for hand in deal([tokens(p) for p in pieces], world.size)]
+        for pieces in ([[row] for row in minibatch], list(by_prompt.values()))
+    ]
+    return sorted(min(ways, key=lambda hands: max(map(tokens, hands)))[world.rank])
 
 
 def _how(learner: Learner) -> tuple[Sampling, str]:

@@ -74,7 +74,7 @@ from rlhf_cli.models.load import (
     save_facts,
 )
 from rlhf_cli.models.training_passes import set_up_passes
-from rlhf_cli.packing import common_prefix
+from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.seeding import generator
@@ -187,7 +187,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         )
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
-        if config.compile:
+        if config.compile and first == 0:
             stage.log(first, {"time/compile_s": compile_s})
         display.begin(steps, "step", first)
         for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
@@ -392,9 +392,14 @@ def _sequences(item: RankedIds | ScoredIds) -> list[list[int]]:
 
 
 def _num_tokens(item: RankedIds | ScoredIds, model: PreTrainedModel) -> int:
-    """The tokens that are computed of a row: what its sequences begin with counts once where the model shares it."""
+    """The tokens that are computed of a row: what its sequences begin with counts once where the model shares it,
+    and on padded batches each is as long as the longest."""
     sequences = _sequences(item)
+    if not is_packed(model):
+        return len(sequences) * max(map(len, sequences))
     shared = common_prefix(sequences) if shares_prefixes(model) else 0
+    if shared < SHORTEST_PREFIX:
+        shared = 0
     return sum(map(len, sequences)) - (len(sequences) - 1) * shared
 
 
@@ -404,9 +409,11 @@ def _own(batch: list, world: World) -> list:
 
 
 def _count(speed: Speed, work: Work, items: list) -> None:
-    """What a step did with this process's rows; each sequence counts whole, whatever part of it others share."""
-    lengths = [len(ids) for item in items for ids in _sequences(item)]
-    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, 0))
+    """What a step did with this process's rows: tokens of whole sequences, operations of a shared beginning once."""
+    rows = [_sequences(item) for item in items]
+    lengths = [len(ids) for row in rows for ids in row]
+    shared = [n for row in rows for n in (0, *[common_prefix(row)] * (len(row) - 1))]
+    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, 0, shared))
 
 
 def _loss(

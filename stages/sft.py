@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ from rlhf_cli.data.reading import Report, records
 from rlhf_cli.data.records import Demonstration, demonstration
 from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
-from rlhf_cli.models.forward import autocast, is_packed, target_logits, target_logprobs
+from rlhf_cli.models.forward import autocast, is_packed, target_logits, target_logprobs, vocabulary_rows
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
@@ -61,6 +61,8 @@ from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_run import StageRun
 
+MOST_LOGITS = 1 << 28
+"""Numbers of the logits that an evaluation holds at once: 1 GB in float32."""
 SHOWN = ("loss/sft", "sft/learning_rate", "sft/grad_norm", "speed/step_tokens_per_s")
 
 
@@ -112,7 +114,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
         require_held_out(best, test)
         first = stage.resume({"model": Weights(model), "optimizer": stepper, "best": best}, steps)
-        if config.compile:
+        if config.compile and first == 0:
             stage.log(first, {"time/compile_s": compile_s})
         display.begin(steps, "step", first)
         for step, batch in speed.timed("data", ahead(partial(_batch, config, train), first, steps, world.device)):
@@ -212,6 +214,8 @@ def _evaluate(
     model.eval()
     sums = {"nll": 0.0, "correct": 0.0, "tokens": 0.0}
     mine = world.shard(test)
+    # Whole logits are looked at here, which training never holds (models/head.py).
+    budget = replace(budget, tokens=max(1, min(budget.tokens, MOST_LOGITS // vocabulary_rows(model))))
     for part in budget.cut([len(example.ids) for example in mine]):
         with autocast(world.device, config.precision):
             logits, targets = target_logits(model, [mine[i].ids for i in part], [mine[i].learnt for i in part])

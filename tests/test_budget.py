@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +30,22 @@ from transformers import (
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import SFTConfig
-from rlhf_cli.data.batches import deal, in_order, token_chunks
+from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
 from rlhf_cli.models import cost
 from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of
-from rlhf_cli.models.forward import target_logits
+from rlhf_cli.models.forward import shares_prefixes, target_logits
 from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.packing import pack
+from rlhf_cli.rollout.experience import Experience, PromptRow, cut_responses, shared_prompts
+from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import speed
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.speed import Speed
+from stages import ppo as ppo_stage
+from stages import rm as rm_stage
 from stages import sft as sft_stage
+from stages.rm import RankedIds
 
 CPU = torch.device("cpu")
 GB = 1024**3
@@ -114,6 +122,74 @@ def test_processes_get_as_many_rows_and_about_as_many_tokens(seed, num_processes
     tokens = [sum(lengths[row] for row in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
     assert deal(lengths, num_processes) == hands
+
+
+@pytest.mark.parametrize("num_processes", [2, 4, 8])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
+    """Every row once; the slowest process has little more to compute than the mean, prompts that it shares once."""
+    draw = random.Random(num_processes)
+    rows = []
+    for prompt in range(128 // samples):
+        ids = [prompt] * draw.randint(4, 200)
+        rows += [(PromptRow("", ids, None), Response([1] * int(draw.lognormvariate(3.5, 0.8) + 1), [], True))] * samples
+    batch = Experience(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 6)
+    every_nth: list[float] = []
+    dealt: list[float] = []
+    for seed in range(20):
+        minibatch = random.Random(seed).sample(range(128), 64)
+        hands = [
+            ppo_stage._own_rows(batch, minibatch, World(rank, num_processes, CPU)) for rank in range(num_processes)
+        ]
+        assert sorted(itertools.chain(*hands)) == sorted(minibatch)
+        assert all(hand == sorted(hand) for hand in hands)
+        for found, shares in (
+            (dealt, hands),
+            (every_nth, [minibatch[rank::num_processes] for rank in range(num_processes)]),
+        ):
+            tokens = [
+                sum(len(ids) for ids in {tuple(rows[i][0].ids) for i in share})
+                + sum(len(rows[i][1].ids) for i in share)
+                for share in shares
+            ]
+            found.append(max(tokens) / (sum(tokens) / num_processes) if samples == 1 else max(tokens))
+    assert statistics.fmean(dealt) < statistics.fmean(every_nth)
+    if samples == 1:
+        assert statistics.fmean(dealt) < 1.1
+
+
+def test_responses_that_stand_whole_count_whole():
+    """Equal responses to a prompt share nothing, nor do those to a prompt of a few tokens."""
+    policy = llama()
+    prepare(policy, CPU)
+    assert shares_prefixes(policy)
+    answer = Response([1] * 10, [], True)
+    for prompt, responses, most in (
+        ([5] * 90, [answer] * 16, 200),
+        ([5] * 7, [Response([i] * 3, [], True) for i in range(40)], 64),
+        ([5] * 90, [Response([i] * 10, [], True) for i in range(16)], 200),
+    ):
+        prompts = [PromptRow("", prompt, None)] * len(responses)
+        cut = cut_responses(Budget(most), policy, prompts, responses)
+        assert sorted(itertools.chain(*cut)) == list(range(len(responses)))
+        sizes = []
+        for part in cut:
+            batch = pack([prompt + responses[i].ids for i in part], groups=[0] * len(part))
+            sizes.append(len(batch.ids))
+        assert max(sizes) <= most
+    assert len(cut) == 2, "different answers to a long prompt do share it: 90 + 11 * 10"
+
+
+def test_a_padded_row_counts_its_longest_answer_for_each():
+    item = RankedIds([[1] * 500, [1] * 20, [2] * 20], None)
+    packed = llama()
+    prepare(packed, CPU)
+    assert rm_stage._num_tokens(item, packed) == 500 + 20 + 20
+    padded = copy.deepcopy(packed)
+    padded.set_attn_implementation("sdpa")
+    assert rm_stage._num_tokens(item, padded) == 3 * 500
+    assert rm_stage._num_tokens(RankedIds([[1] * 30 + [2], [1] * 30 + [3, 4]], None), packed) == 33
+    assert rm_stage._num_tokens(RankedIds([[1] * 7 + [2], [1] * 7 + [3, 4]], None), packed) == 17
 
 
 def test_dealing_is_fairer_than_every_nth_row():
@@ -340,6 +416,32 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
     unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
     assert work.trained < 0.01 * work.weights
     assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+
+
+def test_a_frozen_head_has_no_gradient_to_compute():
+    config = models()["llama"].config
+    config.vocab_size = 4000
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")
+    model.lm_head.weight.requires_grad_(False)
+    work, length = work_of(model), 240
+    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
+    assert work.head > work.weights
+    assert work.trained_head == 0
+    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+
+
+def test_a_shared_prompt_counts_once():
+    """Three answers to one prompt cost the prompt once, and each answer's tokens what they cost behind it."""
+    work = work_of(models()["llama"])
+    prompt, answers = 20, [5, 7, 6]
+    lengths = [prompt + n for n in answers]
+    behind = [work.forward([prompt + n], n) - work.forward([prompt], 0) for n in answers]
+    shared = [0, prompt, prompt]
+    assert work.forward(lengths, sum(answers), shared) == work.forward([prompt], 0) + sum(behind)
+    assert work.training(lengths, sum(answers), shared) == 3 * work.forward(lengths, sum(answers), shared)
+    rows = [PromptRow("", [1] * 9, None), PromptRow("", [2] * 4, None), PromptRow("", [1] * 9, None)]
+    assert shared_prompts(rows) == [0, 0, 9]
 
 
 def test_the_peak_is_measured_without_touching_the_run():

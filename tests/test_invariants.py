@@ -637,7 +637,7 @@ def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=No
         kl_coef=config.ppo.kl_coef,
         policy_kl_coef=config.ppo.policy_kl_coef,
         budget=Budget(LARGE if tokens == "auto" else tokens, config.ppo.microbatch_size),
-        policy_work=Work(1, 1, 1, 1),
+        policy_work=Work(1, 1, 1, 1, 1),
     )
 
 

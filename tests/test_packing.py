@@ -403,6 +403,31 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
         close(rollout.logprobs, rollout.sampled_logprobs)
 
 
+def test_the_full_kl_brings_ref_policys_log_probabilities_along(pair):
+    """Each model has one pass over what was sampled, and the numbers are those of a pass of their own."""
+    _, model = pair
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    rows, table = [ROWS[0]] * 3, torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
+    choices = {
+        "sampling": DRAWN,
+        "tokenizer": None,
+        "budget": Budget(10_000),
+        "precision": "float32",
+        "recompute": True,
+    }
+    passes = []
+    hook = other.register_forward_hook(lambda *_: passes.append(1))
+    found = collect(rows, table, Models(model, other), with_full_kl=True, **choices)
+    hook.remove()
+    assert len(passes) == 1
+    wanted = collect(rows, table, Models(model, other), **choices)
+    close(found.ref_logprobs, wanted.ref_logprobs)
+    assert not torch.allclose(found.ref_logprobs, found.logprobs, atol=1e-2)
+
+
 def ranked(seed, num_answers):
     prompt = ids(9 + seed, seed)
     row = Ranking("", tuple("x" * (i + 1) for i in range(num_answers)), "row")

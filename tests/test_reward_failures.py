@@ -3,6 +3,9 @@ to the very bytes of a run in which nothing failed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from rlhf_cli.errors import RewardError
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.training.checkpoint_files import last_step
 
+ROOT = Path(__file__).resolve().parent.parent
 REWARD = """
 from pathlib import Path
 
@@ -75,6 +79,43 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_m
     assert len((root / "calls.txt").read_text().split()) == len(CALLS)
     assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [2, 4, 5]
     return found(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["rollout 3", "evaluation 2"])
+def test_one_process_whose_reward_fails_takes_the_other_along(
+    call: str, tmp_path: Path, write_config: Any, make_model: Any
+) -> None:
+    """Both save what stands and end; neither waits for the other, or dies of its going."""
+    reward = REWARD.replace('"calls.txt"', 'f"calls {RANK}.txt"').replace(
+        "    if fail_at", '    if RANK == "1" and fail_at'
+    )
+    (tmp_path / "reward.py").write_text(f'import os\n\nRANK = os.environ["RANK"]\n{reward}')
+    (tmp_path / "fail_at.txt").write_text(str(CALLS.index(call) + 1))
+    config = write_config(
+        "ppo",
+        tmp_path,
+        policy={"path": str(make_model("llama"))},
+        rewards=[{"type": "function", "function": f"{tmp_path}/reward.py:score"}],
+        ppo={"num_iterations": 5},
+        evaluation={"every_iterations": 2, "best_metric": "score_mean"},
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "-m", "stages.ppo", "--config", str(config)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") >= 1
+    assert "the judge has gone home" in done.stderr
+    assert "Connection closed" not in done.stderr
+    assert last_step(tmp_path, "ppo") == 2
 
 
 @pytest.mark.parametrize("call", range(1, len(CALLS)), ids=CALLS[1:])

@@ -62,7 +62,7 @@ class Carried:
         # The last one needed is that of the next update, for which the oldest makes room.
         kept = list(self.recent)[-(self.recent.maxlen or 1) + 1 :] if (self.recent.maxlen or 1) > 1 else []
         for number, (iteration, experience) in enumerate(kept):
-            whole = self._whole(experience)
+            whole = of_all(self.learner, experience.to("cpu"))
             tensors |= {f"{number}/{name}": getattr(whole, name) for name in TENSORS}
             responses = [{"ids": r.ids, "ended": r.ended, "kept": r.kept} for r in whole.responses]
             rollouts.append({"iteration": iteration, "responses": responses})
@@ -91,10 +91,14 @@ class Carried:
             mine = self.learner.world.shard(range(len(responses)), self.learner.together)
             self.recent.append((saved["iteration"], select(whole, mine)))
 
-    def _whole(self, experience: Experience) -> Experience:
-        """All processes' rows, in the order of the iteration."""
-        world = self.learner.world
-        everyone = world.gather(experience.to("cpu"))
-        ends = list(itertools.accumulate(len(own.responses) for own in everyone))
-        rows = [range(end - len(own.responses), end) for own, end in zip(everyone, ends, strict=True)]
-        return select(merge(everyone), world.interleave(rows, self.learner.together))
+
+def of_all(learner: Learner, experience: Experience) -> Experience:
+    """All processes' rows of a rollout, in the order of the iteration, on the device of this process's own."""
+    world = learner.world
+    if world.size == 1:
+        return experience
+    everyone = world.gather(experience.to("cpu"))
+    ends = list(itertools.accumulate(len(own.responses) for own in everyone))
+    rows = [range(end - len(own.responses), end) for own, end in zip(everyone, ends, strict=True)]
+    whole = select(merge(everyone), world.interleave(rows, learner.together))
+    return whole.to(experience.response_mask.device)

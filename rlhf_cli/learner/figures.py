@@ -37,6 +37,7 @@ from rlhf_cli.rollout.experience import (
     PromptRow,
     Rollout,
     collect,
+    shared_prompts,
     whole_lengths,
 )
 from rlhf_cli.rollout.sampling import Response, response_text, uniforms
@@ -119,17 +120,19 @@ def iteration_metrics(
 def count_rollout(learner: Learner, rollout: Rollout) -> None:
     """How long sampling and the forward passes after it took, and over how many tokens.
 
-    A response counts with its prompt, each as if it were sampled by itself, and one head's product a response token.
+    A response counts with its prompt, of the operations those of equal prompts once; one head's product a response
+    token.
     """
     speed, models = learner.stage.speed, learner.models
     lengths = whole_lengths(rollout.prompts, rollout.responses)
     num_tokens, sampled = sum(lengths), sum(len(r.ids) for r in rollout.responses)
-    forward = learner.policy_work.forward(lengths, sampled)
+    shared = shared_prompts(rollout.prompts)
+    forward = learner.policy_work.forward(lengths, sampled, shared)
     speed.count("rollout", seconds=rollout.sample_s, tokens=num_tokens, flops=forward)
     # ref_policy is of the policy's shape; the policy itself where its captured log-probabilities do not serve.
     flops = forward if rollout.logprobs is rollout.sampled_logprobs else 2 * forward
     if learner.value_work is not None and models.value_model is not None:
-        flops += learner.value_work.forward(lengths, 0)
+        flops += learner.value_work.forward(lengths, 0, shared)
     speed.count("scoring", seconds=rollout.score_s, tokens=num_tokens, flops=flops)
 
 
@@ -138,10 +141,10 @@ def count_update(
 ) -> None:
     """Tokens and operations of a microbatch; a policy that does not learn yet is run forward only."""
     lengths, num_answered = whole_lengths(prompts, responses), sum(len(r.ids) for r in responses)
-    work = learner.policy_work
-    flops = (work.training if learns_policy else work.forward)(lengths, num_answered)
+    work, shared = learner.policy_work, shared_prompts(prompts)
+    flops = (work.training if learns_policy else work.forward)(lengths, num_answered, shared)
     if learner.value_work is not None:
-        flops += learner.value_work.training(lengths, 0)
+        flops += learner.value_work.training(lengths, 0, shared)
     learner.stage.speed.count("update", tokens=sum(lengths), flops=flops)
 
 

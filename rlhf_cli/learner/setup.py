@@ -29,7 +29,14 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.cost import (
+    COPIES_OF_WHOLE_DISTRIBUTIONS,
+    LOGITS_COPIES,
+    Work,
+    peak_flops,
+    token_budget,
+    work_of,
+)
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
@@ -211,9 +218,18 @@ def _budget(
     beside = [model for model in frozen if model is not None]
     if config.ppo.ema_decay is not None and world.device.type == "cpu":
         beside.append(learning[0])  # The average of its weights is kept on the CPU.
-    checkpointing = config.gradient_checkpointing
+    full_kl = config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full"
+    learns_distributions = config.ppo.entropy_coef != 0 or full_kl
     stage.tokens_per_microbatch = (
-        token_budget(learning, beside, world.device, config.precision, world.size, checkpointing=checkpointing)
+        token_budget(
+            learning,
+            beside,
+            world.device,
+            config.precision,
+            world.size,
+            checkpointing=config.gradient_checkpointing,
+            logits_copies=COPIES_OF_WHOLE_DISTRIBUTIONS if learns_distributions else LOGITS_COPIES,
+        )
         if given == "auto"
         else given
     )

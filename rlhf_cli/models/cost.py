@@ -36,6 +36,8 @@ what the allocator can't use, and a backward pass's own tensors."""
 LOGITS_COPIES = 4
 """Float32 tensors as large as the logits that live at once while a token's log-probability and gradient are computed:
 the logits, what temperature and filters make of them, the gradients of both."""
+COPIES_OF_WHOLE_DISTRIBUTIONS = 8
+"""The same where an entropy or a KL over the whole vocabulary has a gradient too."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Where Linux says how much memory a container may have."""
 
@@ -51,10 +53,11 @@ def token_budget(
     num_processes: int,
     *,
     checkpointing: bool = False,
+    logits_copies: int = LOGITS_COPIES,
 ) -> int:
     """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
 
-    ``SHARE * (total - static) / (activation_bytes + LOGITS_COPIES * 4 * V)``, at least FEWEST_TOKENS, at most
+    ``SHARE * (total - static) / (activation_bytes + logits_copies * 4 * V)``, at least FEWEST_TOKENS, at most
     GPU_TOKENS, or on a CPU CPU_TOKENS and what CPU_BYTES are enough for. ``activation_bytes`` is the largest of the
     trained models', since only one has a graph at a time, ``static`` is 4 bytes a weight and 12 more a trained one
     (its gradient and AdamW's two moments), and V the largest vocabulary of a language model.
@@ -76,7 +79,7 @@ def token_budget(
         _checkpointed_bytes(m, precision) if checkpointing else activation_bytes(m, precision) for m in trained
     )
     vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
-    a_token += LOGITS_COPIES * 4 * vocabulary
+    a_token += logits_copies * 4 * vocabulary
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
     fitting = int(SHARE * (total - static) / a_token)
     most = GPU_TOKENS if device.type == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / a_token)))
@@ -148,9 +151,12 @@ class Work:
     optimizer are left out, and so is whatever is computed twice. Unlike theirs a token's attention counts the tokens
     that it can see and no others, and the head the tokens that it runs on.
 
-    >>> Work(weights=100, trained=100, head=30, width=4).forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
+    >>> work = Work(weights=100, trained=100, head=30, trained_head=30, width=4)
+    >>> work.forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
     816
-    >>> Work(weights=100, trained=100, head=30, width=4).training([3], 2)
+    >>> work.forward([3, 4], 2, shared=[0, 2]) - 816  # the second one's last two tokens: 100 x 2 x 2 + 4 x 4 x (3+4)
+    512
+    >>> work.training([3], 2)
     2448
     """
 
@@ -160,23 +166,30 @@ class Work:
     """Of these, those that get a gradient."""
     head: int
     """Weights of the head over the vocabulary."""
+    trained_head: int
+    """Of these, those that get a gradient."""
     width: int
     """Of the queries, summed over the layers: layers x heads x head_dim."""
 
-    def forward(self, lengths: Sequence[int], head_tokens: int) -> int:
+    def forward(self, lengths: Sequence[int], head_tokens: int, shared: Sequence[int] | None = None) -> int:
         """``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``.
 
         Args:
             lengths: tokens of each sequence, N in all; ``pairs`` are the tokens that see one another, n (n + 1) / 2 of
                 a sequence of n (queries with keys and weights with values are two products of 2 * width each).
             head_tokens: tokens that the head runs on.
+            shared: of each sequence, with how many tokens it begins that another one has begun with; None: with none.
+                They are computed once, so here they do not count.
         """
-        pairs = sum(n * (n + 1) // 2 for n in lengths)
-        return 2 * self.weights * sum(lengths) + 2 * self.head * head_tokens + 4 * self.width * pairs
+        begun = shared or [0] * len(lengths)
+        pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in begun)
+        return 2 * self.weights * (sum(lengths) - sum(begun)) + 2 * self.head * head_tokens + 4 * self.width * pairs
 
-    def training(self, lengths: Sequence[int], head_tokens: int) -> int:
+    def training(self, lengths: Sequence[int], head_tokens: int, shared: Sequence[int] | None = None) -> int:
         """``3 * forward``, less the weights' gradients of what is frozen."""
-        return 3 * self.forward(lengths, head_tokens) - 2 * (self.weights - self.trained) * sum(lengths)
+        num_tokens = sum(lengths) - sum(shared or ())
+        frozen = 2 * (self.weights - self.trained) * num_tokens + 2 * (self.head - self.trained_head) * head_tokens
+        return 3 * self.forward(lengths, head_tokens, shared) - frozen
 
 
 def work_of(model: PreTrainedModel) -> Work:
@@ -196,11 +209,11 @@ def work_of(model: PreTrainedModel) -> Work:
         trained += size if parameter.requires_grad else 0
     head = model.get_output_embeddings()
     assert head is None or isinstance(head.weight, torch.Tensor)
+    of_head = head.weight.numel() if head is not None else 0
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Work(
-        weights, trained, head.weight.numel() if head is not None else 0, config.num_hidden_layers * heads * head_dim
-    )
+    trained_head = of_head if head is not None and head.weight.requires_grad else 0
+    return Work(weights, trained, of_head, trained_head, config.num_hidden_layers * heads * head_dim)
 
 
 def peak_flops(device: torch.device, precision: str) -> float:

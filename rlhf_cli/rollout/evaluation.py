@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.errors import RewardError
 from rlhf_cli.rollout.experience import Models, PromptRow, collect
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text
 from rlhf_cli.training.distributed import World
@@ -57,10 +58,13 @@ def evaluate(
     The KL of a reply is the sum over its tokens of log policy - log ref_policy, in nats; its mean over
     replies estimates KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself.
     distinct_2 counts pairs of words (Li et al. 2016), so that it does not depend on the tokenizer.
+
+    Raises RewardError where `score` or `judge` does so on any process.
     """
     start = time.monotonic()
     numbers = world.shard(list(range(len(prompts))))
     mine: list[tuple[str, float, float, int, bool]] = []
+    failure = ""
     for part in chunks(numbers, batch_size):
         some = [prompts[i] for i in part]
         rollout = collect(
@@ -77,12 +81,24 @@ def evaluate(
         )
         texts = [response_text(tokenizer, response, sampling) for response in rollout.responses]
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
-        scores = score(some, texts, rollout.responses)
+        try:
+            scores = score(some, texts, rollout.responses)
+        except RewardError as error:
+            failure = str(error)
+            break
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
         mine += list(zip(texts, scores, kl, lengths, ended, strict=True))
+    if told := world.first_failure(failure):
+        raise RewardError(told)
     rows = world.interleave(world.gather(mine))
     replies, scores, kls, lengths, endings = map(list, zip(*rows, strict=True))
-    gold = judge(prompts, replies, endings) if judge is not None else []
+    gold = []
+    try:
+        gold = judge(prompts, replies, endings) if judge is not None else []
+    except RewardError as error:
+        failure = str(error)
+    if told := world.first_failure(failure):
+        raise RewardError(told)
     metrics = {
         "score_mean": statistics.fmean(scores),
         "score_median": statistics.median(scores),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
@@ -26,7 +26,7 @@ from rlhf_cli.models.forward import (
     scalar_scores,
     shares_prefixes,
 )
-from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
+from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
@@ -76,6 +76,8 @@ class TokenScores:
     """Of the distribution that the token was drawn from, nats."""
     kl_full: torch.Tensor | None = None
     """KL(policy, ref_policy) of that distribution, exact over the vocabulary, nats."""
+    ref_logprobs: torch.Tensor | None = None
+    """Of the sampled token by ref_policy, nats, which the exact KL needs anyway."""
 
 
 def score_tokens(
@@ -110,16 +112,18 @@ def score_tokens(
     logits = allowed_logits(logits, responses, sampling)
     if shared and models.value_head is not None:
         values = scalar_head(models.value_head, hidden.detach() if detach_backbone else hidden)[:, 0]
-    kl = None
+    kl = ref_logprobs = None
     if with_full_kl:
         with torch.no_grad():
             ref_logits = allowed_logits(_ref_logits(models, prompts, responses, precision), responses, sampling)
+            ref_logprobs = token_logprobs(ref_logits, targets, temperature=sampling.temperature)
         kl = _full_kl(logits, ref_logits, sampling.temperature)
     return TokenScores(
         logprobs=token_logprobs(logits, targets, temperature=sampling.temperature),
         values=values,
         entropy=token_entropy(logits, temperature=sampling.temperature) if with_entropy else None,
         kl_full=kl,
+        ref_logprobs=ref_logprobs,
     )
 
 
@@ -236,7 +240,24 @@ def cut_responses(
     lengths = whole_lengths(prompts, responses)
     if not shares_prefixes(policy):
         return budget.cut(lengths)
-    return budget.cut(lengths, [tuple(p.ids) for p in prompts], [len(p.ids) for p in prompts])
+    groups: list[Hashable] = []
+    seen: set[Hashable] = set()
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        # What `pack` lets stand whole counts whole: equal sequences, and what is too short to share.
+        whole = (tuple(prompt.ids), tuple(response.ids))
+        groups.append(row if whole in seen else whole[0])
+        seen.add(whole)
+    return budget.cut(lengths, groups, [len(p.ids) if len(p.ids) >= SHORTEST_PREFIX else 0 for p in prompts])
+
+
+def shared_prompts(prompts: Sequence[PromptRow]) -> list[int]:
+    """[B] of each row, how many tokens of its prompt an earlier row has: all or none."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for ids in (tuple(prompt.ids) for prompt in prompts):
+        found.append(len(ids) if ids in seen else 0)
+        seen.add(ids)
+    return found
 
 
 def padded_rows(parts: Sequence[torch.Tensor], cut: Sequence[Sequence[int]], lengths: Sequence[int]) -> torch.Tensor:
@@ -285,7 +306,8 @@ def collect(
     with torch.no_grad():
         for part in cut:
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
-            flat["ref_logprobs"].append(ref_response_logprobs(models, some, answers, sampling, precision))
+            if not with_full_kl:
+                flat["ref_logprobs"].append(ref_response_logprobs(models, some, answers, sampling, precision))
             if recompute:
                 scores = score_tokens(
                     models, some, answers, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
@@ -293,8 +315,9 @@ def collect(
                 flat["logprobs"].append(scores.logprobs)
                 if scores.values is not None:
                     flat["values"].append(scores.values)
-                if scores.kl_full is not None:
+                if scores.kl_full is not None and scores.ref_logprobs is not None:
                     flat["kl_full"].append(scores.kl_full)
+                    flat["ref_logprobs"].append(scores.ref_logprobs)
             elif with_values and models.value_model is not None:
                 flat["values"].append(response_values(models.value_model, some, answers, precision))
     padded = {key: padded_rows(parts, cut, lengths) for key, parts in flat.items() if parts}

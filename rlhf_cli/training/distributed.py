@@ -63,6 +63,13 @@ class World:
         dist.all_gather_object(items, item)
         return items
 
+    def first_failure(self, failure: str) -> str | None:
+        """What went wrong on any process, for all of them to say; "" is nothing, and so is None for all.
+
+        One that stopped by itself would leave the others waiting for it.
+        """
+        return next(filter(None, self.gather(failure)), None)
+
     def interleave(self, shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
         """The global list back from the shards that `shard` made of it.
 

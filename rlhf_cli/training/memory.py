@@ -56,6 +56,6 @@ training.tokens_per_microbatch below 100'
     if at_once <= longest:
         # A row of the longest length is computed alone, and whether there was one is not known here.
         lower = "Lower the longest length" if rows == 1 else f"{lower}, or the longest length"
-    if not config.gradient_checkpointing:
+    if not (config.gradient_checkpointing or config.compile):
         more += "; gradient_checkpointing: true takes less as well"
     return f"out of memory with {rows} {what} of at most {lengths} tokens{whole} at a time. {lower}{more}"
