@@ -11,9 +11,15 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from rlhf_cli.models import forward, head
@@ -30,6 +36,12 @@ def model_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+    if kind == "gpt-neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
     if kind == "scaled":
         return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25, pad_token_id=0, eos_token_id=1))
     if kind == "capped":
@@ -80,7 +92,7 @@ def test_many_chunks_in_bfloat16_add_up_as_well_as_one(monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=4e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "gpt2", "scaled", "capped"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "gpt2", "gpt-neox", "mixtral", "scaled", "capped"])
 def test_a_model_gives_the_same_whichever_way(monkeypatch, kind: str):
     """A family that does something to its logits behind the head keeps them whole."""
     chunked = []

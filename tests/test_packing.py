@@ -428,6 +428,19 @@ def test_the_full_kl_brings_ref_policys_log_probabilities_along(pair):
     assert not torch.allclose(found.ref_logprobs, found.logprobs, atol=1e-2)
 
 
+def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
+    _, model = made("llama")
+    head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    passes = []
+    hook = model.model.register_forward_hook(lambda *_: passes.append(1))
+    found = score_tokens(Models(model, model, value_head=head), ROWS, RESPONSES, DRAWN, "float32")
+    hook.remove()
+    assert len(passes) == 1
+    close(found.logprobs, score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32").logprobs)
+    assert found.values is not None
+    assert len(found.values) == len(found.logprobs)
+
+
 def ranked(seed, num_answers):
     prompt = ids(9 + seed, seed)
     row = Ranking("", tuple("x" * (i + 1) for i in range(num_answers)), "row")
