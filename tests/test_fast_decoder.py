@@ -18,10 +18,10 @@ from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout import fast_decoder as fast_decoder_module
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder, why_not_fast
+from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder
 from rlhf_cli.rollout.paged_cache import PAGE, PagedCache
 from rlhf_cli.rollout.plain_decoder import PlainDecoder
-from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms
+from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -380,7 +380,7 @@ def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
     monkeypatch.setattr(fast_decoder_module, wrong, right[wrong])
     with pytest.raises(NotFastError, match="differs from a plain forward by"):
         fast_decoder(model, 100)
-    assert isinstance(sampling_module._decoder(model, 100), PlainDecoder)
+    assert isinstance(sampling_module._decoder(model, 100, 1), PlainDecoder)
 
 
 def test_modules_that_are_not_there_are_no_traceback():

@@ -60,8 +60,7 @@ from rlhf_cli.rollout.experience import (
     Models,
     PromptRow,
 )
-from rlhf_cli.rollout.fast_decoder import why_not_fast
-from rlhf_cli.rollout.sampling import Sampling, stop_ids
+from rlhf_cli.rollout.sampling import Sampling, stop_ids, why_not_fast
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.health import RATIO_TOLERANCE, Health

@@ -18,10 +18,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +93,15 @@ class FastDecoder:
     leaves_below = 1.0
     """To leave costs nothing, so a row that has ended leaves at once."""
     admits_beside_others = True
+    most_rows = sys.maxsize
+    lag = 0
 
     def __init__(self, model: PreTrainedModel, longest: int):
         """longest: tokens that a row may come to have. Raises NotFastError."""
-        self.network = network = read(model, longest)
+        weight = next(model.parameters())
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            raise NotFastError("the fast sampler computes in float32 on a CPU")
+        self.network = network = read(model, longest, _linear, _rms_norm)
         self.cache = PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -109,7 +115,7 @@ class FastDecoder:
         different = list(rows_of)
         places = self.cache.open_rows(different, list(rows_of.values()))
         last, first = [], 0
-        for count in _shares([len(prompt) for prompt in different]):
+        for count in shares([len(prompt) for prompt in different], READ_TOKENS):
             chosen = slice(first, first + count)
             last.append(self._read_prompts(different[chosen], places[chosen]))
             first += count
@@ -168,20 +174,20 @@ class FastDecoder:
         return x
 
 
-def _shares(lengths: Sequence[int]) -> list[int]:
-    """How many prompts are read at a time: at most READ_TOKENS tokens, or one prompt.
+def shares(lengths: Sequence[int], most: int) -> list[int]:
+    """How many prompts are read at a time: of at most so many tokens together, or one prompt.
 
-    >>> _shares([900, 100, 100, 2000, 3])
+    >>> shares([900, 100, 100, 2000, 3], 1024)
     [2, 1, 1, 1]
     """
-    shares, tokens = [0], 0
+    counts, tokens = [0], 0
     for length in lengths:
-        if shares[-1] > 0 and tokens + length > READ_TOKENS:
-            shares.append(0)
+        if counts[-1] > 0 and tokens + length > most:
+            counts.append(0)
             tokens = 0
-        shares[-1] += 1
+        counts[-1] += 1
         tokens += length
-    return shares
+    return counts
 
 
 def rotated(x: Tensor, rotation: Tensor) -> Tensor:
@@ -215,11 +221,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
 # ---------------------------------------------------------------------------------------- reading a model
 
 
-def read(model: PreTrainedModel, longest: int) -> Network:
-    """The model's weights as they are now; for rows of at most `longest` tokens. Raises NotFastError."""
-    weight = next(model.parameters())
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-        raise NotFastError("the fast sampler computes in float32 on a CPU")
+def read(model: PreTrainedModel, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]) -> Network:
+    """The model's weights as they are now; for rows of at most `longest` tokens.
+
+    linear makes the map of some linear layers side by side, rms_norm that of a norm. Raises NotFastError.
+    """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise NotFastError("its modules have hooks")
     family = model.config.model_type
@@ -227,61 +233,63 @@ def read(model: PreTrainedModel, longest: int) -> Network:
         window = model.config.to_dict().get("sliding_window")
         if window is not None and longest > window:
             raise NotFastError(f"a text of {longest} tokens is longer than its sliding window of {window}")
-        return _read_llama(model, longest)
+        return _read_llama(model, longest, linear, rms_norm)
     if family == "gpt2":
-        return _read_gpt2(model)
+        return _read_gpt2(model, linear)
     raise NotFastError(f"the fast sampler does not know the family {family}")
 
 
-def _read_llama(model: Any, longest: int) -> Network:
+def _read_llama(model: Any, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]) -> Network:
     config, backbone = model.config, model.model
     kind = config.rope_parameters["rope_type"]
     if kind not in FIXED_ROPE:
         raise NotFastError(f"its rotary embedding ({kind}) changes with the length of the text")
     head_dim = backbone.layers[0].self_attn.head_dim
-    cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1), torch.arange(longest)[None]))
+    device = next(model.parameters()).device
+    at = torch.arange(longest, device=device)[None]
+    cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1, device=device), at))
 
     def layer(block: Any) -> Layer:
         attention, mlp = block.self_attn, block.mlp
         with_head_norms = config.model_type == "qwen3"
         return Layer(
-            norm_1=_rms_norm(block.input_layernorm),
-            qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            norm_query=_rms_norm(attention.q_norm) if with_head_norms else None,
-            norm_key=_rms_norm(attention.k_norm) if with_head_norms else None,
+            norm_1=rms_norm(block.input_layernorm),
+            qkv=linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            norm_query=rms_norm(attention.q_norm) if with_head_norms else None,
+            norm_key=rms_norm(attention.k_norm) if with_head_norms else None,
             scaling=attention.scaling,
-            out=_linear(attention.o_proj),
-            norm_2=_rms_norm(block.post_attention_layernorm),
-            feed=_gated(_linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, _linear(mlp.down_proj)),
+            out=linear(attention.o_proj),
+            norm_2=rms_norm(block.post_attention_layernorm),
+            feed=_gated(linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, linear(mlp.down_proj)),
         )
 
     return Network(
         embed=lambda ids, _: backbone.embed_tokens(ids),
         rotation=torch.complex(cos, sin),
         layers=[layer(block) for block in backbone.layers],
-        norm=_rms_norm(backbone.norm),
-        head=_linear(model.lm_head),
+        norm=rms_norm(backbone.norm),
+        head=linear(model.lm_head),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
     )
 
 
-def _read_gpt2(model: Any) -> Network:
+def _read_gpt2(model: Any, linear: Callable[..., Map]) -> Network:
     config, backbone = model.config, model.transformer
 
     def layer(block: Any) -> Layer:
-        up, down = _linear(block.mlp.c_fc), _linear(block.mlp.c_proj)
+        up, down = linear(block.mlp.c_fc), linear(block.mlp.c_proj)
         activation = block.mlp.act
         if type(activation) is NewGELUActivation:  # The same function in one operation instead of eight.
             activation = functools.partial(F.gelu, approximate="tanh")
         return Layer(
             norm_1=block.ln_1,
-            qkv=_linear(block.attn.c_attn),
+            qkv=linear(block.attn.c_attn),
             norm_query=None,
             norm_key=None,
             scaling=block.attn.scaling,
-            out=_linear(block.attn.c_proj),
+            out=linear(block.attn.c_proj),
             norm_2=block.ln_2,
             feed=lambda x: down(activation(up(x))),
         )
@@ -291,7 +299,7 @@ def _read_gpt2(model: Any) -> Network:
         rotation=None,
         layers=[layer(block) for block in backbone.h],
         norm=backbone.ln_f,
-        head=_linear(model.lm_head),
+        head=linear(model.lm_head),
         heads=config.n_head,
         kv_heads=config.n_head,
         head_dim=config.n_embd // config.n_head,
@@ -300,15 +308,25 @@ def _read_gpt2(model: Any) -> Network:
 
 def _linear(*modules: Any) -> Map:
     """The outputs of some linear layers side by side; in one product where they are no more than linear layers."""
-    if any(type(module) not in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
+    if not are_linear(modules):
         return lambda x: torch.cat([module(x) for module in modules], dim=-1)
+    return fixed_linear(*joined(modules))
+
+
+def are_linear(modules: Sequence[Any]) -> bool:
+    """Is none of them more than a linear layer, an adapter around one for instance?"""
+    return all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules)
+
+
+def joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight [out, in] and bias [out], or None, of linear layers side by side; of a single one its own."""
     weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
     bias = None
     if any(module.bias is not None for module in modules):
         bias = torch.cat(
             [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
         )
-    return fixed_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+    return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
 
 
 def _rms_norm(module: Any) -> Map:
@@ -357,33 +375,43 @@ def fast_decoder(model: PreTrainedModel, longest: int) -> FastDecoder:
     return decoder
 
 
-def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
-    """None where rows of `longest` tokens are sampled by the fast tier, else a line for the user that says why not."""
-    try:
-        fast_decoder(model, longest)
-    except NotFastError as reason:
-        return f"{type(model).__name__}: {reason}; it samples through its own forward, which is slower and as exact"
-    return None
-
-
 def _gap(model: PreTrainedModel) -> float:
-    """The largest difference of a logit from that of one forward a sequence, over the largest logit.
+    return difference(*compared(model, lambda longest: FastDecoder(model, longest)))
+
+
+class Decoder(Protocol):
+    """What `compared` asks of a decoder."""
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Rows for these prompts."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        """One more token of each row."""
+
+
+def difference(logits: Tensor, wanted: Tensor) -> float:
+    """The largest difference of a logit, over the largest logit or 1."""
+    return ((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).item()
+
+
+def compared(model: PreTrainedModel, new: Callable[[int], Decoder]) -> tuple[Tensor, Tensor]:
+    """The logits of a decoder, new(longest), and those of one forward a sequence: [n, V] float32 each.
 
     Of two prompts of unequal length and of a few tokens more, into a new page.
     """
     steps, device = 3, next(model.parameters()).device
     lengths = [min(n, positions(model) - steps) for n in (PAGE - 1, 5)]
     texts = [[(7 * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for n in lengths]
-    decoder = FastDecoder(model, max(map(len, texts)))
-    found = [decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])]
+    decoder = new(max(map(len, texts)))
+    found = [decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)]).float()]
     for step in range(steps):
-        found.append(decoder.step(torch.tensor([text[n + step] for text, n in zip(texts, lengths, strict=True)])))
+        ids = torch.tensor([text[n + step] for text, n in zip(texts, lengths, strict=True)], device=device)
+        found.append(decoder.step(ids).float().clone())
     was_training = model.training
     model.eval()
-    gap = 0.0
-    for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
-        plain = model(input_ids=torch.tensor([text], device=device)).logits[0, n - 1 :]
-        ours = torch.stack([logits[row] for logits in found])
-        gap = max(gap, ((ours - plain).abs().max() / plain.abs().max().clamp_min(1.0)).item())
+    plain = [
+        model(input_ids=torch.tensor([text], device=device)).logits[0, n - 1 :].float()
+        for text, n in zip(texts, lengths, strict=True)
+    ]
     model.train(was_training)
-    return gap
+    return torch.stack(found, dim=1).flatten(0, 1), torch.cat(plain)

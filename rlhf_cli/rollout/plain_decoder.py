@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ class PlainDecoder:
     costs a wasted row in every step."""
     admits_beside_others = False
     """A prompt can't be read while others go on: new rows begin when all have ended."""
+    most_rows = sys.maxsize
+    lag = 0
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder
 from rlhf_cli.rollout.plain_decoder import PlainDecoder
+from rlhf_cli.rollout.static_decoder import StaticDecoder, static_decoder
 from rlhf_cli.seeding import generator
 
 REFILL = 0.25
@@ -125,7 +127,7 @@ def sample(
 
     At most `max_live_rows` responses are drawn at a time, None for all at once: where some have ended, prompts
     that wait take their place. It bounds the memory of keys and values and changes no response; a step of many
-    rows costs less a row, so it is no faster on a CPU.
+    rows costs less a row, so it is no faster on a CPU. On a GPU it may be fewer (static_decoder.py).
 
     Raises ValueError: stop strings without the tokenizer to read them with.
     """
@@ -133,19 +135,22 @@ def sample(
         raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer: a response is read to find them")
     device = next(model.parameters()).device
     num_rows, longest = table.shape
-    max_live_rows = max_live_rows or num_rows
-    decoder = _decoder(model, max(map(len, prompts)) + longest)
+    decoder = _decoder(model, max(map(len, prompts)) + longest, min(max_live_rows or num_rows, num_rows))
+    max_live_rows = min(max_live_rows or num_rows, decoder.most_rows)
 
-    # What was drawn, row after row in one line. `rows` are the numbers of the decoder's live rows, `at` the place
-    # of the next token of each, `over` whether it has ended: it may go on beside the others for a while, for nothing.
-    u = table.to(device).flatten()
+    # What was drawn, row after row in one line, with a place behind each row. `rows` are the numbers of the decoder's
+    # live rows, `at` the place of the next token of each, `last` that of its last, `over` whether it has ended: it may
+    # go on beside the others for a while, for nothing, and what it draws beyond `last` goes to the place behind.
+    width = longest + 1
+    u = F.pad(table.to(device), (0, 1)).flatten()
     tokens = torch.zeros(u.shape, dtype=torch.int64, device=device)
     logprobs = torch.zeros(u.shape, device=device)
     stops = torch.zeros(u.shape, dtype=torch.bool, device=device)
     kept: list[list[list[int]]] = [[] for _ in prompts]
     to_read: list[list[int]] = [[] for _ in prompts]
-    rows = at = new = torch.zeros(0, dtype=torch.int64, device=device)
+    rows = at = last = new = torch.zeros(0, dtype=torch.int64, device=device)
     over = torch.zeros(0, dtype=torch.bool, device=device)
+    counts: deque[_Count] = deque()
     num_begun = youngest = 0
     is_stop: Tensor | None = None
 
@@ -156,7 +161,8 @@ def sample(
         if len(rows) == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
             parts.append(decoder.admit(prompts[num_begun : num_begun + room]))
             begun = torch.arange(num_begun, num_begun + room, device=device)
-            rows, at = torch.cat([rows, begun]), torch.cat([at, begun * longest])
+            rows, at = torch.cat([rows, begun]), torch.cat([at, begun * width])
+            last = torch.cat([last, begun * width + longest - 1])
             over = torch.cat([over, over.new_zeros(room)])
             num_begun, youngest = num_begun + room, 0
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()
@@ -166,7 +172,7 @@ def sample(
         # 2. What may be drawn, and the draw.
         youngest += 1
         if youngest < sampling.min_new_tokens:
-            early = at % longest + 1 < sampling.min_new_tokens
+            early = at % width + 1 < sampling.min_new_tokens
             logits = logits.masked_fill(early[:, None] & is_stop, -math.inf)
         if sampling.filters:
             allowed = kept_tokens(logits / sampling.temperature, sampling)
@@ -188,20 +194,24 @@ def sample(
                 if may_end and stop_string_start(tokenizer, to_read[row], sampling.stop_strings) is not None:
                     stopped[i] = True
         stops.scatter_(0, at, stopped)
-        over = over | stopped | (at % longest == longest - 1)
-        at = at + 1
-        num_alive = len(over) - int(over.sum())
+        over = over | stopped | (at >= last)
+        at = torch.minimum(at, last) + 1
+        counts.append(_Count(over))
+        if len(counts) <= decoder.lag:
+            continue
+        num_alive = len(over) - counts.popleft().read()
         if num_alive < len(over) and num_alive <= decoder.leaves_below * len(over):
             stay = (~over).nonzero()[:, 0]
             decoder.keep(stay)
-            rows, at, new, over = rows[stay], at[stay], new[stay], over[stay]
+            rows, at, last, new, over = rows[stay], at[stay], last[stay], new[stay], over[stay]
+            counts.clear()
 
-    stops = stops.view(num_rows, longest)
+    stops = stops.view(num_rows, width)[:, :longest]
     ended = stops.any(1)
     lengths = torch.where(ended, stops.int().argmax(1) + 1, longest).tolist()
     rows_of_tokens, rows_of_logprobs = (
-        tokens.view(num_rows, longest).tolist(),
-        logprobs.view(num_rows, longest).tolist(),
+        tokens.view(num_rows, width).tolist(),
+        logprobs.view(num_rows, width).tolist(),
     )
     return [
         Response(ids[:n], some[:n], end, allowed_ids[:n] if sampling.filters else None)
@@ -211,12 +221,43 @@ def sample(
     ]
 
 
-def _decoder(model: PreTrainedModel, longest: int) -> FastDecoder | PlainDecoder:
-    """What gives the logits of rows of at most `longest` tokens: the fast tier where it is the model."""
+class _Count:
+    """How many rows are over, asked for now and read later: a GPU is not waited for in between."""
+
+    def __init__(self, over: Tensor):
+        self.number = over.sum().to("cpu", non_blocking=True)
+        self.is_there = torch.cuda.Event() if over.device.type == "cuda" else None
+        if self.is_there is not None:
+            self.is_there.record()
+
+    def read(self) -> int:
+        if self.is_there is not None:
+            self.is_there.synchronize()
+        return int(self.number)
+
+
+def _decoder(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder | PlainDecoder:
+    """What gives the logits of at most `rows` rows of `longest` tokens: a fast tier where it is the model."""
     try:
-        return fast_decoder(model, longest)
+        return _fast(model, longest, rows)
     except NotFastError:
         return PlainDecoder(model)
+
+
+def _fast(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder:
+    """The fast tier of the model's device. Raises NotFastError."""
+    if next(model.parameters()).device.type == "cuda":
+        return static_decoder(model, longest, rows)
+    return fast_decoder(model, longest)
+
+
+def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
+    """None where rows of `longest` tokens are sampled by a fast tier, else a line for the user that says why not."""
+    try:
+        _fast(model, longest, 1)
+    except NotFastError as reason:
+        return f"{type(model).__name__}: {reason}; it samples through its own forward, which is slower and as exact"
+    return None
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
