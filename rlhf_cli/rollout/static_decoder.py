@@ -93,8 +93,9 @@ class StaticDecoder:
         self._places = torch.arange(places, device=device)
         # Tokens of each live row, for the host to choose a graph by without asking the GPU.
         self.lengths: list[int] = []
+        self.uses_graphs = device.type == "cuda"
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
 
     # ------------------------------------------------------------------------------------ rows come and go
 
@@ -174,7 +175,7 @@ class StaticDecoder:
         self.ids[:count] = ids
         num_rows = min(1 << (count - 1).bit_length(), self.most_rows)
         num_keys = -(-max(self.lengths) // BUCKET) * BUCKET
-        if self.device.type == "cuda":
+        if self.uses_graphs:
             if (num_rows, num_keys) not in self.graphs:
                 self.graphs[num_rows, num_keys] = self._record(num_rows, num_keys)
             self.graphs[num_rows, num_keys].replay()
