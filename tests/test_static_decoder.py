@@ -480,7 +480,7 @@ def test_a_step_of_the_sampler_reads_one_number_and_that_a_step_late(monkeypatch
         sampled_by("static", copy.deepcopy(model), PROMPTS, TABLE, Sampling(), monkeypatch)
     assert len(steps) == LONGEST, "the last of them is for nothing"
     assert steps[:4] == [0, 1, 2, 3], "before a step those of all steps but the last are read"
-    assert len(asked) == len(read) + 1, "and where all had ended, who stays"
+    assert len(asked) == len(read) + 2, "the tokens of all prompts, which the host has, and who stays at the end"
 
 
 # --------------------------------------------------------------------------------------------- on a GPU only
