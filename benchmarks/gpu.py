@@ -5,8 +5,9 @@
 
 Shapes of Qwen2. For each: model FLOPs utilisation of a training step of SFT and RM against the product of two large
 bfloat16 matrices measured here; rollout tokens a second, against HF `generate` and against what reading weights,
-keys and values at the measured bandwidth allows; one PPO iteration of the stage as it is, by phase, and, where the
-python of an environment with TRL 1.12.0 is given, of TRL on the same prompts with weights in bfloat16.
+keys and values at the measured bandwidth allows, the tier that sampled, and what a step of it takes; one PPO iteration
+of the stage as it is, by phase, and, where the python of an environment with TRL 1.12.0 is given, of TRL on the same
+prompts with weights in bfloat16.
 
 Writes DIR/results/gpu.json, which speed_report.py makes a part of RESULTS.md. Without a CUDA device: one line, and
 exit code 2.
@@ -46,7 +47,9 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import prepare
-from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
+from rlhf_cli.rollout.fast_decoder import NotFastError
+from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
+from rlhf_cli.rollout.static_decoder import static_decoder
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 
@@ -220,6 +223,9 @@ class Bench:
                 sample(model, prompts, table, Sampling())
 
         our_seconds = self.median(ours)
+        with autocast(self.device, self.precision):
+            tier = why_not_fast(model, plan.prompt + plan.response) or "the fast tier"
+        parts = self.step_parts(model, prompts)
         plain = self.model(Qwen2ForCausalLM, size, packed=False).to(torch.bfloat16)
         inputs = torch.tensor(prompts, device=self.device)
 
@@ -243,8 +249,9 @@ class Bench:
                 f"{count / our_seconds:,.0f} tokens/s",
                 f"{limit / our_seconds:.1%} of the limit",
                 f"{GOALS['limit']:.0%}",
-                f"limit {count / limit:,.0f} tokens/s, {self.memory()}",
+                f"{tier}; limit {count / limit:,.0f} tokens/s, {self.memory()}",
             ],
+            parts,
             [
                 "HF generate, bfloat16 weights",
                 f"{count / their_seconds:,.0f} tokens/s",
@@ -253,6 +260,25 @@ class Bench:
                 f"{limit / their_seconds:.1%} of the limit",
             ],
         ]
+
+    @torch.no_grad()
+    def step_parts(self, model: PreTrainedModel, prompts: list[list[int]]) -> list[str]:
+        """Where a step of a rollout goes: the graph, the draw, and what it took to record the graph."""
+        what = "one step of a rollout"
+        with autocast(self.device, self.precision):
+            try:
+                decoder = static_decoder(model, self.plan.prompt + self.plan.response, len(prompts))
+            except NotFastError as reason:
+                return [what, "unmeasured", "", "", str(reason)]
+            some = prompts[: decoder.most_rows]
+            new = torch.zeros(len(some), dtype=torch.int64, device=self.device)
+            reading = self.seconds(lambda: decoder.admit(some))
+            first = self.seconds(lambda: decoder.step(new))
+            replayed = min(self.seconds(lambda: decoder.step(new)) for _ in range(5))
+            u = torch.rand(len(some), device=self.device)
+            drawn = min(self.seconds(lambda: draw(decoder.logits[: len(some)], u, 1.0)) for _ in range(5))
+        how = f"its first {1e3 * first:.1f} ms (records the graph), prompts read in {1e3 * reading:.1f} ms"
+        return [what, f"{1e3 * replayed:.2f} ms", f"the draw {1e3 * drawn:.2f} ms", "", how]
 
     def ppo(self, name: str, size: Size) -> list[list[str]]:
         """One iteration of the PPO stage as it is, and of TRL's trainer on the same prompts, one after the other."""

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from rlhf_cli.models.attention import packed_attention, row_attention
@@ -56,6 +57,8 @@ READ_TOKENS = 8192
 WARM_UP = 3
 """Steps before a graph is recorded, as torch.cuda.make_graphed_callables has it: what a library sets up at the first
 use of a shape must not become part of the graph."""
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of a step. cuDNN's would make a plan for each new shape; flash attention takes a mask on a CPU only."""
 MEMORY_SHARE = 0.8
 """Of the free memory, for keys, values and logits of the rows."""
 
@@ -222,7 +225,7 @@ class StaticDecoder:
             )
             return mixed.reshape(num_rows, -1)
 
-        with self._autocast():
+        with self._autocast(), sdpa_kernel(ATTENTION):
             hidden = self._forward(self.ids[:num_rows], positions, attend)
             self.logits[:num_rows] = self.network.head(self.network.norm(hidden))
 
