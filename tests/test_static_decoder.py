@@ -109,7 +109,7 @@ def walk(decoder, num_steps):
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
-    ("name", "way"), [(name, "directly") for name in FAST] + [(name, "recorded") for name in NAMES]
+    ("name", "way"), [(name, "directly") for name in FAST] + [(name, "recorded") for name in ("llama", "qwen3", "gpt2")]
 )
 @torch.no_grad()
 def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, way, monkeypatch):
@@ -230,9 +230,11 @@ def test_greedy_too(name, monkeypatch):
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("how", ["plain", "min_new_tokens", "endless"])
-@pytest.mark.parametrize("max_live_rows", [1, 3, 7])
-@pytest.mark.parametrize("way", ["directly", "recorded"])
+@pytest.mark.parametrize(
+    ("how", "max_live_rows", "way"),
+    [(how, n, "directly") for how in ("plain", "min_new_tokens", "endless") for n in (1, 3, 7)]
+    + [("plain", 7, "recorded"), ("endless", 3, "recorded")],
+)
 def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, way, monkeypatch):
     """A row that has ended goes on for a step or more, and no neighbour of it sees that."""
     model, most = made(name), []

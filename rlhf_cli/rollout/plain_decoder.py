@@ -19,7 +19,9 @@ class PlainDecoder:
     admits_beside_others = False
     """A prompt can't be read while others go on: new rows begin when all have ended."""
     most_rows = sys.maxsize
+    """Rows that it has room for."""
     lag = 0
+    """Steps that a row goes on after it has ended, before the sampler sees it."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -70,6 +70,7 @@ class StaticDecoder:
     """Leaving costs a copy of keys and values, and only a smaller power of two is fewer rows to compute."""
     admits_beside_others = True
     lag = 1
+    """The host reads how many rows have ended when it has launched the step after, so the GPU never waits for it."""
 
     def __init__(self, model: PreTrainedModel, longest: int, rows: int, dtype: torch.dtype):
         """For at most `rows` rows at a time, or as many as fit into memory, of at most `longest` tokens.
