@@ -1,10 +1,10 @@
 """The fast tier of sampling on a GPU: tensors of fixed shapes, and one CUDA graph for each shape of a step.
 
-A step of one token a row is some hundreds of small operations. Launched one by one from Python they take several
-times as long as a GPU computes them, so a step is recorded once as a CUDA graph and replayed, which is one launch. A
-graph reads and writes the same memory each time. So there is a slot for each row, keys and values have room for the
-longest text, a row's token t lies at place t of its slot (no padding at the left, each row has its own length), and
-what a step takes and gives are buffers.
+A step of one token a row is some hundreds of small operations, and a GPU can be done with each before Python has
+launched the next. So a step is recorded once as a CUDA graph and replayed, which is one launch. A graph reads and
+writes the same memory each time: there is a slot for each row, keys and values have room for the longest text, a row's
+token t lies at place t of its slot (no padding at the left, each row has its own length), and what a step takes and
+gives are buffers.
 
 Shapes come in steps, each with a graph of its own: the rows are a power of two, and keys are read up to a multiple of
 BUCKET tokens, so that the first steps do not read what is empty. When half of the rows have ended the others move to
