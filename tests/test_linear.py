@@ -14,17 +14,19 @@ needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast o
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (1, 700, 7)])
+@pytest.mark.parametrize("outputs", [3, 11])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], has_bias: bool):
+def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
     torch.manual_seed(0)
-    x, weight = torch.randn(shape, requires_grad=True), torch.randn(3, 7, requires_grad=True)
-    bias = torch.randn(3, requires_grad=True) if has_bias else None
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(outputs, 7, requires_grad=True)
+    bias = torch.randn(outputs, requires_grad=True) if has_bias else None
     inputs = [x, weight] + ([bias] if bias is not None else [])
     ours, theirs = linear(x, weight, bias), F.linear(x, weight, bias)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(theirs)
     for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
         assert a.shape == b.shape
+        assert a.is_contiguous()  # Autograd keeps it, and the optimizer reads it in the order of the parameter.
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-4)
 
 

@@ -137,6 +137,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a.T @ b`` of [n, i] and [n, j], a sum over tokens.
+
+    oneDNN copies its first operand where that is transposed, so the narrower one goes there, and the small result is
+    turned back into rows: autograd keeps a gradient as it comes, and the optimizer reads it with the weight.
+    """
+    if a.shape[1] <= b.shape[1]:
+        return _product(a.t(), b.t(), None)
+    return _product(b.t(), a.t(), None).t().contiguous()
+
+
 class _OneDNN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,6 +162,6 @@ class _OneDNN(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
             _product(grad, weight.t(), None) if needs_x else None,
-            _product(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if needs_weight else None,
+            _transposed_product(rows, x.reshape(-1, x.shape[-1])) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
