@@ -4,6 +4,7 @@ A mask is bool, True on real tokens, and is applied before anything is added up:
 padding (1e6, inf, nan) reaches neither a result nor a gradient. Float64 in gives float64 out.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -161,7 +162,8 @@ class _TokenLogprobs(torch.autograd.Function):
     """`token_logprobs` of [n, V], a chunk of rows at a time: 3 to 4 times as fast on a CPU as logsumexp and gather.
 
     Autograd of those keeps exp(logits - max) beside the logits, and adds up two [n, V] gradients, of which the
-    gather's is zeros but for a number a row. Here the gradient, onehot(ids) - softmax(logits), is written once.
+    gather's is zeros but for a number a row. Here the gradient, onehot(ids) - softmax(logits), is written once. Powers
+    are those of two, for torch takes exp from MKL, which is a quarter as fast on processors that are not Intel's.
     """
 
     @staticmethod
@@ -170,10 +172,11 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp = torch.empty(len(ids), dtype=wide, device=logits.device)
         room = torch.empty(_rows_at_a_time(logits), logits.shape[-1], dtype=wide, device=logits.device)
         for part, out in _chunks(logits, logsumexp):
-            scaled = _at_temperature(part, temperature)
-            most = scaled.amax(1, keepdim=True)
+            part = part.to(wide)
+            most = part.amax(1, keepdim=True)
             most = torch.where(most.isinf(), 0, most)
-            torch.add(torch.sub(scaled, most, out=room[: len(part)]).exp_().sum(1).log_(), most[:, 0], out=out)
+            odds = _exp_(torch.sub(part, most, out=room[: len(part)]), temperature)
+            torch.add(odds.sum(1).log_(), most[:, 0], alpha=1 / temperature, out=out)
         ctx.save_for_backward(logits, ids, logsumexp)
         ctx.temperature = temperature
         return _at_temperature(logits.gather(1, ids[:, None])[:, 0], temperature) - logsumexp
@@ -185,10 +188,15 @@ class _TokenLogprobs(torch.autograd.Function):
         grad = grad / ctx.temperature
         found = torch.empty_like(logits)
         for part, total, of_row, out in _chunks(logits, logsumexp, -grad, found):
-            scaled = _at_temperature(part, ctx.temperature)
-            p = torch.sub(scaled, total[:, None], out=out if out.dtype == scaled.dtype else None).exp_()
+            room = out if out.dtype == total.dtype else None
+            p = _exp_(torch.sub(part.to(total.dtype), total[:, None] * ctx.temperature, out=room), ctx.temperature)
             out.copy_(p.mul_(of_row[:, None]))
         return found.scatter_add_(1, ids[:, None], grad[:, None].to(found.dtype)), None, None
+
+
+def _exp_(x: Tensor, temperature: float) -> Tensor:
+    """exp(x / temperature), in place."""
+    return x.mul_(1 / (math.log(2) * temperature)).exp2_()
 
 
 def _rows_at_a_time(logits: Tensor) -> int:
