@@ -34,6 +34,7 @@ from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.linear import use_fast_linear
 from rlhf_cli.models.norm import use_fast_norm
+from rlhf_cli.models.rotation import use_fast_attention
 from rlhf_cli.seeding import seeded
 
 # For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.
@@ -205,7 +206,7 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     line = choose_attention(model)
     use_fast_linear(model)
     use_fast_norm(model)
-    return line
+    return "\n".join(filter(None, [line, use_fast_attention(model)])) or None
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
