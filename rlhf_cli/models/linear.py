@@ -143,6 +143,8 @@ def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     oneDNN copies its first operand where that is transposed, so the narrower one goes there, and the small result is
     turned back into rows: autograd keeps a gradient as it comes, and the optimizer reads it with the weight.
     """
+    # For a second operand whose rows have gaps between them it would take its slow code, 1,000 times as slow.
+    a, b = a.contiguous(), b.contiguous()
     if a.shape[1] <= b.shape[1]:
         return _product(a.t(), b.t(), None)
     return _product(b.t(), a.t(), None).t().contiguous()
