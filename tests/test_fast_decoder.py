@@ -17,6 +17,7 @@ from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout import fast_decoder as fast_decoder_module
+from rlhf_cli.rollout import paged_cache
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder
 from rlhf_cli.rollout.paged_cache import PAGE, PagedCache
@@ -189,8 +190,33 @@ def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, read_tokens
             texts += [list(prompt) for prompt in later]
     assert compared > 60
     decoder.keep(torch.tensor([], dtype=torch.int64))
-    assert sorted(decoder.cache.free) == list(range(len(decoder.cache.users))), "every page came back"
+    assert sorted(decoder.cache.clean + decoder.cache.unused) == list(range(len(decoder.cache.users))), (
+        "every page came back"
+    )
     assert set(decoder.cache.users) == {0}
+
+
+@pytest.mark.parametrize("name", ["llama one key head", "qwen3", "gpt2"])
+@torch.no_grad()
+def test_a_step_of_more_rows_than_there_are_gives_the_same_logits(name):
+    """Nineteen rows are computed as twenty and seventeen too: the last ones are nobody's."""
+    model = made(name)
+    texts = [list(prompt) for prompt in (*PROMPTS, *random_ids(*range(25, 70, 5), seed=9))]
+    decoder = FastDecoder(model, 160)
+    logits = decoder.admit(texts)
+    for step in range(12):
+        assert logits.shape == (len(texts), VOCAB)
+        for text, row in zip(texts, logits, strict=True):
+            plain = plain_logits(model, text)[-1]
+            assert (row - plain).abs().max() <= 1e-4 * plain.abs().max().clamp_min(1), (step, len(text))
+        if step == 4:
+            decoder.keep(torch.arange(1, 18))
+            texts = texts[1:18]
+        assert len(texts) < linear.rounded_up(len(texts)) == 20
+        new = logits.argmax(1)
+        for text, token in zip(texts, (new if step != 4 else new[1:18]).tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(new if step != 4 else new[1:18])
 
 
 def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
@@ -206,8 +232,9 @@ def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
     assert cache.pages == [second, other]
 
 
-def test_what_a_row_left_behind_is_not_read_by_the_next():
+def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
     """A row of nan, whose pages are used again: what is not yet written has weight 0, and 0 * nan is nan."""
+    monkeypatch.setattr(paged_cache, "FEWEST", 1)
     cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
     cache.open_rows([[1] * 40], [[0]])
     for pool in (*cache.keys, *cache.values):
@@ -218,7 +245,21 @@ def test_what_a_row_left_behind_is_not_read_by_the_next():
     cache.add_token()
     assert set(cache.pages[0]) <= used
     query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
-    assert cache.attend(0, query, key, key).isfinite().all()
+    assert cache.attend(0, query, key, key, 1.0).isfinite().all()
+
+
+def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
+    monkeypatch.setattr(paged_cache, "FEWEST", 1)
+    cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
+    (place,) = cache.open_rows([[1] * 40], [[0]])
+    key, value = torch.randn(2, 40, 1, 4, generator=torch.Generator().manual_seed(1))
+    cache.write_prompts(1, key, value, place)
+    before = [pool[cache.pages[0]] for pool in (cache.keys[1], cache.values[1])]
+    pages = len(cache.users)
+    cache.open_rows([[1] * 40 * pages], [[0]])
+    assert len(cache.users) > pages
+    for pool, written in zip((cache.keys[1], cache.values[1]), before, strict=True):
+        assert torch.equal(pool[cache.pages[0]], written)
 
 
 # ------------------------------------------------------------------------------------------- the two tiers

@@ -80,6 +80,21 @@ def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor
     return lambda x: F.linear(x, weight, bias)
 
 
+def rounded_up(rows: int) -> int:
+    """The next of 1, 2, ..., 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., 128, 160, 192, and so on.
+
+    For work that comes with any number of rows: oneDNN writes code for each new number, which takes 0.3 to 0.6 ms a
+    product, where the product of 64 rows takes 0.03 in a small model. In a large one a row more costs more than the
+    code, hence no rounding of few rows, and at most 31 rows more.
+
+    >>> [rounded_up(n) for n in (1, 15, 17, 31, 33, 65, 1000)]
+    [1, 15, 20, 32, 40, 80, 1024]
+    """
+    if rows <= 16:
+        return rows
+    return rows + -rows % min(32, 2 ** ((rows - 1).bit_length() - 3))
+
+
 @functools.cache
 def prefers_onednn() -> bool:
     """Is this a processor on which oneDNN is the faster, and does this torch's oneDNN give what MKL gives?"""

@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.models.forward import TOLERANCE, vocabulary_rows
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.linear import FastConv1D, FastLinear, fixed_linear
+from rlhf_cli.models.linear import FastConv1D, FastLinear, fixed_linear, rounded_up
 from rlhf_cli.packing import pack
 from rlhf_cli.rollout.paged_cache import PAGE, PagedCache
 
@@ -119,7 +119,7 @@ class FastDecoder:
             chosen = slice(first, first + count)
             last.append(self._read_prompts(different[chosen], places[chosen]))
             first += count
-        logits = self.network.head(self.network.norm(torch.cat(last)))
+        logits = self.network.head(self.network.norm(_filled_up(torch.cat(last))))
         number = torch.empty(len(prompts), dtype=torch.int64)
         for i, rows in enumerate(rows_of.values()):
             number[rows] = i
@@ -133,25 +133,30 @@ class FastDecoder:
             [place + torch.tensor([[start], [0], [0]]) for place, start in zip(places, starts, strict=True)], dim=1
         )
 
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             self.cache.write_prompts(number, key, value, where)
-            return causal_attention(query, key, value, batch.lengths)
+            return causal_attention(query, key, value, batch.lengths, scaling)
 
-        return self._forward(batch.ids, batch.position_ids, attend)[batch.last]
+        ids, position_ids = _filled_up(batch.ids), _filled_up(batch.position_ids)
+        return self._forward(ids, position_ids, attend)[batch.last]
 
     def step(self, ids: Tensor) -> Tensor:
         """One more token [B] of each row: [B, V], the logits of the next."""
         positions = self.cache.add_token()
-        return self.network.head(self.network.norm(self._forward(ids, positions, self.cache.attend)))
+        x = self._forward(_filled_up(ids), positions, self.cache.attend)
+        return self.network.head(self.network.norm(x))[: len(ids)]
 
     def keep(self, rows: Tensor) -> None:
         """Only these rows stay, in this order."""
         self.cache.keep(rows.tolist())
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+        self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
     ) -> Tensor:
-        """[N] ids -> [N, hidden] before the last norm; `attend` takes a layer's number, queries, keys and values."""
+        """[N] ids -> [N, hidden] before the last norm.
+
+        `attend` takes a layer's number, queries, keys, values and scaling.
+        """
         network = self.network
         heads, kv_heads, size = network.heads, network.kv_heads, network.head_dim
         rotation = None
@@ -168,10 +173,16 @@ class FastDecoder:
                 qk = qkv[:, : heads + kv_heads]
             if rotation is not None:
                 qk = rotated(qk, rotation)
-            mixed = attend(number, qk[:, :heads] * layer.scaling, qk[:, heads:], value)
+            mixed = attend(number, qk[:, :heads], qk[:, heads:], value, layer.scaling)
             x = x + layer.out(mixed)
             x = x + layer.feed(layer.norm_2(x))
         return x
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """x with rows of 0 behind it, so that there is a usual number of them."""
+    missing = rounded_up(len(x)) - len(x)
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 def shares(lengths: Sequence[int], most: int) -> list[int]:
@@ -201,21 +212,24 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(2)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Attention of sequences end to end: query [N, heads, D], scaled, key, value [N, H_kv, D] -> [N, heads * D]."""
-    grouped = query.shape[1] != key.shape[1]
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
+    """Attention of sequences end to end: query [N, heads, D], key, value [N, H_kv, D] -> [N, heads * D].
+
+    N may be more than the sum of the lengths; what comes out for the rest is 0.
+    """
+    count = sum(lengths)
     parts = [
         F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
             is_causal=True,
-            scale=1.0,
-            enable_gqa=grouped,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )[0].transpose(0, 1)
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
     ]
-    return torch.cat(parts).flatten(1)
+    return torch.cat([*parts, query.new_zeros(len(query) - count, *query.shape[1:])]).flatten(1)
 
 
 # ---------------------------------------------------------------------------------------- reading a model

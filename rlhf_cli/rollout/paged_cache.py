@@ -17,10 +17,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from rlhf_cli.models.linear import rounded_up
 
 PAGE = 32
 """Tokens of a page: half of the last one is wasted on average, and a smaller one makes shorter rows to sum."""
+
+FEWEST = 16
+"""So many pages are cleaned at a time at least: for a single one it takes as long."""
 
 
 class PagedCache:
@@ -35,7 +41,9 @@ class PagedCache:
         self.keys = [torch.zeros(0, kv_heads, head_dim, PAGE) for _ in range(num_layers)]
         self.values = [torch.zeros(0, kv_heads, PAGE, head_dim) for _ in range(num_layers)]
         self.key_head = torch.arange(heads) // (heads // kv_heads)
-        self.free: list[int] = []
+        # Pages that nobody has: full of zeros, and of anything.
+        self.clean: list[int] = []
+        self.unused: list[int] = []
         self.users: list[int] = []
         # Of each live row: its pages in order, and its tokens.
         self.pages: list[list[int]] = []
@@ -89,92 +97,96 @@ class PagedCache:
 
     def _take(self, count: int, *, users: int = 1) -> list[int]:
         self._reserve(count)
-        taken = [self.free.pop() for _ in range(count)]
+        taken = [self.clean.pop() for _ in range(count)]
         for page in taken:
             self.users[page] = users
         return taken
 
     def _give_back(self, pages: list[int]) -> None:
-        unused = []
         for page in pages:
             self.users[page] -= 1
             if self.users[page] == 0:
-                unused.append(page)
-        self.free += unused
-        for pool in (*self.keys, *self.values):
-            pool[unused] = 0.0  # What is not yet written again is read with weight 0, and 0 * nan would be nan.
+                self.unused.append(page)
 
     def _reserve(self, count: int) -> None:
-        """Have so many free pages; where there are fewer, the pool grows by half at least."""
-        if len(self.free) >= count:
+        """Have so many clean pages; where there are no more unused ones the pool grows by half at least."""
+        if len(self.clean) >= count:
             return
-        old = len(self.users)
-        more = max(count - len(self.free), old // 2, 16)
-        for layers in (self.keys, self.values):
-            for layer, pool in enumerate(layers):
-                layers[layer] = torch.cat([pool, pool.new_zeros(more, *pool.shape[1:])])
-        self.users += [0] * more
-        self.free += range(old + more - 1, old - 1, -1)
+        count = max(count - len(self.clean), FEWEST)
+        if len(self.unused) < count:
+            old = len(self.users)
+            # Twice what is missing: to grow later copies everything, and memory that is not touched is not taken.
+            more = max(2 * (count - len(self.unused)), old // 2)
+            for layers in (self.keys, self.values):
+                for layer, pool in enumerate(layers):
+                    layers[layer] = pool.new_empty(old + more, *pool.shape[1:])
+                    layers[layer][:old] = pool
+            self.users += [0] * more
+            self.unused += range(old + more - 1, old - 1, -1)
+        # What is not yet written is read with weight 0, and 0 * nan would be nan.
+        chosen, self.unused = self.unused[-count:], self.unused[:-count]
+        index = torch.tensor(chosen)
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, index, 0.0)
+        self.clean += chosen
 
     # ---------------------------------------------------------------------------------------------- one token
 
     def add_token(self) -> Tensor:
-        """Make room for one more token a row; returns their positions [B]."""
+        """Make room for one more token a row; returns their positions, and 0 for rows that are nobody's: [N].
+
+        N is the number of rows, rounded up.
+        """
         for pages, length in zip(self.pages, self.lengths, strict=True):
             if length == len(pages) * PAGE:
                 pages += self._take(1)
                 self.is_laid_out = False
-        positions = torch.tensor(self.lengths)
+        nobody = [0] * (rounded_up(len(self.lengths)) - len(self.lengths))
+        positions = torch.tensor(self.lengths + nobody)
         self._page = torch.tensor([pages[-1] for pages in self.pages])
-        self._slot = positions % PAGE
+        self._slot = positions[: len(self.lengths)] % PAGE
         self.lengths = [length + 1 for length in self.lengths]
         if not self.is_laid_out:
             self._lay_out()
-        beyond = self._token_number > positions[:, None, None]
-        self._mask = torch.zeros(beyond.shape).masked_fill_(beyond, -math.inf)
+        self._mask = torch.where(self._token_number > positions[:, None, None], -math.inf, 0.0)
         return positions
 
     def _lay_out(self) -> None:
         """What is read for whom: one bag a (row, head, page) of keys, and one a (row, head) of values.
 
-        W is the pages of the longest row. A bag of keys sums D rows of a page's PAGE tokens, and is empty where
-        a row has no such page; a bag of values sums all tokens of the row's pages.
+        W is the pages of the longest row; rows that are nobody's have none. A bag of keys sums D rows of a page's PAGE
+        tokens, and is empty where a row has no such page; a bag of values sums all tokens of the row's pages.
         """
-        counts = torch.tensor([len(pages) for pages in self.pages])
-        width = int(counts.max())
-        has_page = torch.arange(width) < counts[:, None]
-        table = torch.zeros(has_page.shape, dtype=torch.int64)
-        table[has_page] = torch.tensor([page for pages in self.pages for page in pages])
-        has_page = has_page[:, None].expand(-1, self.heads, -1)
-        first = (table[:, None] * self.kv_heads + self.key_head[:, None])[has_page]
-        self._filled = has_page.flatten().nonzero()[:, 0]
+        width = max(map(len, self.pages))
+        pages = [number for row in self.pages for number in (*row, *[-1] * (width - len(row)))]
+        pages += [-1] * width * (rounded_up(len(self.pages)) - len(self.pages))
+        # [N, heads, W]: the number of a page's part for a head, below 0 where there is none.
+        parts = (torch.tensor(pages).view(-1, 1, width) * self.kv_heads + self.key_head[:, None]).flatten()
+        is_there = parts >= 0
+        self._filled = is_there.nonzero()[:, 0]
         self._query = self._filled // width
-        self._key_rows = (first[:, None] * self.head_dim + torch.arange(self.head_dim)).flatten()
-        self._value_rows = (first[:, None] * PAGE + torch.arange(PAGE)).flatten()
-        self._key_bags = _ends(has_page.flatten() * self.head_dim)
-        self._value_bags = _ends(counts.repeat_interleave(self.heads) * PAGE)
+        parts = parts.index_select(0, self._filled)[:, None]
+        self._key_rows = (parts * self.head_dim + torch.arange(self.head_dim)).flatten()
+        self._value_rows = (parts * PAGE + torch.arange(PAGE)).flatten()
+        ends = F.pad(is_there.cumsum(0), (1, 0))
+        self._key_bags, self._value_bags = ends * self.head_dim, ends[::width] * PAGE
         self._token_number = torch.arange(width * PAGE)
         self.is_laid_out = True
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the new token's key and value, and attend from it to its row: [B, heads, D], kv -> [B, heads * D].
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Write the new token's key and value, and attend from it to its row: [N, heads, D], kv -> [N, heads * D].
 
-        The query comes scaled by what the scores are divided by.
+        A score is scaling times the product of a query and a key.
         """
         keys, values = self.keys[layer], self.values[layer]
-        keys[self._page, :, :, self._slot] = key
-        values[self._page, :, self._slot] = value
+        keys[self._page, :, :, self._slot] = key[: len(self.pages)]
+        values[self._page, :, self._slot] = value[: len(self.pages)]
         num_rows, heads, size = query.shape
         weights = query.reshape(-1, size).index_select(0, self._query).flatten()
         scores = _bags(keys.view(-1, PAGE), self._key_rows, self._key_bags, weights)
-        scores = scores.view(num_rows, heads, -1).add_(self._mask)
+        scores = torch.add(self._mask, scores.view(num_rows, heads, -1), alpha=scaling)
         weights = scores.softmax(2).view(-1, PAGE).index_select(0, self._filled).flatten()
         return _bags(values.view(-1, size), self._value_rows, self._value_bags, weights).view(num_rows, -1)
-
-
-def _ends(counts: Tensor) -> Tensor:
-    """[n] counts -> [n + 1] where each of them begins, and the end of the last."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _bags(rows: Tensor, index: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
