@@ -210,10 +210,13 @@ def work_of(model: PreTrainedModel) -> Work:
     head = model.get_output_embeddings()
     assert head is None or isinstance(head.weight, torch.Tensor)
     of_head = head.weight.numel() if head is not None else 0
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     trained_head = of_head if head is not None and head.weight.requires_grad else 0
-    return Work(weights, trained, of_head, trained_head, config.num_hidden_layers * heads * head_dim)
+    # A state space model has no heads, and nothing that grows with the square of the length.
+    heads = getattr(config, "num_attention_heads", None)
+    width = 0
+    if heads:
+        width = config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Work(weights, trained, of_head, trained_head, width)
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
