@@ -3,12 +3,15 @@
 A model whose attention has one of the names here takes [1, N] ids with `position_ids` and `packed`, the PackedBatch,
 and each sequence attends to itself only, and to the prefix that stands under another sequence where it has one there.
 On a CPU that is one SDPA call a sequence, no padding and no N x N mask; on a GPU in 16 bits one call of flash attention
-for the row. Called without `packed` (padded batches, decoding with a cache) it is transformers' own SDPA attention.
+for the row. Called without `packed` (padded batches, decoding with a cache) it computes what transformers' own SDPA
+attention does: a mask that is not given is made here, since only here is it known that the row is not packed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +37,35 @@ PACKED = {
 SHARED = (ROW, EACH)
 
 
+_watching: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def watched_masks() -> Iterator[list[str]]:
+    """What packed rows leave out of a model's masks, in words, for what is computed meanwhile; empty for a model that
+    they compute whole.
+
+    A packed row has no mask: each sequence is causal, and a layer's window is what it hands to its attention. Whoever
+    keeps a window in the mask only, or makes masks of its own, loses them. So meanwhile a mask says in each place how
+    long the window is that it is for, 0 for none, and each layer's attention is asked if that is what it was handed.
+    """
+    found: list[str] = []
+    _watching.append(found)
+    try:
+        yield found
+    finally:
+        _watching.remove(found)
+
+
+def _compare(attention_mask: Tensor | None, sliding_window: int | None) -> None:
+    if attention_mask is not None:
+        low, high = attention_mask.min().item(), attention_mask.max().item()
+        if low != high or low < 0:
+            _watching[-1].append("its attention makes masks of its own")
+        elif high != (sliding_window or 0):
+            _watching[-1].append(f"its attention window of {high:.0f} tokens is in its masks only")
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -48,9 +80,16 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None)."""
     if packed is None:
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        window = min(sliding_window or num_keys, num_keys)
+        # `packed_mask` has made none where none was given. SDPA's own causal mask is for as many keys as queries.
+        if attention_mask is None and num_queries > 1 and (num_queries < num_keys or window < num_keys):
+            attention_mask = causal_mask(num_queries, num_keys, window, query.dtype, query.device)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if _watching:
+        _compare(attention_mask, sliding_window)
     assert kwargs.get("softcap") is None, "SDPA has no softcap; the equality check sends such models elsewhere"
     shares_heads = query.shape[1] != key.shape[1]
     sizes = [run.num_sequences * run.length for run in packed.runs]
@@ -173,6 +212,9 @@ def row_attention(
 def packed_mask(**kwargs: Any) -> Tensor | None:
     """No mask for a packed row; SDPA's own for a padded batch."""
     if kwargs.get("attention_mask") is None:
+        if _watching:
+            shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+            return torch.full(shape, float(kwargs.get("local_size") or 0), device=kwargs["device"])
         return None
     mask: Tensor | None = sdpa_mask(**kwargs)
     return mask

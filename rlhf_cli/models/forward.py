@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models import attention
 from rlhf_cli.models.head import LOGITS_AT_ONCE, linear_logprobs
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
@@ -41,14 +42,23 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
     The head runs on these positions only, through the model's own `logits_to_keep`, so that what a family
-    does to its logits (scaling, soft-capping) is done here too.
+    does to its logits (scaling, soft-capping) is done here too. On padded batches it does where it does nothing.
     """
     if is_packed(model):
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
         return output.logits[0]
+    if _head_is_plain(model, batch):
+        logits: torch.Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
+        return logits
+    return _padded_logits(model, batch)[positions]
+
+
+def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """The logits at every token of a padded batch, end to end: [N, V]."""
     ids, mask, position_ids = _padded_inputs(batch)
     output = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-    return output.logits[mask][positions]
+    logits: torch.Tensor = output.logits[mask]
+    return logits
 
 
 def logprobs_at(
@@ -76,7 +86,7 @@ def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
         head = model.get_output_embeddings()
         some = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
         at = torch.arange(len(some.ids), device=some.ids.device)
-        logits = logits_at(model, some, at)
+        logits = logits_at(model, some, at) if is_packed(model) else _padded_logits(model, some)
         _plain_heads[model] = isinstance(head, torch.nn.Linear) and bool(
             (head(hidden_at(model, some, at)) - logits).abs().max() <= TOLERANCE * logits.abs().max().clamp_min(1.0)
         )
@@ -122,10 +132,11 @@ def logits_and_hidden_at(
         logits = logits_at(model, batch, positions)
     finally:
         handle.remove()
+    # The last: a model that is asked for the first time has been asked about its head before.
     if is_packed(model):
-        return logits, captured[0][0][positions]
+        return logits, captured[-1][0][positions]
     _, mask, _ = _padded_inputs(batch)
-    return logits, captured[0][mask][positions]
+    return logits, captured[-1][mask][positions]
 
 
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -161,7 +172,10 @@ def choose_attention(model: PreTrainedModel) -> str | None:
 
     Returns None where it does as fast as its device allows, and else a line that says what it stays without: shared
     prefixes, the faster attention of a GPU, or packed rows at all. Three short sequences of token ids, two with a
-    beginning in common, are compared, hidden state by hidden state, to 1e-4 of their size.
+    beginning in common, are compared, hidden state by hidden state, to 1e-4 of their size. They are shorter than any
+    real sliding window, so it is looked at, too, if a window reaches the attention (`attention.watched_masks`).
+
+    Raises ArtifactError where the model's backbone can't be called on token ids alone.
     """
     was_training = model.training
     model.eval()
@@ -190,9 +204,16 @@ def choose_attention(model: PreTrainedModel) -> str | None:
 def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
     """Hidden states of a plain forward a sequence, end to end: [sum of lengths, H]."""
     device = next(model.parameters()).device
-    with autocast(device, precision):
-        outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
-    return torch.cat([output.last_hidden_state[0] for output in outputs])
+    try:
+        with autocast(device, precision):
+            outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
+        return torch.cat([output.last_hidden_state[0] for output in outputs])
+    except (AttributeError, TypeError, ValueError) as error:
+        # An encoder-decoder that wants tokens for its decoder, a model that transformers finds no backbone in.
+        raise ArtifactError(
+            f"{type(model).__name__}: its backbone gives no hidden states for token ids alone "
+            f"({type(error).__name__}: {str(error)[:100]}). Give a model of another family"
+        ) from None
 
 
 def _differs(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]) -> str:
@@ -211,7 +232,9 @@ def _differs(model: PreTrainedModel, name: str, sequences: list[list[int]], plai
             if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
                 what = "packed rows" if groups is None else "packed rows with a shared prompt"
                 return f"{what} differ from a plain forward by {gap:.1e} in {precision}"
-        return ""
+        with attention.watched_masks() as lost:
+            hidden_at(model, batch, everywhere)
+        return lost[0] if lost else ""
     return "its attention does not take packed rows"
 
 
@@ -237,8 +260,10 @@ def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
-    """Are forward passes in bfloat16: asked for, or found with `auto` on a GPU?"""
-    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    """Are forward passes in bfloat16: asked for, or found with `auto` on a GPU that has instructions for it?"""
+    if precision != "auto":
+        return precision == "bfloat16"
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
