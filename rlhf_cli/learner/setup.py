@@ -60,6 +60,7 @@ from rlhf_cli.rollout.experience import (
     Models,
     PromptRow,
 )
+from rlhf_cli.rollout.plain_decoder import why_not_padded
 from rlhf_cli.rollout.sampling import Sampling, stop_ids, why_not_fast
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
@@ -163,6 +164,8 @@ def load_learner(config: PPOConfig, stage: StageRun) -> Learner:
     with autocast(world.device, config.precision):
         if line := why_not_fast(policy, longest):
             display.note(line)
+            if line := why_not_padded(policy):
+                display.note(line)
 
     judges = [source for source in rewards if isinstance(source, RewardModel)]
     budget = _budget(config, stage, [policy, value_model], [ref_policy, *(source.model for source in judges)])
