@@ -24,7 +24,7 @@ from rlhf_cli.models.forward import (
     target_logprobs,
 )
 from rlhf_cli.models.limits import check_positions, positions
-from rlhf_cli.models.load import prepare
+from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
 from rlhf_cli.packing import pack
 from rlhf_cli.rollout import plain_decoder
 from rlhf_cli.rollout.plain_decoder import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
@@ -364,6 +364,20 @@ def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, conf
     assert str(error.value).startswith(f"{type(model).__name__}: its backbone gives no hidden states")
     assert str(error.value).endswith("Give a model of another family")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "bart", "mamba", "rwkv"])
+def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training(name):
+    _, model = pair(name)
+    head = torch.nn.Linear(32, 1, bias=False)
+    if name in ("llama", "jamba"):
+        check_shared_value_model(model)
+        assert torch.equal(shared_value_model(model, head).score.weight, head.weight)
+        return
+    with pytest.raises(ArtifactError, match=r"value_model\.init: shared: transformers has no sequence classifier on"):
+        check_shared_value_model(model)
+    with pytest.raises((ValueError, RuntimeError)):
+        shared_value_model(model, head)
 
 
 def test_on_padded_batches_the_head_runs_where_it_is_asked():

@@ -40,6 +40,7 @@ from rlhf_cli.models.cost import (
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed, vocabulary_rows
 from rlhf_cli.models.limits import check_positions
 from rlhf_cli.models.load import (
+    check_shared_value_model,
     check_vocabulary,
     load_policy,
     load_tokenizer,
@@ -267,6 +268,7 @@ def _value_model(
         return None, None, None
     init, path = config.value_model.init, config.value_model.path
     if init == "shared":
+        check_shared_value_model(policy)
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(head.weight)
         if path is not None:

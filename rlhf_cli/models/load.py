@@ -155,6 +155,23 @@ def load_value_model(path: str) -> PreTrainedModel:
     return model
 
 
+def check_shared_value_model(policy: PreTrainedModel) -> None:
+    """Raise ArtifactError where `shared_value_model` would fail, which is called when all is trained."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        fits = reads_last_token(model) and model.base_model.state_dict().keys() == policy.base_model.state_dict().keys()
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ArtifactError(
+            f"value_model.init: shared: transformers has no sequence classifier on the backbone of a "
+            f"{type(policy).__name__} to save the values as. Choose a ppo.advantage_estimator without values"
+        )
+
+
 def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
     """A sequence classifier with a copy of the policy's backbone and this head on it, to be saved."""
     config = copy.deepcopy(policy.config)
