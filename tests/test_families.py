@@ -26,6 +26,7 @@ from rlhf_cli.models.forward import (
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
 from rlhf_cli.packing import pack
+from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout import plain_decoder
 from rlhf_cli.rollout.plain_decoder import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
 from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
@@ -428,3 +429,25 @@ def test_a_gpu_that_emulates_bfloat16_is_no_reason_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)  # noqa: ARG005
     assert computes_in_bfloat16(gpu, "auto")
     assert not computes_in_bfloat16(CPU, "auto")
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "electra", "xlnet"])
+def test_a_classifier_whose_score_sees_the_padding_is_refused(family):
+    """XLNet reads the last place of a row, and a row is padded behind."""
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64} if family == "xlnet" else {}
+    if family == "distilbert":
+        sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+    if not sizes:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, num_labels=1, pad_token_id=0, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config).train()
+    if family != "xlnet":
+        prepare(model, CPU)
+        assert model.training
+        model.eval()
+        together = sequence_scores(model, SEQUENCES)
+        close(together, torch.cat([sequence_scores(model, [one]) for one in SEQUENCES]))
+        return
+    with pytest.raises(ArtifactError, match=r"padding behind a text changes its score, by .*another family"):
+        prepare(model, CPU)

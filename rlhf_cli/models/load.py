@@ -43,6 +43,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 MOST_LAYERS = 10_000
+PADDING_TOLERANCE = 1e-4
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Numbers of ours that a reward model's config.json has."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
@@ -218,12 +219,39 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Move to the device, and choose the layers' arithmetic; returns a line to tell the user, or None."""
+    """Move to the device, and choose the layers' arithmetic; returns a line to tell the user, or None.
+
+    Raises ArtifactError for a model whose numbers for one text would depend on the others in its batch.
+    """
     torch.nn.Module.to(model, device)
+    if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
+        _require_no_padding_seen(model)
     line = choose_attention(model)
     use_fast_linear(model)
     use_fast_norm(model)
     return "\n".join(filter(None, [line, use_fast_attention(model)])) or None
+
+
+@torch.no_grad()
+def _require_no_padding_seen(model: PreTrainedModel) -> None:
+    """Raise ArtifactError where padding behind a text changes its score, as it does XLNet's, which is read at the end.
+
+    An encoder pools in a way of its own, and it is scored on padded batches (`sequence_scores`).
+    """
+    was_training = model.training
+    model.eval()
+    text = [(7 * i + 3) % vocabulary_rows(model) for i in range(5)]
+    ids = torch.tensor([text + [model.config.pad_token_id or 0] * 4], device=model.device)
+    mask = torch.tensor([[1] * 5 + [0] * 4], device=model.device)
+    padded = model(input_ids=ids, attention_mask=mask).logits.float()
+    alone = model(input_ids=ids[:, :5], attention_mask=mask[:, :5]).logits.float()
+    model.train(was_training)
+    gap = ((padded - alone).abs().max() / alone.abs().max().clamp_min(1.0)).item()
+    if not gap <= PADDING_TOLERANCE:
+        raise ArtifactError(
+            f"{type(model).__name__}: padding behind a text changes its score, by {gap:.1e}, so it would hang on what "
+            "else is scored with it. Give a reward model of another family"
+        )
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
