@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/support
 BENCH ?= artifacts/bench
+# A test computes on one thread; at most four of them run at once, those of a file one after the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: pipeline test test-slow bench lint install install-dev status clean help
 
 help:
 	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG) (CONFIG=configs/... for others)"
-	@echo "make test       run the tests; make test-slow runs the slow ones too; make lint checks style and types"
+	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style and types"
 	@echo "make bench      speed against TRL, to benchmarks/RESULTS.md; about 25 minutes (BENCH=where its files go)"
 	@echo "make status     what is finished in artifacts/; make clean removes .venv (artifacts stay)"
 
@@ -19,10 +21,10 @@ pipeline: $(VENV)/.installed
 	$(BIN)/rlhf pipeline $(CONFIG)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m slow
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py --work $(BENCH) $(BENCH_OPTIONS)
