@@ -224,9 +224,9 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     Raises ArtifactError for a model whose numbers for one text would depend on the others in its batch.
     """
     torch.nn.Module.to(model, device)
+    line = choose_attention(model)
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
         _require_no_padding_seen(model)
-    line = choose_attention(model)
     use_fast_linear(model)
     use_fast_norm(model)
     return "\n".join(filter(None, [line, use_fast_attention(model)])) or None
