@@ -285,7 +285,7 @@ def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
         assert any(r.ended and 1 < len(r.ids) < LONGEST for r in fast)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"])
 def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
     tier = "general" if name in GENERAL else "fast"
     model = made(name)
