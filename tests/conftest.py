@@ -250,7 +250,10 @@ def run_stage(write_config) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory, make_model, run_stage) -> Callable[[str], Path]:
-    """A function: architecture to the artifact root of its three finished stages, run once."""
+    """A function: architecture to the artifact root of its three finished stages, run once.
+
+    A test that patches something calls it before: what is made here is everybody's.
+    """
     roots: dict[str, Path] = {}
 
     def run_all(architecture: str) -> Path:

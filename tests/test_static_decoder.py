@@ -298,9 +298,9 @@ def test_responses_in_bfloat16_have_the_log_probabilities_of_the_model(name, mon
 
 def test_ppo_in_bfloat16_learns_from_what_it_sampled(pipeline, run_stage, tmp_path, monkeypatch):
     """The old log-probabilities are those of the training's forward, so that of the sampler need only be near."""
+    root, steps, step = pipeline("llama"), [], StaticDecoder.step
     on_a_gpu(monkeypatch)
     record(monkeypatch)
-    root, steps, step = pipeline("llama"), [], StaticDecoder.step
     monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: steps.append(self.dtype) or step(self, ids))
     judge = {"path": str(root / "rm" / "model")}
     folder = run_stage(
