@@ -45,11 +45,11 @@ import stages.sft
 from rlhf_cli.config.schemas import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
+from rlhf_cli.decoders.cpu import NotFastError
+from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import prepare
-from rlhf_cli.rollout.fast_decoder import NotFastError
 from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
-from rlhf_cli.rollout.static_decoder import static_decoder
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 

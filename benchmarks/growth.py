@@ -34,7 +34,7 @@ from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rollout.experience import Models, PromptRow, cut_responses, ref_response_logprobs, response_values
+from rlhf_cli.rollout.rollout import Models, PromptRow, cut_responses, ref_response_logprobs, response_values
 from rlhf_cli.rollout.sampling import Response, Sampling, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper

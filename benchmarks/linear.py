@@ -3,7 +3,7 @@
     python benchmarks/linear.py
 
 Prints GFLOPS, best of 20, for the shapes of small models' layers: [rows, in] by [out, in]. Which of the two
-`rlhf_cli.models.linear` takes here stands in the last line.
+`rlhf_cli.kernels.linear` takes here stands in the last line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from rlhf_cli.models.linear import _product, prefers_onednn
+from rlhf_cli.kernels.linear import _product, prefers_onednn
 
 SHAPES = [(64, 128, 384), (1400, 128, 128), (1400, 128, 344), (700, 128, 2048), (1400, 512, 1376), (700, 512, 8192)]
 

@@ -26,7 +26,7 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.schemas import SFTConfig
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.load import prepare
-from rlhf_cli.models.training_passes import has_bfloat16, set_up_passes
+from rlhf_cli.models.passes import has_bfloat16, set_up_passes
 
 CPU = torch.device("cpu")
 MODELS = {

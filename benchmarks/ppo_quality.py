@@ -42,7 +42,7 @@ from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
-from rlhf_cli.rollout.experience import Models, PromptRow, collect
+from rlhf_cli.rollout.rollout import Models, PromptRow, collect
 from rlhf_cli.rollout.sampling import Sampling, response_text, stop_ids, uniforms
 
 HERE = Path(__file__).resolve().parent

@@ -47,8 +47,11 @@ from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.errors import RewardError
-from rlhf_cli.learner.carried import Carried, Recent, of_all, parts_of
-from rlhf_cli.learner.figures import (
+from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.passes import recomputing
+from rlhf_cli.ppo.carried import Carried, Recent, of_all, parts_of
+from rlhf_cli.ppo.evaluation import Evaluation
+from rlhf_cli.ppo.report import (
     Best,
     compare,
     count_rollout,
@@ -63,16 +66,13 @@ from rlhf_cli.learner.figures import (
     save_policy,
     save_value_model,
 )
-from rlhf_cli.learner.setup import Learner, load_learner, new_health, plan
-from rlhf_cli.models.forward import autocast, target_logprobs
-from rlhf_cli.models.training_passes import recomputing
+from rlhf_cli.ppo.setup import Learner, load_learner, new_health, plan
 from rlhf_cli.rewards.score import shaped_score
 from rlhf_cli.rewards.sources import (
     Scores,
     total_score,
 )
-from rlhf_cli.rollout.evaluation import Evaluation
-from rlhf_cli.rollout.experience import (
+from rlhf_cli.rollout.rollout import (
     Experience,
     PromptRow,
     Rollout,

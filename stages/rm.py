@@ -73,7 +73,7 @@ from rlhf_cli.models.load import (
     save,
     save_facts,
 )
-from rlhf_cli.models.training_passes import set_up_passes
+from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms

@@ -49,8 +49,8 @@ from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
 from rlhf_cli.models.forward import autocast, is_packed, target_logits, target_logprobs, vocabulary_rows
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
+from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-from rlhf_cli.models.training_passes import set_up_passes
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
 from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
@@ -214,7 +214,7 @@ def _evaluate(
     model.eval()
     sums = {"nll": 0.0, "correct": 0.0, "tokens": 0.0}
     mine = world.shard(test)
-    # Whole logits are looked at here, which training never holds (models/head.py).
+    # Whole logits are looked at here, which training never holds (kernels/head.py).
     budget = replace(budget, tokens=max(1, min(budget.tokens, MOST_LOGITS // vocabulary_rows(model))))
     for part in budget.cut([len(example.ids) for example in mine]):
         with autocast(world.device, config.precision):

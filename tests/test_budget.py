@@ -36,7 +36,7 @@ from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, pe
 from rlhf_cli.models.forward import shares_prefixes, target_logits
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
-from rlhf_cli.rollout.experience import Experience, PromptRow, cut_responses, shared_prompts
+from rlhf_cli.rollout.rollout import Experience, PromptRow, cut_responses, shared_prompts
 from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import speed

@@ -25,15 +25,14 @@ from test_writer import KEY, Call, ChatServer, Reply, ask, chat_model, completio
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import data_generate, data_score
+from rlhf_cli.commands import data_generate, data_score, writer
 from rlhf_cli.commands.data_generate import Known, Output, WriterOptions, fill, generate, prompts_in, words
+from rlhf_cli.commands.writer import Drawing, LocalWriter, Written
 from rlhf_cli.config.schemas import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import demonstration, ranking
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from rlhf_cli.rollout import writer
-from rlhf_cli.rollout.writer import Drawing, LocalWriter, Written
 
 
 @pytest.fixture(autouse=True)

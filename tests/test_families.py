@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
+from rlhf_cli.decoders import plain as plain_decoder
+from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.models import attention
+from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import activation_bytes, work_of
 from rlhf_cli.models.forward import (
     computes_in_bfloat16,
@@ -27,8 +29,6 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.rollout import plain_decoder
-from rlhf_cli.rollout.plain_decoder import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
 from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
 
 CPU = torch.device("cpu")

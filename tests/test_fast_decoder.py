@@ -12,16 +12,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.schemas import Lora
-from rlhf_cli.models import linear
+from rlhf_cli.decoders import cpu as fast_decoder_module
+from rlhf_cli.decoders import paged_cache
+from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
+from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.load import prepare
-from rlhf_cli.rollout import fast_decoder as fast_decoder_module
-from rlhf_cli.rollout import paged_cache
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder
-from rlhf_cli.rollout.paged_cache import PAGE, PagedCache
-from rlhf_cli.rollout.plain_decoder import PlainDecoder
 from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
 
 CPU = torch.device("cpu")

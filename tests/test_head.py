@@ -22,9 +22,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rlhf_cli.models import forward, head
+from rlhf_cli.kernels import head
+from rlhf_cli.kernels.head import linear_logprobs
+from rlhf_cli.models import forward
 from rlhf_cli.models.forward import logits_at, logprobs_at
-from rlhf_cli.models.head import linear_logprobs
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.tensor_ops import token_logprobs

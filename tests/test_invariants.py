@@ -33,8 +33,9 @@ from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_pro
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored, scored
 from rlhf_cli.data.sources import Row
+from rlhf_cli.decoders.cpu import FastDecoder
+from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.learner.setup import Learner
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, logits_at
 from rlhf_cli.models.load import (
@@ -48,11 +49,10 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import PackedBatch, Segment, pack
+from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
-from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect, response_values, score_tokens
-from rlhf_cli.rollout.fast_decoder import FastDecoder
-from rlhf_cli.rollout.plain_decoder import PlainDecoder
+from rlhf_cli.rollout.rollout import Experience, Models, PromptRow, collect, response_values, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
@@ -179,7 +179,7 @@ def test_a_model_that_cannot_pack_says_so(make_model, name):
 
 def test_a_model_that_ignores_sequence_ends_is_found_out(make_model, monkeypatch):
     """One whose packed row attends across sequences must not be let through."""
-    from rlhf_cli.models import attention
+    from rlhf_cli.kernels import attention
 
     model = load_policy(str(make_model("llama")))
     real = attention.packed_attention

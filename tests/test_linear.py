@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.models import linear as module
-from rlhf_cli.models.linear import FastConv1D, FastLinear, linear, prefers_onednn, use_fast_linear
+from rlhf_cli.kernels import linear as module
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear, linear, prefers_onednn, use_fast_linear
 
 needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast on this processor, so it is used")
 

@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rlhf_cli.models.norm import KINDS, FastRMSNorm, rms_norm, use_fast_norm
+from rlhf_cli.kernels.norm import KINDS, FastRMSNorm, rms_norm, use_fast_norm
 
 ALL = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 

@@ -46,7 +46,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import logprobs_at
-from rlhf_cli.rollout.experience import Experience, Rollout, collect
+from rlhf_cli.rollout.rollout import Experience, Rollout, collect
 from rlhf_cli.seeding import seeded
 from stages import ppo
 
@@ -291,7 +291,7 @@ BUGS = {
         },
     ),
     "logits of the token before": Case(
-        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.experience.logprobs_at": of_the_token_before}
+        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.rollout.logprobs_at": of_the_token_before}
     ),
     "KL with the wrong sign": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(-1)}),
     "KL to the policy itself": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(0)}),
@@ -301,7 +301,7 @@ BUGS = {
     "sampled at 0.7, logprobs at 1": Case(
         {**SHORT, **RECOMPUTED},
         temperature=0.7,
-        bug={"rlhf_cli.rollout.experience.logprobs_at": without_temperature},
+        bug={"rlhf_cli.rollout.rollout.logprobs_at": without_temperature},
     ),
     "entropy bonus with the wrong sign": Case(
         {**SHORT_RLOO, "entropy_coef": -0.1}, own=lambda task: backwards(task, entropy_rule(BETA, 0.1))

@@ -14,12 +14,13 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.schemas import RMConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Prompt, Ranking
-from rlhf_cli.models import attention, forward
+from rlhf_cli.kernels import attention
+from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
-from rlhf_cli.rollout.experience import Models, PromptRow, collect, ref_response_logprobs, score_tokens
+from rlhf_cli.rollout.rollout import Models, PromptRow, collect, ref_response_logprobs, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling
 from rlhf_cli.training.distributed import World
 from stages import rm as rm_stage

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.rollout import experience
+from rlhf_cli.rollout import rollout as experience
 from rlhf_cli.rollout.sampling import sample, uniforms
 from rlhf_cli.training.optimizer import Stepper
 

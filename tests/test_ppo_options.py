@@ -37,12 +37,13 @@ from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.learner import figures, setup
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models import load
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
-from rlhf_cli.rollout import experience
-from rlhf_cli.rollout.experience import Experience, Models, PromptRow, collect
+from rlhf_cli.ppo import report as figures
+from rlhf_cli.ppo import setup
+from rlhf_cli.rollout import rollout as experience
+from rlhf_cli.rollout.rollout import Experience, Models, PromptRow, collect
 from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
 from rlhf_cli.training.optimizer import Stepper
 from rlhf_cli.training.stage_run import StageRun

@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_cli.decoders.cpu import FastDecoder
+from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.fast_decoder import FastDecoder
-from rlhf_cli.rollout.plain_decoder import PlainDecoder
 from rlhf_cli.rollout.sampling import (
     Response,
     Sampling,

@@ -20,13 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_cli.config.schemas import Lora
+from rlhf_cli.decoders import gpu as static_module
+from rlhf_cli.decoders.cpu import NotFastError, difference
+from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
+from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout import static_decoder as static_module
-from rlhf_cli.rollout.fast_decoder import NotFastError, difference
-from rlhf_cli.rollout.plain_decoder import PlainDecoder
 from rlhf_cli.rollout.sampling import Sampling, sample, why_not_fast
-from rlhf_cli.rollout.static_decoder import StaticDecoder, static_decoder
 
 NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
 PRECISIONS = [torch.float32, torch.bfloat16]

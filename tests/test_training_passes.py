@@ -17,7 +17,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
-from rlhf_cli.models.training_passes import has_bfloat16, recomputing, set_up_passes
+from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
 
 CPU = torch.device("cpu")

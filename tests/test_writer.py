@@ -29,13 +29,13 @@ import torch
 from conftest import SETTINGS, WORDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli.commands import writer as writer_module
+from rlhf_cli.commands.writer import Drawing, Failure, LocalWriter, Request, ServerWriter, Written, retry_after
 from rlhf_cli.config.schemas import ScratchModel
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import save
 from rlhf_cli.models.scratch import new_model
-from rlhf_cli.rollout import writer as writer_module
-from rlhf_cli.rollout.writer import Drawing, Failure, LocalWriter, Request, ServerWriter, Written, retry_after
 from rlhf_cli.seeding import derived_seed
 
 CHAT = (

@@ -34,9 +34,9 @@ from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
+    from rlhf_cli.commands.writer import Failure, LocalWriter, ServerWriter, Written
     from rlhf_cli.data.formats import Purpose
     from rlhf_cli.data.records import Message, Record
-    from rlhf_cli.rollout.writer import Failure, LocalWriter, ServerWriter, Written
 
 Task = Literal["prompts", "demonstrations", "samples"]
 OnBadRow = Literal["error", "skip"]
@@ -100,7 +100,7 @@ class WriterOptions:
 
     def open(self) -> LocalWriter | ServerWriter:
         """The writer; a local model is loaded now."""
-        from rlhf_cli.rollout.writer import Drawing, LocalWriter, ServerWriter
+        from rlhf_cli.commands.writer import Drawing, LocalWriter, ServerWriter
 
         drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
         if self.server is None:
@@ -185,8 +185,8 @@ def _write_answers(
     on_bad_row: OnBadRow,
     display: Display,
 ) -> None:
+    from rlhf_cli.commands.writer import Failure, Request, Written
     from rlhf_cli.data.records import Message
-    from rlhf_cli.rollout.writer import Failure, Request, Written
 
     drawn = {"model": options.model, "temperature": options.temperature, "seed": options.seed}
     needed = min(2, num_answers)  # One answer alone can't be ranked.
@@ -278,8 +278,8 @@ def _write_prompts(
 
     import torch
 
+    from rlhf_cli.commands.writer import Failure, Request
     from rlhf_cli.data.records import Message
-    from rlhf_cli.rollout.writer import Failure, Request
     from rlhf_cli.seeding import generator
 
     writer = options.open()
@@ -622,7 +622,7 @@ class Output:
 
     def refuse_all_failed(self, outcomes: Sequence[Any]) -> None:
         """Raise RunError where nothing is written yet and none of these was answered: it is not about one row."""
-        from rlhf_cli.rollout.writer import Failure
+        from rlhf_cli.commands.writer import Failure
 
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if any(failure.fatal for failure in failures):

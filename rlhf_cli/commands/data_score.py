@@ -33,8 +33,8 @@ from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
+    from rlhf_cli.commands.writer import Failure, LocalWriter, ServerWriter
     from rlhf_cli.data.records import Record
-    from rlhf_cli.rollout.writer import Failure, LocalWriter, ServerWriter
 
 Ties = Literal["drop", "keep"]
 Verdict = Literal["first", "second"]
@@ -155,8 +155,8 @@ def ask(
 
     A Failure stays one, and what is None after the last attempt is Unclear.
     """
+    from rlhf_cli.commands.writer import Failure, Request
     from rlhf_cli.data.records import Message
-    from rlhf_cli.rollout.writer import Failure, Request
 
     found: list[Any] = [None] * len(questions)
     for attempt in range(attempts):
@@ -372,7 +372,7 @@ def _text(record: Record, answer: str) -> str:
 
 def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:
     """Why a row can't be written, where the judge's answers are not `enough` or the run has to stop."""
-    from rlhf_cli.rollout.writer import Failure
+    from rlhf_cli.commands.writer import Failure
 
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if any(failure.fatal for failure in failures) or (failures and not enough):

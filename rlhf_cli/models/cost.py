@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_cli.kernels.linear import linear
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
-from rlhf_cli.models.linear import linear
 
 CPU_TOKENS = 2048
 """What `auto` takes on a CPU, where that much fits. Processor time a token of a forward and backward pass on one Zen 5

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models import attention
-from rlhf_cli.models.head import LOGITS_AT_ONCE, linear_logprobs
+from rlhf_cli.kernels import attention
+from rlhf_cli.kernels.head import LOGITS_AT_ONCE, linear_logprobs
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.tensor_ops import token_logprobs
 

@@ -30,11 +30,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.kernels.linear import use_fast_linear
+from rlhf_cli.kernels.norm import use_fast_norm
+from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
-from rlhf_cli.models.linear import use_fast_linear
-from rlhf_cli.models.norm import use_fast_norm
-from rlhf_cli.models.rotation import use_fast_attention
 from rlhf_cli.seeding import seeded
 
 # For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.

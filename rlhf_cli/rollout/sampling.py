@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.rollout.fast_decoder import FastDecoder, NotFastError, fast_decoder
-from rlhf_cli.rollout.plain_decoder import PlainDecoder
-from rlhf_cli.rollout.static_decoder import StaticDecoder, static_decoder
+from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
+from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
+from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.seeding import generator
 
 REFILL = 0.25

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_cli.models.linear import linear
+from rlhf_cli.kernels.linear import linear
 from rlhf_cli.tensor_ops import token_logprobs
 
 LOGITS_AT_ONCE = 1 << 26

@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear, rounded_up
 from rlhf_cli.models.forward import TOLERANCE, vocabulary_rows
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.linear import FastConv1D, FastLinear, fixed_linear, rounded_up
 from rlhf_cli.packing import pack
-from rlhf_cli.rollout.paged_cache import PAGE, PagedCache
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")

@@ -16,12 +16,13 @@ from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.config.schemas import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.learner.setup import Learner
 from rlhf_cli.models.adapters import merged
 from rlhf_cli.models.load import (
     save,
     shared_value_model,
 )
+from rlhf_cli.ppo.evaluation import Evaluation, evaluate
+from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rewards.sources import (
     Judged,
     PythonFunction,
@@ -31,8 +32,7 @@ from rlhf_cli.rewards.sources import (
     named_numbers,
     total_score,
 )
-from rlhf_cli.rollout.evaluation import Evaluation, evaluate
-from rlhf_cli.rollout.experience import (
+from rlhf_cli.rollout.rollout import (
     Experience,
     PromptRow,
     Rollout,

@@ -35,10 +35,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from rlhf_cli.models.attention import packed_attention, row_attention
-from rlhf_cli.models.forward import TOLERANCE, vocabulary_rows
-from rlhf_cli.packing import pack, send
-from rlhf_cli.rollout.fast_decoder import (
+from rlhf_cli.decoders.cpu import (
     Map,
     NotFastError,
     are_linear,
@@ -49,6 +46,9 @@ from rlhf_cli.rollout.fast_decoder import (
     rotated,
     shares,
 )
+from rlhf_cli.kernels.attention import packed_attention, row_attention
+from rlhf_cli.models.forward import TOLERANCE, vocabulary_rows
+from rlhf_cli.packing import pack, send
 
 BUCKET = 128
 """Keys are read up to a multiple of it."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_cli.models.linear import rounded_up
+from rlhf_cli.kernels.linear import rounded_up
 
 PAGE = 32
 """Tokens of a page: half of the last one is wasted on average, and a smaller one makes shorter rows to sum."""

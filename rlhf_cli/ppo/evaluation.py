@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.errors import RewardError
-from rlhf_cli.rollout.experience import Models, PromptRow, collect
+from rlhf_cli.rollout.rollout import Models, PromptRow, collect
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text
 from rlhf_cli.training.distributed import World
 

@@ -27,6 +27,7 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.records import Demonstration, Prompt, Record, prompt
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.decoders.plain import why_not_padded
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.cost import (
@@ -49,7 +50,7 @@ from rlhf_cli.models.load import (
     prepare,
     scalar_weight,
 )
-from rlhf_cli.models.training_passes import set_up_passes
+from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import (
     RewardModel,
@@ -57,11 +58,10 @@ from rlhf_cli.rewards.sources import (
     check_rows,
     load_rewards,
 )
-from rlhf_cli.rollout.experience import (
+from rlhf_cli.rollout.rollout import (
     Models,
     PromptRow,
 )
-from rlhf_cli.rollout.plain_decoder import why_not_padded
 from rlhf_cli.rollout.sampling import Sampling, stop_ids, why_not_fast
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage

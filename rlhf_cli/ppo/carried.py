@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
-from rlhf_cli.learner.figures import Best
-from rlhf_cli.learner.setup import Learner
-from rlhf_cli.rollout.experience import TENSORS, Experience, PromptRow, merge, select
+from rlhf_cli.ppo.report import Best
+from rlhf_cli.ppo.setup import Learner
+from rlhf_cli.rollout.rollout import TENSORS, Experience, PromptRow, merge, select
 from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.training.checkpoint import Part, State, Weights
 from rlhf_cli.training.health import Health
