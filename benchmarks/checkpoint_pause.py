@@ -21,7 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import Optimizer, SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.training.checkpoint import Checkpoints, Weights
 from rlhf_cli.training.checkpoint_files import found
 from rlhf_cli.training.optimizer import Stepper, build_stepper

@@ -126,7 +126,8 @@ def measured(task: str, path: Path, tokenizer: Path) -> dict[str, float]:
 def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     """What is to be timed; everything is imported and loaded before."""
     import rlhf_cli.commands.data_check as data_check
-    from rlhf_cli.config.schemas import DataSource, Rows, TokenizerTraining
+    from rlhf_cli.config.data import DataSource, Rows
+    from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations
     from rlhf_cli.data.reading import Report, records
     from rlhf_cli.data.records import Demonstration

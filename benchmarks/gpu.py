@@ -42,7 +42,7 @@ from transformers import (
 
 import stages.rm
 import stages.sft
-from rlhf_cli.config.schemas import RMConfig, SFTConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.decoders.cpu import NotFastError

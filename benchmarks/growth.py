@@ -26,7 +26,7 @@ from speed_limits import Work, measure, rollout_work, scoring_work, sft_work
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 import stages.sft
-from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt

@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rlhf_cli
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.config.schemas import ModelReward
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.records import Prompt

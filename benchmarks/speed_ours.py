@@ -25,7 +25,8 @@ import stages.ppo  # noqa: E402
 import stages.rm  # noqa: E402
 import stages.sft  # noqa: E402
 from rlhf_cli.config.loader import load_config  # noqa: E402
-from rlhf_cli.config.schemas import PPOConfig, RMConfig, SFTConfig  # noqa: E402
+from rlhf_cli.config.ppo import PPOConfig  # noqa: E402
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
 from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms  # noqa: E402
 from rlhf_cli.training.stage_run import StageRun  # noqa: E402

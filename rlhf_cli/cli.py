@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 if TYPE_CHECKING:
-    from rlhf_cli.config.schemas import DataSource
+    from rlhf_cli.config.data import DataSource
 
 
 class InOrder(typer.core.TyperGroup):
@@ -580,7 +580,7 @@ def _data_source(
     """A source from the command line; raises ConfigError for what can't be one."""
     import pydantic
 
-    from rlhf_cli.config.schemas import DataSource
+    from rlhf_cli.config.data import DataSource
     from rlhf_cli.errors import ConfigError
 
     pairs = [pair.split("=", 1) for pair in keys or []]

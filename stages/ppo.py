@@ -44,7 +44,7 @@ from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.value import value_loss
-from rlhf_cli.config.schemas import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.errors import RewardError
 from rlhf_cli.models.forward import autocast, target_logprobs

@@ -28,7 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
-from rlhf_cli.config.schemas import RMConfig, Rows
+from rlhf_cli.config.data import Rows
+from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import (
     LeftOut,

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import (
     Example,

@@ -18,8 +18,10 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, ScratchModel, Stage, TokenizerTraining
+from rlhf_cli.config.models import ScratchModel, TokenizerTraining
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.load import save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 

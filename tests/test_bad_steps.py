@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.schemas import ScratchModel
+from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.load import save

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
 from rlhf_cli.models import cost
 from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of

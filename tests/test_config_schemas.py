@@ -12,8 +12,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from rlhf_cli.config import schemas
+from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
+from rlhf_cli.config.base import Section
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import config_schema, dump_config, load_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_update import PPO as PPOSection
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import STAGES, Training
 from rlhf_cli.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,15 +27,15 @@ SHIPPED = sorted(ROOT.glob("configs/*/*.yaml"))
 
 
 def stage_of(path: Path) -> str:
-    return next(stage for stage in schemas.STAGES if stage in path.stem.split("_"))
+    return next(name for name in STAGES if name in path.stem.split("_"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_load_and_dump_back(path: Path, tmp_path: Path) -> None:
-    config = load_config(path, schemas.CONFIGS[stage_of(path)])
+    config = load_config(path, CONFIGS[stage_of(path)])
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(config), encoding="utf-8")
-    assert load_config(copy, schemas.CONFIGS[stage_of(path)]) == config
+    assert load_config(copy, CONFIGS[stage_of(path)]) == config
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -40,15 +46,16 @@ def test_shipped_configs_open_with_the_command_that_runs_them(path: Path) -> Non
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_fit_the_json_schema(path: Path) -> None:
-    config = load_config(path, schemas.CONFIGS[stage_of(path)])
-    schema = config_schema(schemas.CONFIGS[stage_of(path)])
+    config = load_config(path, CONFIGS[stage_of(path)])
+    schema = config_schema(CONFIGS[stage_of(path)])
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads(config.model_dump_json()), schema)
 
 
 def sections() -> list[type[BaseModel]]:
-    found = [v for v in vars(schemas).values() if isinstance(v, type) and issubclass(v, schemas.Section)]
-    return [section for section in found if section is not schemas.Section]
+    modules = (base, data, models, stage, rewards, sft_rm, ppo_update, ppo)
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    return sorted((c for c in found if issubclass(c, Section) and c is not Section), key=lambda c: c.__name__)
 
 
 def test_every_field_is_read_by_something() -> None:
@@ -90,7 +97,7 @@ def test_every_field_says_what_it_is() -> None:
 
 
 def test_configs_are_frozen() -> None:
-    config = load_config(ROOT / "configs/support/sft.yaml", schemas.SFTConfig)
+    config = load_config(ROOT / "configs/support/sft.yaml", SFTConfig)
     with pytest.raises(Exception, match="frozen"):
         config.seed = 1  # type: ignore[misc]
 
@@ -176,16 +183,16 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     path = tmp_path / f"{stage}.yaml"
     path.write_text(yaml.safe_dump(base), encoding="utf-8")
-    load_config(path, schemas.CONFIGS[stage])
+    load_config(path, CONFIGS[stage])
     with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        load_config(path, schemas.CONFIGS[stage], overrides)
+        load_config(path, CONFIGS[stage], overrides)
 
 
 def test_derived_numbers() -> None:
-    training = schemas.Training(num_epochs=2.0, minibatch_size=16)
+    training = Training(num_epochs=2.0, minibatch_size=16)
     assert training.total_steps(100) == 12
-    assert schemas.Training(num_steps=7).total_steps(100) == 7
-    ppo = schemas.PPO(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
+    assert Training(num_steps=7).total_steps(100) == 7
+    ppo = PPOSection(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
     assert ppo.steps_per_iteration == 4
     assert ppo.total_steps == 12
     assert ppo.whitens_advantages
@@ -197,9 +204,9 @@ def test_derived_numbers() -> None:
 
 
 def test_a_stage_knows_what_it_stands_on() -> None:
-    rm = load_config(ROOT / "configs/support/rm.yaml", schemas.RMConfig)
+    rm = load_config(ROOT / "configs/support/rm.yaml", RMConfig)
     assert rm.needs == ("sft",)
     assert rm.inputs["model"] == ("artifacts/support/sft", None)
-    ppo = load_config(ROOT / "configs/support/ppo.yaml", schemas.PPOConfig)
+    ppo = load_config(ROOT / "configs/support/ppo.yaml", PPOConfig)
     assert ppo.needs == ("sft", "rm")
     assert set(ppo.inputs) == {"policy", "rewards.0", "evaluation.gold"}

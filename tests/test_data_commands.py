@@ -24,7 +24,7 @@ from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
 from rlhf_cli.commands.data_check import InTokens, Part, Seen, in_words, part_of_source, see
 from rlhf_cli.commands.data_show import pieces
-from rlhf_cli.config.schemas import DataSource, Rows
+from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import (
     LeftOut,
     encode_answers,
@@ -478,7 +478,7 @@ CHAT_TEMPLATE = (
 
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs"])
 def test_of_a_conversation_sft_learns_every_turn_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
-    from rlhf_cli.config.schemas import TokenizerTraining
+    from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.models.scratch import train_tokenizer
 
     tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))

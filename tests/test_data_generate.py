@@ -28,7 +28,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import data_generate, data_score, writer
 from rlhf_cli.commands.data_generate import Known, Output, WriterOptions, fill, generate, prompts_in, words
 from rlhf_cli.commands.writer import Drawing, LocalWriter, Written
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import demonstration, ranking
 from rlhf_cli.data.sources import Row

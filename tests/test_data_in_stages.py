@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from conftest import read_jsonl, write_jsonl
 
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, PPOConfig, RMConfig, SFTConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import LeftOut
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_tokenizer, new_reward_model

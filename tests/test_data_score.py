@@ -20,7 +20,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import data_score
 from rlhf_cli.commands.data_generate import WriterOptions
 from rlhf_cli.commands.data_score import letter_in, number_in, score
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import ranking, scored
 from rlhf_cli.data.sources import Row

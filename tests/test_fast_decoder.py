@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_cli.config.schemas import Lora
+from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders import cpu as fast_decoder_module
 from rlhf_cli.decoders import paged_cache
 from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder

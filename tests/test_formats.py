@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_cli.config import schemas
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.formats_graded import end_of_prompt
 from rlhf_cli.data.formats_plain import first_words
@@ -258,7 +257,7 @@ def test_what_every_stage_sees_of_a_format(name: str) -> None:
 
 
 def test_every_format_of_the_config_is_read_and_has_a_fixture() -> None:
-    assert {*FORMATS, "auto"} == set(get_args(schemas.Format))
+    assert {*FORMATS, "auto"} == set(get_args(Format))
     assert set(EXPECTED) == set(FORMATS) == {path.stem for path in FIXTURES.iterdir()}
 
 

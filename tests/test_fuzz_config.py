@@ -34,8 +34,9 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import dump_config, load_config
-from rlhf_cli.config.schemas import CONFIGS, STAGES, Stage
+from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.training.identity import identity, require_files, require_inputs
 from rlhf_cli.training.launch import explained

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.sources import BadRow, Row, read_rows
 from rlhf_cli.data_files import SUFFIXES
 from rlhf_cli.errors import DataError

@@ -21,8 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_cli.config import schemas
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.data.sources import Row
@@ -98,7 +97,7 @@ def case(number: int) -> tuple[dict[str, Any], DataSource, Purpose, list[str]]:
     done = [draw.choice(MUTATIONS) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
     for kind in done:
         mutate(values, kind, draw)
-    formats = ["auto"] * 4 + [name] * 4 + [draw.choice(get_args(schemas.Format))]
+    formats = ["auto"] * 4 + [name] * 4 + [draw.choice(get_args(Format))]
     settings: dict[str, Any] = {"format": draw.choice(formats)}
     if draw.random() < 0.1:
         paths = [*values, *(f"{column}.a" for column in list(values)[:9]), "info.post", "a.b.c", "", "."]
@@ -240,7 +239,7 @@ VALUES = st.recursive(
 )
 GIVEN_SOURCES = st.builds(
     lambda format_, keys, weights: DataSource(path="file.jsonl", format=format_, keys=keys, weights=weights),
-    st.sampled_from(get_args(schemas.Format)),
+    st.sampled_from(get_args(Format)),
     st.just({}) | st.dictionaries(st.sampled_from(NAMES), st.text(max_size=5) | st.sampled_from(NAMES), max_size=2),
     st.just({}) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), st.floats(), max_size=2),
 )

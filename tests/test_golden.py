@@ -21,7 +21,7 @@ from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
 from rlhf_cli.algorithms.shaping import clip_score
 from rlhf_cli.algorithms.value import value_loss
-from rlhf_cli.config.schemas import Optimizer
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.tensor_ops import masked_mean, masked_sum, masked_whiten, token_entropy, token_logprobs
 from rlhf_cli.training.optimizer import build_stepper
 

@@ -18,7 +18,7 @@ import pytest
 from conftest import read_jsonl
 from pydantic import BaseModel
 
-from rlhf_cli.config.schemas import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.training import health as health_module
 from rlhf_cli.training.health import MUST_BE_FINITE, RATIO_TOLERANCE, REPEAT, SHOWN, WATCHED, Finding, Health
 

@@ -19,15 +19,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import (
-    DataSource,
-    ModelReward,
-    Optimizer,
-    PPOConfig,
-    RMConfig,
-    TokenizerTraining,
-)
+from rlhf_cli.config.models import TokenizerTraining
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
 from rlhf_cli.data.formats import read_record, recognise

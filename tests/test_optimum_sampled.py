@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from rlhf_cli.algorithms.advantages import token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import logprobs_at
 from rlhf_cli.rollout.rollout import Experience, Rollout, collect

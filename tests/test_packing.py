@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import RMConfig
+from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Prompt, Ranking
 from rlhf_cli.kernels import attention

@@ -32,7 +32,9 @@ from test_stages import digests, encoder, run_processes, same_weights, word_piec
 from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_cli.config.schemas import PPO, Lora, PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
+from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.schemas import DataSource, Rows
+from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import table, tokens
 from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations, fit, fit_prompt
 from rlhf_cli.data.reading import Report, first_format, records
@@ -477,7 +477,7 @@ def test_two_processes_make_one_entry(tmp_path: Path, tokenizer_path: str) -> No
     program = (
         "import sys\n"
         "from transformers import AutoTokenizer\n"
-        "from rlhf_cli.config.schemas import Rows\n"
+        "from rlhf_cli.config.data import Rows\n"
         "from rlhf_cli.data.encode import Example, answer_to_learn, encode_demonstrations\n"
         "from rlhf_cli.data.tokens import tokenise\n"
         "tokenizer, rows = AutoTokenizer.from_pretrained(sys.argv[2]), []\n"

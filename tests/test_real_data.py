@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, STAGES
+from rlhf_cli.config.stage import STAGES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_FILES = sorted((REPOSITORY / "configs").rglob("*.yaml"))

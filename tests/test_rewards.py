@@ -27,7 +27,8 @@ from test_stages import encoder, word_piece
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import ModelReward, PPOConfig, Reward, reward_names
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward, Reward, reward_names
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, save

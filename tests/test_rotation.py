@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rlhf_cli.config.schemas import Lora
+from rlhf_cli.config.models import Lora
 from rlhf_cli.kernels import rotation as module
 from rlhf_cli.kernels.rotation import WINDOWS, FastAttention, rotate, use_fast_attention
 from rlhf_cli.models.adapters import add_lora

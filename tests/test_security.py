@@ -28,8 +28,10 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.artifacts import digest_file
 from rlhf_cli.cli import app
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, DataSource, Stage
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load

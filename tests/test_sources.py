@@ -31,7 +31,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data import sources
 from rlhf_cli.data.sources import BadRow, Row, in_part, read_rows
 from rlhf_cli.data_files import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
@@ -840,7 +840,7 @@ def hub(tmp_path: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess[
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     head = (
-        "from rlhf_cli.config.schemas import DataSource\n"
+        "from rlhf_cli.config.data import DataSource\n"
         "from rlhf_cli.data.sources import read_rows\n"
         "from rlhf_cli.errors import DataError\n"
         "def read(**settings):\n"

@@ -28,8 +28,10 @@ from transformers import (
 )
 
 from rlhf_cli.artifacts import digest_file, read_manifest
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, DataSource, ScratchModel
+from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.encode import encode_demonstrations, encode_rows
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import demonstration, prompt

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from rlhf_cli.config.schemas import Optimizer
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.training.optimizer import build_stepper
 
 ROOT = Path(__file__).resolve().parent.parent

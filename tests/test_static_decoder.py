@@ -19,7 +19,7 @@ from test_fast_decoder import FAST, HOW, LONGEST, PROMPTS, TABLE, VOCAB, made, p
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_cli.config.schemas import Lora
+from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders import gpu as static_module
 from rlhf_cli.decoders.cpu import NotFastError, difference
 from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.config.schemas import Lora, SFTConfig
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import target_logprobs

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.commands import writer as writer_module
 from rlhf_cli.commands.writer import Drawing, Failure, LocalWriter, Request, ServerWriter, Written, retry_after
-from rlhf_cli.config.schemas import ScratchModel
+from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import save

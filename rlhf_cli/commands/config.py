@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import config_schema, dump_config
-from rlhf_cli.config.schemas import CONFIGS, STAGES
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.training.launch import load_stage_config
 

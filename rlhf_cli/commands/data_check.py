@@ -23,7 +23,9 @@ from rich.text import Text
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.config import _stage_of
-from rlhf_cli.config.schemas import DataSource, PPOConfig, RMConfig, Rows, SFTConfig
+from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import (
     LeftOut,
     encode_answers,

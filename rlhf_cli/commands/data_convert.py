@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.data_check import Part, Seen, see
-from rlhf_cli.config.schemas import DataSource, Rows
+from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import LeftOut
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import Report, records

@@ -28,7 +28,7 @@ from rlhf_cli.commands.data_generate import (
     read_template,
     refuse_own_output,
 )
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.training.progress import Display
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_check import Part, Seen, is_unicode, new_console, num_last, printable, see, with_answer
-from rlhf_cli.config.schemas import Rows
+from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
     LeftOut,
     Limits,

@@ -32,7 +32,8 @@ from rlhf_cli.artifacts import (
     set_aside_directory,
     stage_directory,
 )
-from rlhf_cli.config.schemas import STAGES, PPOConfig, Stage
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, found, owner_of, what_is_wrong
 from rlhf_cli.training.identity import what_changed
@@ -300,7 +301,7 @@ def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | Non
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf_cli.algorithms.language_model import lm_loss
-    from rlhf_cli.config.schemas import Optimizer
+    from rlhf_cli.config.stage import Optimizer
     from rlhf_cli.models.forward import autocast, choose_attention, target_logits
     from rlhf_cli.seeding import generator, seeded
     from rlhf_cli.tensor_ops import token_logprobs

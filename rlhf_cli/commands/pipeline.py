@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
-from rlhf_cli.config.schemas import STAGES
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.training.identity import require_files
 from rlhf_cli.training.launch import Run, explained, load_stage_config, run_stage

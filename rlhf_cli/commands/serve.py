@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rlhf_cli.artifacts import MANIFEST
-from rlhf_cli.config.schemas import ModelReward
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 
 if TYPE_CHECKING:

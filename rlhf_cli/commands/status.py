@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_cli.artifacts import Manifest, partial_directory, read_manifest, stage_directory
-from rlhf_cli.config.schemas import STAGES
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import last_step, owner_of
 from rlhf_cli.training.identity import what_changed

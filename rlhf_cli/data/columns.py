@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Answer, Message, Record, kind_of, number, shown, shown_name, transcript
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import DataError

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data import formats_graded as graded
 from rlhf_cli.data import formats_plain as plain
 from rlhf_cli.data.columns import (

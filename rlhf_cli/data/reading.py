@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlhf_cli.config.schemas import DataSource, Rows
+from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.sources import BadRow, Row, hash_fraction, in_part, read_rows

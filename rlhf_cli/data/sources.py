@@ -30,7 +30,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from rlhf_cli.config.schemas import DataSource
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.errors import DataError
 

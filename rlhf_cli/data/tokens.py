@@ -26,7 +26,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.artifacts import digest_file
-from rlhf_cli.config.schemas import DataSource, Rows
+from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import LeftOut
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.reading import Report, records

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.config.schemas import Lora
+from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import scalar_heads
 from rlhf_cli.seeding import seeded

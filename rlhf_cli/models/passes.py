@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_cli.config.schemas import Stage
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf_cli.config.schemas import ScratchModel, TokenizerTraining
+from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.seeding import seeded

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
-from rlhf_cli.config.schemas import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import merged

@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.schemas import ModelReward, PPOConfig, Rows
+from rlhf_cli.config.data import Rows
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import (
     Example,

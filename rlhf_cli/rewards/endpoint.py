@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx2
 import torch
 
-from rlhf_cli.config.schemas import HTTPReward
+from rlhf_cli.config.rewards import HTTPReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.judged import Judged, RewardSource, finite, in_pieces, shown

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_cli.artifacts import fingerprint
-from rlhf_cli.config.schemas import FunctionReward
+from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.judged import Judged, RewardSource, finite, in_pieces, shown

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.schemas import ModelReward
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message

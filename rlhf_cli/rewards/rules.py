@@ -17,7 +17,7 @@ import regex
 import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.config.schemas import AnswerReward, LengthReward, RegexReward, RepetitionReward, RuleReward
+from rlhf_cli.config.rewards import AnswerReward, LengthReward, RegexReward, RepetitionReward, RuleReward
 from rlhf_cli.rewards.judged import Judged, RewardSource, shown
 
 MARK = "####"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.schemas import FunctionReward, HTTPReward, ModelReward, Reward, reward_names
+from rlhf_cli.config.rewards import FunctionReward, HTTPReward, ModelReward, Reward, reward_names
 from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
 from rlhf_cli.rewards.functions import PythonFunction, call, load_function, load_function_reward, named_numbers

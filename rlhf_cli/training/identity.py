@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.artifacts import MANIFEST, MissingStageError, fingerprint, require_stage
-from rlhf_cli.config.schemas import STAGES, Stage
+from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import artifacts
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.schemas import CONFIGS, Stage
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.identity import identity, require_files, require_inputs

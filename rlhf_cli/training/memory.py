@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_cli.config.schemas import PPOConfig, RMConfig, SFTConfig, Stage
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
 
 
 def is_out_of_memory(error: BaseException) -> bool:

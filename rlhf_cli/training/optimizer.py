@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.config.schemas import Optimizer
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.distributed import World
 

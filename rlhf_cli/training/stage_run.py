@@ -23,7 +23,9 @@ import transformers
 import rlhf_cli
 from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
-from rlhf_cli.config.schemas import PPOConfig, RMConfig, SFTConfig, Stage
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import checkpoint_files, distributed
