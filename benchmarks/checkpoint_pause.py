@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.training.checkpoint import Checkpoints, Weights
 from rlhf_cli.training.checkpoint_files import found
 from rlhf_cli.training.optimizer import Stepper, build_stepper
@@ -85,4 +86,5 @@ def step(model: LlamaForCausalLM, stepper: Stepper) -> None:
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

@@ -47,6 +47,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.decoders.cpu import NotFastError
 from rlhf_cli.decoders.gpu import static_decoder
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
@@ -441,4 +442,5 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

@@ -30,6 +30,7 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
@@ -257,4 +258,5 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

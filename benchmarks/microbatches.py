@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_cli.data.batches import token_chunks
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import LOGITS_COPIES, activation_bytes
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
@@ -135,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import has_bfloat16, set_up_passes
@@ -104,4 +105,5 @@ def step(model: LlamaForCausalLM, rows: list[list[int]], precision: str) -> None
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

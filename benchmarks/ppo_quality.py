@@ -39,6 +39,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
@@ -565,4 +566,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    set_up_process()
     main()

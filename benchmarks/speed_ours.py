@@ -18,7 +18,10 @@ from speed_gate import Facts, Gate  # noqa: E402
 
 GATE = Gate(TASK["cores"])  # Before torch counts the cores.
 
-import rlhf_cli  # noqa: E402, F401, I001  # Before torch, as a stage does: it says how threads wait.
+from rlhf_cli.environment import set_up_process  # noqa: E402
+
+set_up_process()  # Before torch is imported, as in the `rlhf` command.
+
 import torch  # noqa: E402
 
 import stages.ppo  # noqa: E402

@@ -3,7 +3,7 @@
     python benchmarks/threads.py [--spins 500 2000 300000]      # about a minute each
 
 GOMP_SPINCOUNT is how many times a thread looks before it lets the core go; 300,000 is libgomp's default where no more
-threads run than there are cores, and rlhf_cli/__init__.py sets another. Each figure is the median time of a training
+threads run than there are cores, and rlhf_cli/environment.py sets 2,000. Each figure is the median time of a training
 step (forward and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a process of its own, on as many
 threads as there are cores. The spin counts take turns.
 """
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3
 STEP = """
 import statistics, time
+from rlhf_cli.environment import set_up_process
+set_up_process()
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.models.forward import target_logprobs

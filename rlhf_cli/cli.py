@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import typer.core
 
+from rlhf_cli.environment import set_up_process
+
 if TYPE_CHECKING:
     from rlhf_cli.config.data import DataSource
 
@@ -655,6 +657,7 @@ def _exit(work: Callable[[], object]) -> None:
 
 def main() -> None:
     """The console script."""
+    set_up_process()
     sys.exit(app(standalone_mode=True))
 
 

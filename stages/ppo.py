@@ -28,6 +28,11 @@ loss at once (it would be counted twice), the value model's Huber loss (not show
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Before torch is imported, which reads these settings.
+    from rlhf_cli.environment import set_up_process
+
+    set_up_process()
+
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

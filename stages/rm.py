@@ -18,6 +18,11 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Before torch is imported, which reads these settings.
+    from rlhf_cli.environment import set_up_process
+
+    set_up_process()
+
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial

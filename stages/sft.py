@@ -17,6 +17,11 @@ The loss is eq. 1 of Stiennon et al. 2020 without its reward terms, the usual ne
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Before torch is imported, which reads these settings.
+    from rlhf_cli.environment import set_up_process
+
+    set_up_process()
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

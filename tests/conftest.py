@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+from rlhf_cli.environment import DEFAULTS
+
+os.environ.update(DEFAULTS, HF_HUB_OFFLINE="1")
 
 import pytest
 import torch

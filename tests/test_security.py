@@ -197,8 +197,24 @@ def test_a_trap_beside_the_weights_is_not_read(model: Path, sprung: Path) -> Non
     assert not [path for path in opened if path.endswith((".bin", ".pt", ".metadata"))]
 
 
-def test_a_hub_model_is_not_converted_by_somebody_else() -> None:
-    assert is_env_variable_true("DISABLE_SAFETENSORS_CONVERSION")
+@pytest.mark.parametrize("before", [None, "0"])
+def test_no_conversion_service_is_asked_for_a_model_without_safetensors(
+    model: Path, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, seen = "DISABLE_SAFETENSORS_CONVERSION", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    from_pretrained = load.AutoModelForCausalLM.from_pretrained
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        seen.append(is_env_variable_true(name))
+        return from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", observed)
+    load.load_policy(str(model))
+    assert seen == [True]
+    assert os.environ.get(name) == before
 
 
 @pytest.mark.parametrize("stage", ["rm", "ppo"])

@@ -81,12 +81,48 @@ def test_the_schedules_are_those_of_transformers(schedule: str, warmup_steps: in
         scheduler.step()
 
 
+EVERY_IMPORT = """
+import importlib, logging, os, pkgutil
+import torch, transformers
+
+def settings():
+    logs = transformers.utils.logging
+    return {
+        # torch sets the one of its compiler itself.
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")},
+        "logging": (logs.get_verbosity(), logs.is_progress_bar_enabled(), logging.root.level),
+        "torch": (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_default_dtype()),
+    }
+
+before, count = settings(), 0
+import rlhf_cli, stages
+for package in (rlhf_cli, stages):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            count += 1
+after = settings()
+print(count, {name: (before[name], after[name]) for name in before if before[name] != after[name]})
+"""
+
+
+def test_importing_the_package_changes_no_setting_of_the_process() -> None:
+    command = [sys.executable, "-c", EVERY_IMPORT]
+    environment = {"PATH": "", "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    count, _, changed = done.stdout.strip().partition(" ")
+    assert int(count or 0) > 60, done.stderr
+    assert changed == "{}"
+
+
 AT_TORCH = """
 import os, runpy, sys
 class AtTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            names = ["GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY",
+                     "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"]
+            print(*map(os.environ.get, names), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, AtTorch())
 sys.argv = ["rlhf", "sft", "--config", sys.argv[2]] if sys.argv[1] == "rlhf_cli" else sys.argv[1:]
@@ -97,9 +133,13 @@ runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="_
 @pytest.mark.parametrize("module", ["rlhf_cli", "stages.sft", "stages.rm", "stages.ppo"])
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [
+        ({}, "2000 128 32 error 1"),
+        ({"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
+        ({"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
+    ],
 )
-def test_how_threads_wait_is_set_before_torch_is_imported_and_never_against_the_user(
+def test_a_command_sets_up_its_process_before_torch_is_imported_and_keeps_what_the_user_has_set(
     module: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
 ) -> None:
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})

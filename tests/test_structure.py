@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The first prefix that fits says the floor; the room is the folder, or the module itself at the top level.
 FLOORS = {
     "rlhf_cli.errors": 0,
+    "rlhf_cli.environment": 0,
     "rlhf_cli.tensor_ops": 0,
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
@@ -36,6 +37,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = (
     "errors",
+    "environment",
     "artifacts",
     "data_files",
     "metrics",

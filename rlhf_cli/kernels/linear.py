@@ -11,7 +11,6 @@ to choose as it did before, or its bytes would differ in the last digit.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
-
-# oneDNN and torch's interface to it keep what they make for each shape of a product, of the last 1,024 each by default,
-# and packed rows have a new number of tokens in every step: 0.3 GB in a few PPO iterations of a model of a million
-# weights, and growing. A step has some dozen shapes. Both are read at the first product.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 
 TOLERANCE = 1e-5
 """Of the check at the first use, relative."""

@@ -11,11 +11,11 @@ import copy
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -36,11 +36,6 @@ from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.seeding import seeded
-
-# For weights that the hub has as pickles only, transformers would ask a service there to convert them meanwhile.
-os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
 
 MOST_LAYERS = 10_000
 PADDING_TOLERANCE = 1e-4
@@ -326,16 +321,17 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
         config._attn_implementation = None
         _refuse_endless(path, config.get_text_config())
         _refuse_pickles(path, revision, config)
-        model, info = auto.from_pretrained(
-            path,
-            config=config,
-            revision=revision,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=new_head,
-        )
+        with _no_conversion():
+            model, info = auto.from_pretrained(
+                path,
+                config=config,
+                revision=revision,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=new_head,
+            )
     except ArtifactError:
         raise
     except Exception as error:
@@ -355,6 +351,24 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
         _try_out(model, path)
     model.eval()
     return model
+
+
+@contextlib.contextmanager
+def _no_conversion() -> Iterator[None]:
+    """Keep transformers from asking the hub's conversion service to turn a pickle into safetensors.
+
+    transformers reads this environment variable at each load.
+    """
+    name = "DISABLE_SAFETENSORS_CONVERSION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @torch.no_grad()
