@@ -57,7 +57,7 @@ from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.carried import Carried, Recent, of_all, parts_of
 from rlhf_cli.ppo.evaluation import Evaluation
 from rlhf_cli.ppo.report import (
-    Best,
+    best_of,
     compare,
     count_rollout,
     count_update,
@@ -113,7 +113,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             display.note("no held-out prompts, so no figures of SFT against PPO")
         else:
             health.check_evaluation(0, before.scores, gold_of(before))
-        best = Best(config, before)
+        best = best_of(config.evaluation.best_metric, before)
         if ppo.score_normalization == "reference":
             measure_reference(learner)
 
@@ -131,7 +131,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 now = _measure(learner, measure, iteration)
                 stage.record("evaluations", {"step": iteration, **now.metrics})
                 stage.report(iteration, health.check_evaluation(iteration, now.scores, gold_of(now)), None)
-                if best.is_better(iteration, now) and world.is_main:
+                if best.is_better(iteration, now.metrics) and world.is_main:
                     save_policy(learner, "best_model")
                 carried.evaluated = iteration
 

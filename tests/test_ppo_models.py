@@ -546,7 +546,7 @@ def test_only_the_end_is_evaluated_by_default(watch, judged):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"test": None, "test_fraction": 0}}, "there are no held-out prompts"),
+        ({"data": {"test": None, "test_fraction": 0}}, "no held-out prompts"),
         ({"evaluation": {"best_metric": "beauty"}}, "found beauty, the figures are score_mean, score_median, craft"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
-from rlhf_cli.ppo.report import Best
 from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rollout.rollout import TENSORS, Experience, PromptRow, merge, select
 from rlhf_cli.rollout.sampling import Response
+from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Part, State, Weights
 from rlhf_cli.training.health import Health
 
@@ -71,10 +70,14 @@ class Carried:
             "policy_kl_coef": self.learner.policy_kl_coef,
             "score_moments": [moments.count, moments.mean, moments.squared_deviations],
             "health": self.health.state_dict(),
-            "best": {"step": self.best.step, "value": self.best.value if self.best.step is not None else None},
+            "best": {"step": self.best.step, "value": self._signed(self.best.value)},
             "evaluated": self.evaluated,
             "rollouts": rollouts,
         }
+
+    def _signed(self, value: float | None) -> float | None:
+        """The best value as checkpoints hold it: higher is better, so a figure to be minimised is negated."""
+        return -value if value is not None and self.best.lower else value
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         self.learner.kl_coef, self.learner.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
@@ -82,7 +85,7 @@ class Carried:
         self.health.load_state_dict(numbers["health"])
         self.evaluated = numbers["evaluated"]
         best = numbers["best"]
-        self.best.step, self.best.value = best["step"], -math.inf if best["value"] is None else best["value"]
+        self.best.step, self.best.value = best["step"], self._signed(best["value"])
         self.recent.clear()
         for number, saved in enumerate(numbers["rollouts"]):
             responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]

@@ -13,7 +13,6 @@ import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import merged
@@ -41,6 +40,7 @@ from rlhf_cli.rollout.rollout import (
     whole_lengths,
 )
 from rlhf_cli.rollout.sampling import Response, response_text, uniforms
+from rlhf_cli.training.best import Best
 
 
 def judged(learner: Learner, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Judged:
@@ -249,36 +249,25 @@ def gold_of(evaluation: Evaluation) -> list[float] | None:
     return [row[name] for row in evaluation.gold]
 
 
-class Best:
-    """The best held-out figure so far."""
+def best_of(key: str | None, before: Evaluation | None) -> Best:
+    """The figure that `evaluation.best_metric` names: the highest is the best, with a minus before it the lowest.
 
-    def __init__(self, config: PPOConfig, before: Evaluation | None):
-        self.metric = config.evaluation.best_metric
-        self.step: int | None = None
-        self.value = -math.inf
-        if self.metric is not None and before is None:
-            raise ConfigError("evaluation.best_metric: there are no held-out prompts. Give data.test or test_fraction")
-        if self.metric is not None and before is not None and self.metric.removeprefix("-") not in before.metrics:
-            raise ConfigError(
-                f"evaluation.best_metric: found {self.metric}, the figures are {', '.join(before.metrics)}"
-            )
-
-    def is_better(self, step: int, evaluation: Evaluation) -> bool:
-        """Is this the best so far? It then counts as that."""
-        if self.metric is None:
-            return False
-        sign = -1 if self.metric.startswith("-") else 1
-        value = sign * evaluation.metrics[self.metric.removeprefix("-")]
-        if not value > self.value:  # nor is what is no number
-            return False
-        self.step, self.value = step, value
-        return True
+    `before` is the evaluation of the policy before PPO. Raises ConfigError if it lacks that figure.
+    """
+    if key is None:
+        return Best(None, lower=False)
+    if before is None:
+        raise ConfigError("evaluation.best_metric: no held-out prompts. Set data.test or data.test_fraction")
+    metric = key.removeprefix("-")
+    if metric not in before.metrics:
+        raise ConfigError(f"evaluation.best_metric: found {key}, the figures are {', '.join(before.metrics)}")
+    return Best(metric, lower=key.startswith("-"))
 
 
 def compare(learner: Learner, before: Evaluation, after: Evaluation, best: Best) -> dict[str, float]:
     """The table of the end, SFT against PPO, for the eye and as evaluation.json."""
     config, stage, test = learner.config, learner.stage, learner.test
-    if best.metric is not None and best.is_better(config.ppo.num_iterations, after) and stage.world.is_main:
+    if best.metric is not None and best.is_better(config.ppo.num_iterations, after.metrics) and stage.world.is_main:
         save_policy(learner, "best_model")
     sides = {"sft": before, "ppo": after}
     examples = [
@@ -289,10 +278,10 @@ def compare(learner: Learner, before: Evaluation, after: Evaluation, best: Best)
     if best.metric is not None:
         whole["best"] = {
             "step": best.step,
-            "metric": best.metric,
-            "value": -best.value if best.metric.startswith("-") else best.value,
+            "metric": config.evaluation.best_metric,
+            "value": best.value,
         }
-        stage.display.note(f"best_model is the policy of iteration {best.step}, by {best.metric}")
+        stage.display.note(f"best_model is the policy of iteration {best.step}, by {config.evaluation.best_metric}")
     stage.display.before_and_after(whole)
     if stage.world.is_main:
         text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""The best held-out figure of a run so far: whose model is kept beside the last one."""
+"""The best held-out figure of a run so far. Its model is saved as `best_model`, beside the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_cli.training.checkpoint import State
 
 
 class Best:
-    """Which step had the best figure `metric`; None keeps nothing. A part of the run's state.
+    """The step with the best value of the figure `metric`. With metric None nothing is kept.
 
     >>> best = Best("eval/loss", lower=True)
     >>> [best.is_better(step, {"eval/loss": loss}) for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5), (4, float("nan")))]
@@ -27,12 +27,12 @@ class Best:
         self.value: float | None = None
 
     def is_better(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Are these the best figures so far? They then count as that."""
+        """Compare the figures of `step` with the best so far, and remember them if they are better."""
         if self.metric is None:
             return False
         value = figures[self.metric]
-        # What is no number (not even equal to itself) is never the best.
-        if value != value or (self.value is not None and (value >= self.value if self.lower else value <= self.value)):
+        is_nan = value != value
+        if is_nan or (self.value is not None and (value >= self.value if self.lower else value <= self.value)):
             return False
         self.step, self.value = step, value
         return True
@@ -45,6 +45,6 @@ class Best:
 
 
 def require_held_out(best: Best, test: Sequence[Any]) -> None:
-    """Raise ConfigError where the best is to be kept and nothing is held out to tell it by."""
+    """Raise ConfigError if the best model is to be kept but no held-out rows exist to choose it by."""
     if best.metric is not None and not test:
-        raise ConfigError("evaluation.keep_best: there are no held-out rows. Give data.test or data.test_fraction")
+        raise ConfigError("evaluation.keep_best: no held-out rows. Set data.test or data.test_fraction")
