@@ -1,4 +1,5 @@
-# `make pipeline` and `make test` install what they need into .venv, once, and then do their work.
+# `make pipeline` and `make test` install what they need into .venv once, and then do their work.
+# The CPU build of PyTorch: make pipeline TORCH_INDEX=URL, with the URL that pytorch.org/get-started shows for "CPU".
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,16 +7,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/support
 BENCH ?= artifacts/bench
-# A test computes on one thread; at most four of them run at once, those of a file one after the other.
+TORCH_INDEX ?=
+# Every test computes on one thread. At most four run at the same time; those of one file run one after the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: pipeline test test-slow bench lint install install-dev status clean help
 
 help:
-	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG) (CONFIG=configs/... for others)"
+	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG); CONFIG=configs/... for another folder"
 	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style and types"
-	@echo "make bench      speed against TRL, to benchmarks/RESULTS.md; about 25 minutes (BENCH=where its files go)"
-	@echo "make status     what is finished in artifacts/; make clean removes .venv (artifacts stay)"
+	@echo "make bench      measure speed against TRL, about 25 minutes; the report and all files go to $(BENCH) (BENCH=DIR)"
+	@echo "make status     show the stages of $(CONFIG); make clean removes .venv and keeps artifacts/"
+	@echo "Each installs into .venv first. TORCH_INDEX=URL takes PyTorch from there, PYTHON=python3.12 another Python."
 
 pipeline: $(VENV)/.installed
 	$(BIN)/rlhf pipeline $(CONFIG)
@@ -40,17 +43,27 @@ status: $(VENV)/.installed
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-# A venv that was made only in part is removed, so that the next try starts anew.
+# An incomplete venv is removed, so that the next try starts over.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-		|| { echo "Python 3.11 to 3.13 is needed, $(PYTHON) is not: make PYTHON=python3.12 ..."; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+		|| { echo "$(PYTHON) is not Python 3.11 to 3.14. Name one that is: make PYTHON=python3.12 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
+# Prints size and time before they are spent.
+define install_torch
+	@echo "Installing into $(VENV), once. Download: 0.3 GB with PyTorch's CPU build, 2.9 GB with the CUDA build, which is"
+	@echo "the default on Linux x86-64 (TORCH_INDEX=URL takes the CPU build, see README.md). Disk: 1.6 GB with the CPU"
+	@echo "build. Time: the download, and about a minute."
+	$(if $(TORCH_INDEX),$(PIP) install --quiet --no-deps --constraint constraints.txt --index-url $(TORCH_INDEX) torch)
+endef
+
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(install_torch)
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(install_torch)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
