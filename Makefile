@@ -52,8 +52,8 @@ $(BIN)/python:
 # Prints size and time before they are spent.
 define install_torch
 	@echo "Installing into $(VENV), once. Download: 0.3 GB with PyTorch's CPU build, 2.9 GB with the CUDA build, which is"
-	@echo "the default on Linux x86-64 (TORCH_INDEX=URL takes the CPU build, see README.md). Disk: 1.6 GB with the CPU"
-	@echo "build. Time: the download, and about a minute."
+	@echo "the default on Linux x86-64 (TORCH_INDEX=URL takes the CPU build, see README.md). Disk: 1.4 GB with the CPU"
+	@echo "build. Time: one minute and the download."
 	$(if $(TORCH_INDEX),$(PIP) install --quiet --no-deps --constraint constraints.txt --index-url $(TORCH_INDEX) torch)
 endef
 
