@@ -248,9 +248,9 @@ def test_gradients_are_finite_and_zero_on_what_was_not_allowed(policy, plain, ta
 def test_restrictions_speak_of_the_right_number_of_tokens():
     how = Sampling(top_k=2)
     response = Response([1, 2], [0.0, 0.0], False, [[1, 3], [0, 2]])
-    with pytest.raises(ValueError, match=r"2 tokens .* 1 rows"):
+    with pytest.raises(ValueError, match="found 1 rows of logits for 2 response tokens"):
         allowed_logits(torch.zeros(1, 4), [response], how)
-    with pytest.raises(ValueError, match="of 4 response tokens 2 say"):
+    with pytest.raises(ValueError, match="found allowed_ids for 2 of 4 response tokens"):
         allowed_logits(torch.zeros(4, 4), [response, Response([1, 2], [0.0, 0.0], False)], how)
 
 
