@@ -1,14 +1,14 @@
-"""The artifact directory: the contract between the stages and with the world. No torch here.
+"""The artifact directory: the contract between the stages, and with other programs. Does not import torch.
 
-    artifacts/<run>/<stage>/manifest.json   what was made, from what: see `Manifest`
+    artifacts/<run>/<stage>/manifest.json   what was built and from what: see `Manifest`
                            /config.yaml     the resolved config; `rlhf <stage> --config` runs it again
-                           /metrics.jsonl   one row a step
-                           /samples.jsonl   what the model said
-                           /model/          a plain Hugging Face directory
+                           /metrics.jsonl   one row per step
+                           /samples.jsonl   prompts and responses
+                           /model/          a plain Hugging Face model directory
                            /value_model/    ppo only
 
-A stage is built in `.<stage>.partial` beside its place and renamed into it, so a directory that has a
-`manifest.json` is complete, and a run that fails leaves what stood before as it was.
+A stage is built in `.<stage>.partial` and renamed to `<stage>` at the end. So a directory that has a `manifest.json`
+is complete, and a run that fails leaves the previous result intact.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a finished stage says of itself; a stage is stale when its identity would come out different."""
+    """The record of a finished stage. A stage is stale if its identity computed now would differ."""
 
     stage: str
     identity: dict[str, Any]
-    """`config` (every key and value that decides the result), `data` and `inputs` (path -> digest)."""
+    """`config` (every key that affects the result), and `data` and `inputs` (path -> digest)."""
     files: dict[str, str]
-    """Relative path -> sha256 of every other file of the directory."""
+    """Relative path -> sha256 of every other file in the directory."""
     metrics: dict[str, float]
-    """The final held-out figures."""
+    """The final metrics on held-out data."""
     seed: int
     versions: dict[str, str]
     device: str
@@ -49,24 +49,24 @@ class Manifest:
 
 
 def stage_directory(root: str | Path, stage: str) -> Path:
-    """Where `stage` of the run at `root` stands when it is finished."""
+    """The directory of a finished `stage` of the run at `root`."""
     return Path(root) / stage
 
 
 def partial_directory(root: str | Path, stage: str) -> Path:
-    """Where `stage` is built until it is finished."""
+    """The directory in which `stage` is built until it is finished."""
     return Path(root) / f".{stage}.partial"
 
 
 def set_aside_directory(root: str | Path, stage: str) -> Path:
-    """Where the finished stage stands while another one takes its place."""
+    """The directory of the previous result while the new one is renamed into its place."""
     return Path(root) / f".{stage}.old"
 
 
 def read_manifest(directory: str | Path) -> Manifest | None:
-    """The manifest of a finished stage, or None where there is none.
+    """The manifest of a finished stage; None if the directory has none.
 
-    Raises ArtifactError for one that can't be read or that another contract version wrote.
+    Raises ArtifactError if it cannot be read, or if another contract version wrote it.
     """
     path = Path(directory) / MANIFEST
     try:
@@ -74,25 +74,25 @@ def read_manifest(directory: str | Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: can't be read ({error}). Run the stage again with --restart") from None
+        raise ArtifactError(f"{path}: cannot be read ({error}). Run the stage again with --restart") from None
     if not isinstance(values, dict) or values.get("contract") != CONTRACT_VERSION:
-        found = values.get("contract") if isinstance(values, dict) else None
+        version = values.get("contract") if isinstance(values, dict) else None
         raise ArtifactError(
-            f"{path}: contract version {found}, this version reads {CONTRACT_VERSION}. "
+            f"{path}: has contract version {version}, this rlhf reads version {CONTRACT_VERSION}. "
             "Run the stage again with --restart"
         )
     try:
         manifest = Manifest(**values)
     except TypeError:
-        raise ArtifactError(f"{path}: keys are missing or unknown. Run the stage again with --restart") from None
+        raise ArtifactError(f"{path}: has missing or unknown keys. Run the stage again with --restart") from None
     wrong = _wrongly_typed(manifest)
     if wrong is not None:
-        raise ArtifactError(f"{path}: {wrong} is not what rlhf writes. Run the stage again with --restart")
+        raise ArtifactError(f"{path}: {wrong} has the wrong type. Run the stage again with --restart")
     return manifest
 
 
 def _wrongly_typed(manifest: Manifest) -> str | None:
-    """The first value of a manifest of another type than ours have; a file may say anything."""
+    """The first key of a manifest whose value has the wrong type, or None."""
     types: dict[str, type] = {
         "stage": str,
         "identity": dict,
@@ -107,21 +107,21 @@ def _wrongly_typed(manifest: Manifest) -> str | None:
     for key, kind in types.items():
         if not isinstance(getattr(manifest, key), kind):
             return key
-    for part in ("config", "data", "inputs"):
-        if not isinstance(manifest.identity.get(part), dict):
-            return f"identity.{part}"
+    for section in ("config", "data", "inputs"):
+        if not isinstance(manifest.identity.get(section), dict):
+            return f"identity.{section}"
     for name, digest in manifest.files.items():
         if not isinstance(digest, str):
             return f"files: {name}"
     for name, figure in {"seconds": manifest.seconds, **manifest.metrics}.items():
-        # JSON has integers that no float can hold.
+        # JSON allows integers that are too large for a float.
         if not isinstance(figure, float) and not (isinstance(figure, int) and abs(figure) < 2**63):
             return name
     return None
 
 
 def read_manifest_or_none(directory: str | Path) -> Manifest | None:
-    """`read_manifest`, with None also where there is one that can't be read."""
+    """`read_manifest`, but None also for a manifest that cannot be read."""
     try:
         return read_manifest(directory)
     except ArtifactError:
@@ -132,34 +132,34 @@ def read_manifest_or_none(directory: str | Path) -> Manifest | None:
 
 
 def digest_file(path: str | Path) -> str:
-    """sha256 of a file's bytes, in hex."""
+    """sha256 of a file's content, in hex."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: str | None, revision: str | None = None) -> str:
-    """A digest that changes when what stands at `path` changes; the missing give "missing".
+    """A digest that changes when the content of `path` changes; "missing" for None.
 
-    A finished stage gives its manifest's digest, a file or a folder that of its bytes, and anything that is
-    not on disk counts as a name on the hub, which is known by its revision only.
+    For a finished stage it is the digest of the manifest, for another file or folder that of its bytes. A path that is
+    not on disk is taken as a hub id, which is identified by its name and revision only.
     """
     if path is None:
         return "missing"
-    place = Path(path)
-    if place.is_file():
-        return digest_file(place)
-    if (place / MANIFEST).is_file():
-        return digest_file(place / MANIFEST)
-    if place.is_dir():
-        whole = hashlib.sha256()
-        for file in sorted(p for p in place.rglob("*") if p.is_file()):
-            whole.update(f"{file.relative_to(place).as_posix()}\0{digest_file(file)}\n".encode())
-        return whole.hexdigest()
+    local = Path(path)
+    if local.is_file():
+        return digest_file(local)
+    if (local / MANIFEST).is_file():
+        return digest_file(local / MANIFEST)
+    if local.is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(p for p in local.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(local).as_posix()}\0{digest_file(file)}\n".encode())
+        return digest.hexdigest()
     return f"hub:{path}@{revision or 'main'}"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two nested mappings; an item of a list of mappings has its number.
+    """Dotted keys whose values differ between two nested mappings. Items of a list of mappings are numbered from 0.
 
     >>> differences({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]})
     ['a.1.b']
@@ -175,28 +175,28 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def _numbered(value: Any) -> Any:
-    """A list of mappings as a mapping of their numbers, anything else as it is."""
+    """A list of mappings as a mapping from their numbers; any other value unchanged."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value
 
 
-def why_run(root: str | Path, stage: str, identity: dict[str, Any]) -> str | None:
-    """Why `stage` has to run: "" where it never ran, the keys that changed, or None where it is up to date."""
+def changed_keys(root: str | Path, stage: str, identity: dict[str, Any]) -> list[str] | None:
+    """The keys of `identity` that differ from the finished stage's; None if the stage never finished.
+
+    Raises ArtifactError for a manifest that cannot be read.
+    """
     manifest = read_manifest(stage_directory(root, stage))
     if manifest is None:
-        return ""
-    changed = differences(manifest.identity, json.loads(json.dumps(identity)))
-    if not changed:
         return None
-    return "changed: " + ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+    return differences(manifest.identity, json.loads(json.dumps(identity)))
 
 
 # ------------------------------------------------------------------------------------------- writing
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file, or a folder's names."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -205,16 +205,16 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have the disk keep a folder and everything in it."""
+    """Flush a folder and everything in it to disk (fsync)."""
     for path in sorted(directory.rglob("*"), reverse=True):
         sync(path)
     sync(directory)
 
 
 def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
-    """A directory to build `stage` in: an empty one, or with `keep` the one that stands there.
+    """Create the directory in which `stage` is built. It is emptied first, unless `keep` is given.
 
-    Raises ArtifactError where it can't be made; the finished stage, if there is one, is not touched.
+    A finished stage is not touched. Raises ArtifactError if the directory is not writable.
     """
     recover(root, stage)
     partial = partial_directory(root, stage)
@@ -226,18 +226,18 @@ def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
         (partial / ".probe").unlink()
     except OSError as error:
         raise ArtifactError(
-            f"{partial}: can't be written ({error.strerror or error}), the stage is built here. "
-            "Give another `artifacts`, or make room"
+            f"{partial}: cannot be written ({error.strerror or error}), and the stage is built here. "
+            "Set another `artifacts`, or free disk space"
         ) from None
     return partial
 
 
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
-    """Write the manifest of the built stage and rename it into its place; the old one stands until then.
+    """Write the manifest of the built stage, and rename the directory to its final name.
 
-    Everything is on the disk before the rename, and the rename before the old one goes.
+    All files are flushed to disk before the rename. The previous result is removed only after the rename is on disk.
     """
-    partial, place = partial_directory(root, stage), stage_directory(root, stage)
+    partial, final = partial_directory(root, stage), stage_directory(root, stage)
     files = {
         path.relative_to(partial).as_posix(): digest_file(path)
         for path in sorted(partial.rglob("*"))
@@ -248,19 +248,19 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     (partial / MANIFEST).write_text(text, encoding="utf-8")
     sync_tree(partial)
     old = set_aside_directory(root, stage)
-    if place.exists():
-        place.rename(old)
-    partial.rename(place)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
     sync(Path(root))
     shutil.rmtree(old, ignore_errors=True)
     return manifest
 
 
 def recover(root: str | Path, stage: str) -> None:
-    """Undo a publication that was cut off between its two renames."""
-    old, place = set_aside_directory(root, stage), stage_directory(root, stage)
-    if old.is_dir() and not place.exists():
-        old.rename(place)
+    """Put the previous result back if a process was killed between the two renames of `publish`."""
+    old, final = set_aside_directory(root, stage), stage_directory(root, stage)
+    if old.is_dir() and not final.exists():
+        old.rename(final)
     elif old.is_dir():
         shutil.rmtree(old, ignore_errors=True)
 
@@ -269,15 +269,15 @@ def recover(root: str | Path, stage: str) -> None:
 
 
 class MissingStageError(ArtifactError):
-    """A stage that another one stands on has not been run."""
+    """A stage that another stage needs has not been run."""
 
     def __init__(self, root: str | Path, stage: str):
-        self.stage = stage
+        self.root, self.stage = str(root), stage
         super().__init__(f"{root}: no finished '{stage}' stage")
 
 
 def require_stage(root: str | Path, stage: str) -> Path:
-    """The directory of a finished stage; raises MissingStageError where there is none."""
+    """The directory of a finished stage; raises MissingStageError if there is none."""
     recover(root, stage)
     directory = stage_directory(root, stage)
     if read_manifest(directory) is None:
@@ -286,6 +286,6 @@ def require_stage(root: str | Path, stage: str) -> Path:
 
 
 def model_directory(path: str) -> str:
-    """The model that `path` means: a finished stage's own `model/`, else the path or hub id as it is."""
-    place = Path(path)
-    return str(place / "model") if (place / MANIFEST).is_file() else path
+    """The model at `path`: `model/` inside it if it is a finished stage, else the path or hub id itself."""
+    directory = Path(path)
+    return str(directory / "model") if (directory / MANIFEST).is_file() else path

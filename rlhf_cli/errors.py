@@ -1,30 +1,30 @@
-"""The failures that a user can mend: one line each, exit code 2.
+"""Failures that a user can fix: one line each, no traceback.
 
-The line reads ``<file>:<line or row>: <what was found>, <the rule>. <what to do>``.
-Anything else that goes wrong is a bug of ours, keeps its traceback and exits with 1.
+A message reads ``<file>:<line or row>: <what was found>, <the rule>. <what to do>``.
+Any other exception is a bug in rlhf: it keeps its traceback and exits with code 1.
 """
 
 
 class UserError(Exception):
-    """A mistake in what the user gave; shown without a traceback, exit code 2."""
+    """A mistake in the input. Exit code 2."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A config file, or a ``--set``, that can't be used."""
+    """An invalid config file or ``--set`` option."""
 
 
 class DataError(UserError):
-    """A data file or a row of one that can't be used."""
+    """An invalid data file, or an invalid row in one."""
 
 
 class ArtifactError(UserError):
-    """An artifact or model directory that is missing, incomplete or can't be written."""
+    """An artifact or model directory that is missing, incomplete or not writable."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; it was saved and can go on. Exit code 130 (Ctrl-C) or 143."""
+    """A signal stopped the run after it was saved; it can be resumed. Exit code 130 (Ctrl-C) or 143."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -32,10 +32,10 @@ class Interrupted(Exception):
 
 
 class RunError(Exception):
-    """The run itself failed (the loss is not a number, say): one line, exit code 1."""
+    """The run itself failed, for example on a NaN loss. Exit code 1."""
 
     exit_code = 1
 
 
 class RewardError(RunError):
-    """A source of rewards has no number for a response: names the source, the row and what it gave instead."""
+    """A reward source returned no valid score. The message names the source, the row and the returned value."""

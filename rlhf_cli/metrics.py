@@ -1,4 +1,4 @@
-"""Rows of numbers and samples, one JSON object a line. No torch here."""
+"""JSON Lines files of metrics and samples. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any, Self
 
 OF_THE_MACHINE = ("time/", "speed/", "memory/")
-"""Groups of metrics that say how a run went on its machine: they differ between two runs that computed the same."""
+"""Prefixes of metrics that describe the machine: they differ between two runs of the same computation."""
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite is written as null."""
+    """`value`, or None for NaN and infinity, which JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 class JsonLines:
-    """Appends rows to a .jsonl file, each on the disk's side of our buffers once it is written."""
+    """Appends rows to a .jsonl file and flushes each row to the operating system."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; floats that are not finite become null. Raises OSError, which names the file."""
+        """Append one row; NaN and infinity become null. Raises OSError with the file's name."""
         clean = {key: _finite(value) for key, value in row.items()}
         try:
             self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
@@ -35,7 +35,7 @@ class JsonLines:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def size(self) -> int:
-        """Bytes written."""
+        """Size of the file in bytes."""
         return self.path.stat().st_size
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> N
     assert artifacts.model_directory(str(place / "model")) == str(place / "model")
 
 
-def test_the_old_one_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     make(tmp_path, "old")
     partial = artifacts.open_partial(tmp_path, "sft")
     (partial / "half").write_text("half")
@@ -59,29 +59,29 @@ def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> 
     assert (tmp_path / "sft" / "model" / "model.safetensors").read_text() == "old"
 
 
-def test_why_run(tmp_path: Path) -> None:
-    assert artifacts.why_run(tmp_path, "sft", FACTS["identity"]) == ""
+def test_the_changed_keys_of_a_stage(tmp_path: Path) -> None:
+    assert artifacts.changed_keys(tmp_path, "sft", FACTS["identity"]) is None
     make(tmp_path)
-    assert artifacts.why_run(tmp_path, "sft", FACTS["identity"]) is None
+    assert artifacts.changed_keys(tmp_path, "sft", FACTS["identity"]) == []
     changed = {**FACTS["identity"], "config": {"seed": 1, "new": 2}}
-    assert artifacts.why_run(tmp_path, "sft", changed) == "changed: config.new, config.seed"
+    assert artifacts.changed_keys(tmp_path, "sft", changed) == ["config.new", "config.seed"]
 
 
 def test_a_missing_stage_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(artifacts.MissingStageError, match="no finished 'rm' stage") as error:
         artifacts.require_stage(tmp_path, "rm")
-    assert error.value.stage == "rm"
+    assert (error.value.root, error.value.stage) == (str(tmp_path), "rm")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"contract": 99}', '{"contract": 1}'])
-def test_a_broken_manifest_is_said(tmp_path: Path, text: str) -> None:
+def test_a_broken_manifest_is_refused(tmp_path: Path, text: str) -> None:
     make(tmp_path)
     (tmp_path / "sft" / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match="Run the stage again with --restart"):
         artifacts.read_manifest(tmp_path / "sft")
 
 
-def test_fingerprints_change_with_what_they_stand_for(tmp_path: Path) -> None:
+def test_fingerprints_change_with_the_content(tmp_path: Path) -> None:
     file, folder = tmp_path / "a.jsonl", tmp_path / "model"
     file.write_text("1")
     folder.mkdir()

@@ -17,6 +17,7 @@ from test_bad_input import PREFERENCES, digests, finished, project, write_projec
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.program import program
 
 __all__ = ["finished", "project"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,11 +102,11 @@ def pipeline(folder: Path, *arguments: str) -> str:
 
 
 def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> None:
-    # The copy of the project stands elsewhere, so its first run is a new one; the second finds all done.
+    # The project was copied to another path, so the first run here starts over. The second has nothing to do.
     pipeline(project)
     before = digests(project)
     output = pipeline(project)
-    assert output.count("is finished, and config, data and inputs are unchanged: skipped") == 3
+    assert output.count("is finished and its config, data and inputs are unchanged") == 3
     assert "SFT against PPO" in output
     assert digests(project) == before
 
@@ -114,7 +115,7 @@ def test_a_changed_stage_and_all_behind_it_run_again(project: Path) -> None:
     pipeline(project)
     output = pipeline(project, "--set", "rm:zero_mean_coef=0.05")
     assert "sft: " in output
-    assert output.count(": skipped") == 1
+    assert output.count(": skipped, ") == 1
     assert "runs again (changed: config.zero_mean_coef)" in output
     assert "changed: inputs.rewards.0" in output
 
@@ -124,7 +125,7 @@ def test_changed_data_runs_again(project: Path) -> None:
     with (project / "pref.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a new", "chosen": " one", "rejected": " two"}) + "\n")
     output = pipeline(project)
-    assert output.count(": skipped") == 1
+    assert output.count(": skipped, ") == 1
     assert "changed: data.train" in output
 
 
@@ -132,7 +133,7 @@ def test_restart_runs_again_to_the_same_weights(project: Path) -> None:
     pipeline(project)
     weights = {k: v for k, v in digests(project).items() if k.endswith(".safetensors")}
     output = pipeline(project, "--restart")
-    assert ": skipped" not in output
+    assert ": skipped, " not in output
     assert {k: v for k, v in digests(project).items() if k.endswith(".safetensors")} == weights
 
 
@@ -206,16 +207,16 @@ def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
     # Without its data, or under another name, it can't be known; changed data is stale, from anywhere too.
     shutil.copytree(tmp_path / "moved/run", tmp_path / "copies/another")
     seen = states("copies/another", tmp_path)
-    assert all("finished; not here, seen from" in line and "stale" not in line for line in seen.values()), seen
-    assert f"seen from {tmp_path}: data train (pref.jsonl)" in seen["rm"]
+    assert all("finished; not found from" in line and "stale" not in line for line in seen.values()), seen
+    assert f"not found from {tmp_path}: data train (pref.jsonl)" in seen["rm"]
     assert all("input" not in line for line in seen.values()), "the stages that they stand on are in the copy"
     with (tmp_path / "moved/pref.jsonl").open("a") as file:
         file.write("\n")
     seen = states("moved/run", tmp_path)
-    assert "stale: changed since: data train" in seen["rm"]
+    assert "stale, changed since: data train" in seen["rm"]
     assert "stale" not in seen["sft"] + seen["ppo"]
     (tmp_path / "moved/sft.jsonl").unlink()
-    assert "finished; not here, seen from" in states("moved/run", tmp_path)["sft"]
+    assert "finished; not found from" in states("moved/run", tmp_path)["sft"]
     (tmp_path / "moved/run/sft/manifest.json").unlink()
     assert "input model" in states("moved/run", tmp_path)["rm"]
 
@@ -242,10 +243,10 @@ def test_interrupted(project: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "SIGINT: stopped after step" in errors
-    assert "Go on with: rlhf sft --config" in errors
+    assert f"To resume: {program()} sft --config" in errors
     assert digests(project) == before
     shown = " ".join(rlhf("status", str(project / "run"), env={**os.environ, "COLUMNS": "300"}).stdout.split())
-    assert "a new run of it interrupted" in " ".join(shown.split())
+    assert "a new run of it is interrupted" in " ".join(shown.split())
 
 
 def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_a_broken_manifest_is_said_and_restart_mends_it(project: Path) -> None:
     [
         ("ppo:data.train=nowhere.jsonl", "no such file"),
         ("ppo:evaluation.gold=nowhere.py:f", "no such file"),
-        ("rm:model.path=out/other/sft", "no finished 'sft' stage. Run: rlhf sft --config"),
+        ("rm:model.path=out/other/sft", "out/other: no finished 'sft' stage. Run: "),
         ("sfft:seed=1", "the prefix is sft:, rm: or ppo:"),
     ],
 )
@@ -300,10 +301,71 @@ def test_restart_of_what_never_ran_does_not_speak_of_an_old_one(tmp_path: Path) 
     assert "runs again" not in result.stdout
 
 
-def test_status_of_the_folder_above_names_the_runs_in_it(project: Path) -> None:
-    result = rlhf("status", str(project))
-    assert result.returncode == 2
-    assert str(project / "run") in result.stderr
+def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
+    """Finished and interrupted runs, in folders of folders too; not the stages of a run again."""
+    (project / "seeds/1/.sft.partial").mkdir(parents=True)
+    (project / "empty").mkdir()
+    result = rlhf("status", str(project), env={**os.environ, "COLUMNS": "400"})
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines() if line.split()]
+    assert [words[0] for words in lines if words[0].startswith("/")] == [str(project / "run"), str(project / "seeds/1")]
+    assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
+
+
+def test_an_override_for_a_stage_without_a_config_is_refused(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    (tmp_path / "sft.yaml").unlink()
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", "sft:nonsense.key=1"])
+    assert result.exit_code == 2
+    assert f"--set sft:nonsense.key=1: {tmp_path} has no sft.yaml" in result.stderr
+
+
+@pytest.fixture
+def two_stages(tmp_path: Path) -> Path:
+    """A project without results."""
+    write_project(tmp_path)
+    return tmp_path
+
+
+def in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that rlhf printed, as it would run when pasted into the shell."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+
+
+def test_the_command_for_a_missing_stage_works_and_then_the_stage_runs(two_stages: Path) -> None:
+    """With `--set artifacts`, which the command must carry over: else it would build the stage elsewhere."""
+    other = two_stages / "other run"
+    options = [str(two_stages / "rm.yaml"), "--set", f"artifacts={other}", "--set", "seed=5", "--quiet"]
+    refused = rlhf("rm", "--config", *options)
+    assert refused.returncode == 2
+    advice = refused.stderr.partition("Run: ")[2].strip()
+    assert f"'artifacts={other}'" in advice
+    assert "seed=5" in advice
+    assert in_shell(advice, two_stages).returncode == 0
+    assert (other / "sft/manifest.json").is_file()
+    assert rlhf("rm", "--config", *options).returncode == 0
+
+
+def test_the_command_for_a_missing_stage_of_another_run_builds_it_there(two_stages: Path) -> None:
+    (two_stages / "here").mkdir()
+    refused = rlhf("rm", "--config", str(two_stages / "rm.yaml"), "--set", "model.path=x/other/sft", cwd=ROOT)
+    assert "x/other: no finished 'sft' stage" in refused.stderr
+    assert refused.stderr.strip().endswith(f"sft --config {two_stages}/sft.yaml --set artifacts=x/other")
+
+
+def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
+    pipeline(project)
+    before = digests(project)
+    result = CliRunner().invoke(app, ["pipeline", str(project), "--set", "seed=7", "--set", "sft:training.num_steps=3"])
+    assert result.exit_code == 2
+    run = project / "run"
+    assert f"{run}/sft is finished with seed 0, and a run with seed 7 would replace it" in result.stderr
+    assert "training.num_steps differs too" in result.stderr
+    assert f"--set artifacts={run}-seed7" in result.stderr
+    assert digests(project) == before
+    assert pipeline(project, "--set", "seed=7", "--restart").count("runs again (changed: config.seed") == 3
+    assert json.loads((run / "ppo/manifest.json").read_text())["seed"] == 7
 
 
 def test_all_schemas_at_once() -> None:

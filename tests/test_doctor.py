@@ -372,7 +372,7 @@ def test_a_manifest_with_other_kinds_of_values_is_a_problem(stage: Path, change:
     (line,) = doctor.finished(stage, "sft")
     assert line.word == "problem"
     assert line.text.startswith(f"{path}: ")
-    assert line.text.endswith("not what rlhf writes. Run the stage again with --restart")
+    assert line.text.endswith(". Run the stage again with --restart")
 
 
 def test_a_stage_directory_without_a_manifest_is_a_problem(stage: Path) -> None:
@@ -383,10 +383,10 @@ def test_a_stage_directory_without_a_manifest_is_a_problem(stage: Path) -> None:
 def test_what_a_stage_was_made_from(stage: Path, project: Path) -> None:
     with (project / "sft.jsonl").open("a") as file:
         file.write("\n")
-    assert only(doctor.finished(stage, "sft"), "warning") == "stale: changed since: data train"
+    assert only(doctor.finished(stage, "sft"), "warning") == "stale, changed since: data train"
     (project / "sft.jsonl").rename(project / "moved.jsonl")
     text = only(doctor.finished(stage, "sft"), "warning")
-    assert text == f"not here, seen from {Path.cwd()}: data train ({project / 'sft.jsonl'})"
+    assert text == f"not found from {Path.cwd()}: data train ({project / 'sft.jsonl'})"
     (stage / "config.yaml").write_text("written: by another version\n")
     lines = list(doctor.finished(stage, "sft"))
     assert "config.yaml can't be read by this version" in only(lines, "warning")

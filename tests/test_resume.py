@@ -31,6 +31,7 @@ from rlhf_cli import artifacts
 from rlhf_cli.artifacts import digest_file
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.program import program
 from rlhf_cli.training import checkpoint, checkpoint_files
 from rlhf_cli.training.checkpoint import Checkpoints, State
 from rlhf_cli.training.stage_run import StageRun
@@ -643,8 +644,8 @@ def test_a_restart_of_what_is_finished_can_be_stopped_and_goes_on(config_in, at_
     at_step(4, ask_to_stop)
     result = rlhf(arguments, "--restart", "--quiet")
     assert result.exit_code == 143
-    assert f"Go on with: rlhf sft --config {arguments[2]}" in result.stderr
-    assert "a new run of it interrupted (saved after step 4" in status(tmp_path)
+    assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
+    assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
     at_step(0, ask_to_stop)
     assert "goes on after step 4" in succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
@@ -673,10 +674,10 @@ def test_a_signal_has_the_step_finished_and_saved(case, number, code, config_in,
     assert attempt.wait() == code, attempt.said
     last = attempt.said.strip().splitlines()[-1]
     name, total = signal.Signals(number).name, STEPS[case]
-    assert last.startswith(f"{case}: {name}: stopped after step 3 of {total}, and saved. Go on with: "), last
+    assert last.startswith(f"{case}: {name}: stopped after step 3 of {total}, and saved. To resume: "), last
     assert last.endswith(f"rlhf {case} --config '{arguments[2]}' --set checkpoints.keep=2")
     assert [path.name for path in checkpoints(root, case)] == ["step-00000002", "step-00000003"]
-    assert "interrupted (saved after step 3; the same command goes on)" in status(root)
+    assert "interrupted (saved after step 3; run the same command to resume)" in status(root)
     assert "goes on after step 3" in succeed(arguments)
     same(crash.outcome(root / case), undisturbed(case))
 
@@ -689,7 +690,11 @@ def test_a_second_signal_interrupts_at_once(config_in, undisturbed, tmp_path):
     }
     attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(tmp_path), signals=signals))
     assert attempt.wait() == 130, attempt.said
-    assert attempt.said.strip().splitlines()[-1].startswith("interrupted; nothing finished was touched")
+    assert (
+        attempt.said.strip()
+        .splitlines()[-1]
+        .startswith("interrupted; finished stages and the last checkpoint are intact")
+    )
     assert "goes on after step 2" in succeed(arguments)
     (tmp_path / "log").unlink()
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
@@ -733,7 +738,7 @@ def test_two_starts_at_once(config_in, undisturbed, tmp_path):
     first.send(signal.SIGKILL)
     assert first.wait() == crash.KILLED
     assert (tmp_path / ".sft.lock").is_file()
-    assert re.search("interrupted [(]saved after step [24]; the same command goes on[)]", status(tmp_path))
+    assert re.search("interrupted [(]saved after step [24]; run the same command to resume[)]", status(tmp_path))
     assert re.search("goes on after step [24]", succeed(arguments))
     assert "finished" in status(tmp_path)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
@@ -766,7 +771,7 @@ def test_a_lock_is_given_back_whatever_fails(config_in, tmp_path, monkeypatch):
 def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
     at_step(1, lambda _: 1 / 0)
     rlhf(config_in("sft", tmp_path))
-    assert "interrupted (nothing saved: it begins anew)" in status(tmp_path)
+    assert "interrupted (nothing saved; the next run starts over)" in status(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------- disk
@@ -966,7 +971,7 @@ def test_a_root_that_is_a_link_to_nowhere(config_in, tmp_path):
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
 def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, config_in, undisturbed, tmp_path):
     """What it points to is read, by the stages behind it too, and never written, renamed or removed."""
-    arguments = config_in("sft", tmp_path / "run", seed=1)
+    arguments = config_in("sft", tmp_path / "run", evaluation={"num_samples": 1})
     succeed(arguments)
     (tmp_path / "run/sft").rename(tmp_path / "elsewhere")
     before = {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
@@ -1158,7 +1163,9 @@ def test_a_run_goes_on_with_another_number_of_processes(begins_with, config_in, 
             code = process.wait(120)
         assert (code != 0) is stop, log.read_text()[-3000:]
         if stop:
-            assert f"Go on with: torchrun --nproc-per-node 2 -m stages.ppo --config {arguments[2]}" in log.read_text()
+            assert (
+                f"To resume: {torchrun()} --nproc-per-node 2 -m stages.ppo --config {arguments[2]}" in log.read_text()
+            )
 
     succeed(config("undisturbed"))
     arguments = config("changed")

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "rlhf_cli.errors": 0,
     "rlhf_cli.environment": 0,
+    "rlhf_cli.program": 0,
     "rlhf_cli.tensor_ops": 0,
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
@@ -38,6 +39,7 @@ FLOORS = {
 WITHOUT_TORCH = (
     "errors",
     "environment",
+    "program",
     "artifacts",
     "data_files",
     "metrics",

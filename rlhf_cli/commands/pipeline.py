@@ -1,4 +1,4 @@
-"""`rlhf pipeline`: the stages of a folder, in order, each only where it has to run."""
+"""`rlhf pipeline`: runs the stages of a folder in order, skipping those that are finished and unchanged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.program import command, set_options
 from rlhf_cli.training.identity import require_files
 from rlhf_cli.training.launch import Run, explained, load_stage_config, run_stage
 from rlhf_cli.training.progress import Display
@@ -22,59 +23,88 @@ def run_pipeline(
     restart: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Run `sft.yaml`, `rm.yaml`, `ppo.yaml` of `directory`, those that are there.
+    """Run those of `sft.yaml`, `rm.yaml` and `ppo.yaml` that `directory` has.
 
-    All configs are read, and the files that they name looked for, before the first stage starts. A stage that
-    is finished and whose config, data and inputs are unchanged is skipped; one that runs gives the stages
-    behind it a new input, so they run too.
+    All configs are checked, and the files that they name looked up, before the first stage starts. A stage that is
+    finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the inputs of the
+    stages after it, so they run too.
     """
     configs = {stage: directory / f"{stage}.yaml" for stage in STAGES if (directory / f"{stage}.yaml").is_file()}
     if not configs:
-        raise ConfigError(f"{directory}: no sft.yaml, rm.yaml or ppo.yaml in it, a folder of configs is needed")
+        raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
     chosen = {stage: overrides_for(stage, overrides) for stage in configs}
+    _require_configs_of(overrides, configs, directory)
     loaded = {stage: load_stage_config(stage, path, chosen[stage]) for stage, path in configs.items()}
     for stage, config in loaded.items():
-        with explained(configs[stage], config.artifacts):
+        with explained(configs[stage], config.artifacts, chosen[stage]):
             require_files(config)
     roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
-    root = roots.pop()
     ran = [
         stage
         for stage, path in configs.items()
-        if run_stage(stage, _loader(load_stage, stage), path, chosen[stage], restart=restart, quiet=quiet)
+        if run_stage(
+            stage,
+            _loader(load_stage, stage),
+            path,
+            chosen[stage],
+            restart=restart,
+            quiet=quiet,
+            # Without --restart, which would discard the checkpoints.
+            resume_with=command("pipeline", str(directory), *set_options(overrides)),
+        )
     ]
-    display = Display("pipeline", quiet=quiet)
+    _show_result(roots.pop(), list(configs), ran, Display("pipeline", quiet=quiet))
+
+
+def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: Display) -> None:
+    """A table of the stages, and the comparison of SFT and PPO if the PPO stage did not just print it."""
     rows = []
-    for stage in configs:
+    for stage in stages:
         manifest = read_manifest(stage_directory(root, stage))
         if manifest is not None:
-            did = f"{manifest.seconds:.0f}" if stage in ran else "skipped"
-            rows.append([stage, did, f"{stage_directory(root, stage)}/model"])
-    if "ppo" in configs and "ppo" not in ran:
+            seconds = f"{manifest.seconds:.0f}" if stage in ran else "skipped"
+            rows.append([stage, seconds, f"{stage_directory(root, stage)}/model"])
+    if "ppo" in stages and "ppo" not in ran:
         evaluation = stage_directory(root, "ppo") / "evaluation.json"
         if evaluation.is_file():
             try:
                 display.before_and_after(json.loads(evaluation.read_text(encoding="utf-8")))
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                display.warn(f"{evaluation}: is not as it was written, and can't be shown")
+                display.warn(f"{evaluation}: was modified after it was written, and cannot be shown")
     display.table("Pipeline", ["stage", "seconds", "model"], rows)
 
 
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that concern a stage, without their `STAGE:`."""
+    """The overrides that apply to a stage, without their `STAGE:` prefix."""
     chosen = []
     for text in overrides:
-        head, colon, rest = text.partition(":")
-        if colon and head.isalpha() and head not in STAGES:
-            raise ConfigError(f"--set {text}: {head}: is no stage, the prefix is sft:, rm: or ppo:")
-        if colon and head in STAGES:
-            if head == stage:
-                chosen.append(rest)
-        else:
-            chosen.append(text)
+        prefix, key_and_value = _split_prefix(text)
+        if prefix in (None, stage):
+            chosen.append(key_and_value)
     return chosen
+
+
+def _split_prefix(text: str) -> tuple[str | None, str]:
+    """(`sft`, `rm`, `ppo` or None, the override without it). Raises ConfigError for another prefix."""
+    prefix, colon, rest = text.partition(":")
+    if not colon or not prefix.isalpha():
+        return None, text
+    if prefix not in STAGES:
+        raise ConfigError(f"--set {text}: unknown prefix {prefix}:, the prefix is sft:, rm: or ppo:")
+    return prefix, rest
+
+
+def _require_configs_of(overrides: Sequence[str], configs: dict[str, Path], directory: Path) -> None:
+    """Raise ConfigError for an override of a stage that the folder has no config of."""
+    for text in overrides:
+        stage, _ = _split_prefix(text)
+        if stage is not None and stage not in configs:
+            raise ConfigError(
+                f"--set {text}: {directory} has no {stage}.yaml, so this would have no effect. Add the file or remove "
+                "the option"
+            )
 
 
 def _loader(load_stage: Callable[[str], Run], stage: str) -> Callable[[], Run]:

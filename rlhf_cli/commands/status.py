@@ -1,13 +1,14 @@
-"""`rlhf status`: what an artifact root holds, without importing torch."""
+"""`rlhf status`: the state of each stage in an artifact directory. Does not import torch."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from rlhf_cli.artifacts import Manifest, partial_directory, read_manifest, stage_directory
+from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.training.checkpoint_files import last_step, owner_of
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, owner_of
 from rlhf_cli.training.identity import what_changed
 from rlhf_cli.training.launch import load_stage_config
 from rlhf_cli.training.progress import Display
@@ -17,55 +18,78 @@ SHOWN = {
     "rm": ("eval/accuracy", "eval/pearson", "eval/mse"),
     "ppo": ("sft/score_mean", "ppo/score_mean", "ppo/gold", "ppo/kl"),
 }
+"""The metrics of a finished stage that are shown."""
+MAX_DEPTH = 3
+"""Folders below the given one that are searched for runs."""
 
 
 def show_status(root: Path) -> None:
-    """A row a stage: finished, stale (made from something that has changed since), running, interrupted at a
-    step, or not run."""
+    """Print a table of the stages of the run at `root`, or of every run inside `root` if it is not a run itself."""
     if not root.is_dir():
-        raise ArtifactError(f"{root}: no such artifact root. Give the `artifacts` of the configs")
-    rows = []
-    for stage in STAGES:
-        try:
-            manifest = read_manifest(stage_directory(root, stage))
-        except ArtifactError as error:
-            rows.append([stage, f"broken: {error}", "", "", ""])
-            continue
-        under_way = _under_way(root, stage)
-        if manifest is None:
-            rows.append([stage, under_way or "not run", "", "", ""])
-            continue
-        state = _state(root, stage, manifest) + (f"; a new run of it {under_way}" if under_way else "")
-        known = [key for key in SHOWN[stage] if key in manifest.metrics]
-        figures = [f"{key.removeprefix('eval/')} {manifest.metrics[key]:.4g}" for key in known]
-        rows.append(
-            [stage, state, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", ", ".join(figures)]
-        )
-    if all(row[1] == "not run" for row in rows):
-        runs = sorted(path.parent.parent for path in root.glob("*/*/manifest.json"))
-        if runs:
-            raise ArtifactError(f"{root}: no run, but runs are in it: {', '.join(map(str, dict.fromkeys(runs)))}")
-    Display("status", quiet=False).table(str(root), ["stage", "state", "finished (UTC)", "seconds", "figures"], rows)
+        raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
+    display = Display("status", quiet=False)
+    for run in [root] if is_run(root) else runs_in(root) or [root]:
+        rows = [_row(run, stage) for stage in STAGES]
+        display.table(str(run), ["stage", "state", "finished (UTC)", "seconds", "figures"], rows)
 
 
-def _under_way(root: Path, stage: str) -> str | None:
-    """What an unfinished run is doing; None where there is none."""
+def is_run(directory: Path) -> bool:
+    """Whether a directory has a stage: finished, being built or with checkpoints."""
+    return any(
+        (stage_directory(directory, stage) / MANIFEST).exists()
+        or partial_directory(directory, stage).is_dir()
+        or checkpoints_directory(directory, stage).is_dir()
+        for stage in STAGES
+    )
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The runs at most MAX_DEPTH folders below a directory, sorted. Hidden folders are not searched."""
+    runs = []
+    for parent, folders, _ in os.walk(directory):
+        depth = len(Path(parent).relative_to(directory).parts)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < MAX_DEPTH else []
+        if depth and is_run(Path(parent)):
+            runs.append(Path(parent))
+            folders.clear()
+    return sorted(runs)
+
+
+def _row(root: Path, stage: str) -> list[str]:
+    """The row of a stage: finished, stale, running, interrupted or not run."""
+    try:
+        manifest = read_manifest(stage_directory(root, stage))
+    except ArtifactError as error:
+        return [stage, f"broken: {error}", "", "", ""]
+    unfinished = _unfinished_state(root, stage)
+    if manifest is None:
+        return [stage, unfinished or "not run", "", "", ""]
+    state = _finished_state(root, stage, manifest) + (f"; a new run of it is {unfinished}" if unfinished else "")
+    known = [key for key in SHOWN[stage] if key in manifest.metrics]
+    figures = ", ".join(f"{key.removeprefix('eval/')} {manifest.metrics[key]:.4g}" for key in known)
+    return [stage, state, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", figures]
+
+
+def _unfinished_state(root: Path, stage: str) -> str | None:
+    """The state of an unfinished run of a stage; None if there is none."""
     step, owner = last_step(root, stage), owner_of(root, stage)
     saved = f"saved after step {step}" if step is not None else "nothing saved yet"
     if owner is not None:
         return f"running ({owner}; {saved})"
     if step is not None:
-        return f"interrupted ({saved}; the same command goes on)"
-    return "interrupted (nothing saved: it begins anew)" if partial_directory(root, stage).is_dir() else None
+        return f"interrupted ({saved}; run the same command to resume)"
+    if partial_directory(root, stage).is_dir():
+        return "interrupted (nothing saved; the next run starts over)"
+    return None
 
 
-def _state(root: Path, stage: str, manifest: Manifest) -> str:
+def _finished_state(root: Path, stage: str, manifest: Manifest) -> str:
     try:
         config = load_stage_config(stage, stage_directory(root, stage) / "config.yaml")
     except ConfigError:
-        return "finished by another version (its config.yaml can't be read)"
+        return "finished by another version of rlhf (its config.yaml cannot be read)"
     try:
         words = what_changed(config, manifest.identity, root)
     except OSError as error:
-        return f"finished; what it was made from can't be read ({error})"
+        return f"finished; its data or inputs cannot be read ({error})"
     return words if words.startswith("stale") else "; ".join(filter(None, ("finished", words)))

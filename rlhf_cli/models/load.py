@@ -295,7 +295,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
     except Exception as error:
         # safetensors and tokenizers write from Rust and tell of a full disk in errors of their own.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            raise ArtifactError(f"{directory}: can't be written ({_reason(error)}). Make room") from None
+            raise ArtifactError(f"{directory}: cannot be written ({_reason(error)}). Make room") from None
         raise
     finally:
         model.set_attn_implementation(implementation)
@@ -310,7 +310,7 @@ def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory:
         config = json.loads(path.read_text(encoding="utf-8")) | facts
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ArtifactError(f"{path}: can't be written ({error.strerror or error})") from None
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:

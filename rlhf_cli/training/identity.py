@@ -1,6 +1,6 @@
-"""What decides a stage's result, as digests: a finished stage with the same identity need not run again.
+"""The identity of a stage: config, and digests of data and inputs. A finished stage of the same identity is skipped.
 
-No torch here: `rlhf pipeline` and `rlhf status` ask this of every stage before anything is loaded.
+Does not import torch, because `rlhf pipeline` and `rlhf status` compute the identity of every stage first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 
-NOT_PART: dict[str, Any] = {
+NOT_IN_IDENTITY: dict[str, Any] = {
     "artifacts": True,
     "device": True,
     "checkpoints": True,
     "optimizer": {"max_bad_steps"},
 }
-"""Keys that say where and how safely a stage runs, and not what it computes: a run that comes to its end comes to the
-same one, whatever these are."""
+"""Keys that do not affect the result of a run that finishes: where it runs, and how failures are handled."""
 MAY_CHANGE = (
     "config.training.tokens_per_microbatch",
     "config.ppo.tokens_per_microbatch",
@@ -49,13 +48,13 @@ MAY_CHANGE = (
     "config.rewards.*.concurrency",
     "config.rewards.*.batch_size",
 )
-"""Keys that an unfinished run may go on with changed: how much is computed at a time (the same gradient, rounded
-otherwise: what is lowered where memory ran out), how long it is, what it says of itself, and where the server of a
-reward stands and how it is asked. (Where a schedule ends moves with the length.)"""
+"""Keys that may differ when an unfinished run is resumed: microbatch sizes (the same gradient with different rounding;
+these are lowered after an out-of-memory error), the length of the run, logging and evaluation, and how to reach a
+reward server. The end of the learning-rate schedule moves with the length."""
 
 
 def may_change(key: str) -> bool:
-    """May an unfinished run go on with another value of this dotted key?
+    """Whether an unfinished run can be resumed with a different value of this dotted key.
 
     >>> may_change("config.rewards.0.url"), may_change("config.rewards.0.weight")
     (True, False)
@@ -64,47 +63,49 @@ def may_change(key: str) -> bool:
 
 
 def identity(config: Stage) -> dict[str, Any]:
-    """Config, data and inputs of a stage, the latter two by digest."""
+    """The config of a stage, and the digests of its data and inputs."""
     return {
-        "config": config.model_dump(mode="json", exclude=NOT_PART),
+        "config": config.model_dump(mode="json", exclude=NOT_IN_IDENTITY),
         "data": {role: data_fingerprint(s.path, s.revision) for role, s in config.sources.items()},
         "inputs": {role: fingerprint(*where) for role, where in config.inputs.items()},
     }
 
 
-def what_changed(config: Stage, made_from: Mapping[str, Any], root: str | Path) -> str:
-    """What a finished stage at `root` was made from against what is there now, in words; "" where it is the same.
+def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -> str:
+    """How the data and inputs of the finished stage at `root` differ from the current ones; "" if they are the same.
 
-    `made_from` is the identity in its manifest. Relative paths are seen from where the run was started, if the root
-    says where that was (`working_directory`), and the run's own stages in the root as it stands now: it does not
-    matter from where one looks, nor whether all of it was moved. Else they are seen from here.
+    `recorded` is the identity in the stage's manifest. Relative paths are resolved from the directory in which the run
+    was started (`working_directory`), or from the current directory if that is unknown. The run's own stages are looked
+    up in `root`. So the result does not depend on the current directory, and the whole run may have been moved.
     """
     base = working_directory(config.artifacts, root) or Path.cwd()
-    own = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
-    changed, gone = [], []
-    paths = [("data", role, source.path, source.revision) for role, source in config.sources.items()]
-    paths += [("inputs", role, *where) for role, where in config.inputs.items()]
-    for part, role, path, revision in paths:
-        place = own.get(path, str(base / path))
-        find = data_fingerprint if part == "data" else fingerprint
-        is_here = Path(place).exists() or (part == "data" and data_fingerprint(place) != "missing")
-        if find(place if is_here else path, revision) == made_from[part].get(role):
+    stages_of_run = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
+    changed, missing = [], []
+    used = [("data", role, source.path, source.revision) for role, source in config.sources.items()]
+    used += [("inputs", role, *path) for role, path in config.inputs.items()]
+    for section, role, path, revision in used:
+        local = stages_of_run.get(path, str(base / path))
+        digest_of = data_fingerprint if section == "data" else fingerprint
+        exists = Path(local).exists() or (section == "data" and data_fingerprint(local) != "missing")
+        if digest_of(local if exists else path, revision) == recorded[section].get(role):
             continue
-        name = f"{part.removesuffix('s')} {role}"
-        if is_here:
+        name = f"{section.removesuffix('s')} {role}"
+        if exists:
             changed.append(name)
         else:
-            gone.append(f"{name} ({path})")
-    roles = {part: {role for other, role, _, _ in paths if other == part} for part in ("data", "inputs")}
-    changed += [f"{part.removesuffix('s')} {role}" for part in roles for role in made_from[part].keys() - roles[part]]
-    words = [f"stale: changed since: {', '.join(changed)}"] if changed else []
-    if gone:
-        words.append(f"not here, seen from {base}: {', '.join(gone)}")
+            missing.append(f"{name} ({path})")
+    roles = {section: {role for other, role, _, _ in used if other == section} for section in ("data", "inputs")}
+    changed += [
+        f"{section.removesuffix('s')} {role}" for section in roles for role in recorded[section].keys() - roles[section]
+    ]
+    words = [f"stale, changed since: {', '.join(changed)}"] if changed else []
+    if missing:
+        words.append(f"not found from {base}: {', '.join(missing)}")
     return "; ".join(words)
 
 
 def working_directory(artifacts: str, root: str | Path) -> Path | None:
-    """Where a run was started whose config says `artifacts` and that stands at `root`; None where they don't fit.
+    """The directory in which a run was started, from its `artifacts` and its current `root`; None if they do not match.
 
     >>> working_directory("artifacts/support", "/home/me/project/artifacts/support")
     PosixPath('/home/me/project')
@@ -112,55 +113,56 @@ def working_directory(artifacts: str, root: str | Path) -> Path | None:
     True
     """
     parts = Path(artifacts).parts
-    place = Path(os.path.normpath(Path(root).absolute()))
-    if Path(artifacts).is_absolute() or ".." in parts or place.parts[len(place.parts) - len(parts) :] != parts:
+    absolute = Path(os.path.normpath(Path(root).absolute()))
+    num_above = len(absolute.parts) - len(parts)
+    if Path(artifacts).is_absolute() or ".." in parts or absolute.parts[num_above:] != parts:
         return None
-    return Path(*place.parts[: len(place.parts) - len(parts)])
+    return Path(*absolute.parts[:num_above])
 
 
 def require_inputs(config: Stage) -> None:
-    """Raise MissingStageError for the first stage of the run that this one stands on and that is not there."""
+    """Raise MissingStageError for the first stage of the run that this one needs and that is not finished."""
     for stage in config.needs:
         require_stage(config.artifacts, stage)
 
 
 def require_files(config: Stage) -> None:
-    """Raise for the first path of a config that can only mean a file here and is not there.
+    """Raise for the first path of a config that can only be a local file, and does not exist.
 
-    A path that could be a hub id is left to whoever loads it. One that ends in a stage's name is taken for a
-    finished stage that has yet to run.
+    A path that may be a hub id is not checked. A path that ends in the name of a stage is taken as the output of a
+    stage that has not run yet.
     """
     for role, source in config.sources.items():
         try:
             find_files(source.path)
         except DataError as error:
             raise DataError(f"data.{role}: {error}") from None
-    own = {f"{config.artifacts}/{stage}" for stage in STAGES}
+    stages_of_run = {f"{config.artifacts}/{stage}" for stage in STAGES}
     for role, (path, _) in config.inputs.items():
-        place = Path(path)
-        if place.is_dir() and path not in own:
+        local = Path(path)
+        if local.is_dir() and path not in stages_of_run:
             require_model_files(role, path)
-        if place.exists() or path in own:
+        if local.exists() or path in stages_of_run:
             continue
-        if place.suffix == ".py":
-            raise ConfigError(f"{role}: {path}: no such file (looked from {Path.cwd()})")
-        if place.name in STAGES and len(place.parts) > 2:
-            raise MissingStageError(place.parent, place.name)
+        if local.suffix == ".py":
+            raise ConfigError(f"{role}: {path}: no such file (looked in {Path.cwd()})")
+        if local.name in STAGES and len(local.parts) > 2:
+            raise MissingStageError(local.parent, local.name)
         if is_local(path):
-            raise ArtifactError(f"{role}: {path}: no such directory (looked from {Path.cwd()})")
+            raise ArtifactError(f"{role}: {path}: no such directory (looked in {Path.cwd()})")
 
 
 def require_model_files(role: str, path: str) -> None:
-    """Raise ArtifactError for a folder that is no finished stage and no model, before anybody reads through it."""
-    place = Path(path)
-    if place.resolve() == place.resolve().parent or not any(
-        (place / name).is_file() for name in (MANIFEST, "config.json")
+    """Raise ArtifactError for a folder that is neither a finished stage nor a model, before its files are hashed."""
+    directory = Path(path)
+    if directory.resolve() == directory.resolve().parent or not any(
+        (directory / name).is_file() for name in (MANIFEST, "config.json")
     ):
         raise ArtifactError(
-            f"{role}: {path}: no config.json, so it is no Hugging Face model directory, and no finished stage"
+            f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a finished stage"
         )
 
 
 def is_local(path: str) -> bool:
-    """Can this path only mean a place on this machine? A hub id is a name or owner/name."""
+    """Whether this path can only be a local one. A hub id is `name` or `owner/name`."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -1,7 +1,7 @@
-"""From a command line to a stage and to an exit code, for `rlhf <stage>` and `torchrun -m stages.<stage>`.
+"""Runs a stage for `rlhf <stage>` and `torchrun -m stages.<stage>`, and turns its errors into an exit code.
 
-0 done, 1 the run's or ours, 2 the user's mistake, 130 interrupted. `rlhf <stage>` reads and checks the config
-before anything heavy is imported.
+Exit codes: 0 done, 1 the run failed or rlhf has a bug, 2 a mistake in the input, 130 or 143 interrupted. The config
+is read and checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
+from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.identity import identity, require_files, require_inputs
 
@@ -29,10 +30,12 @@ FULL_OR_UNWRITABLE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
     *(errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
 }
+SHARED_KEYS = ("seed", "artifacts", "device", "precision")
+"""Top-level keys that mean the same in every stage: an override of one is carried to a command for another stage."""
 
 
 def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
-    """The checked config of a stage."""
+    """Read and check the config of a stage."""
     config: Stage = load_config(path, CONFIGS[stage], overrides)
     return config
 
@@ -45,84 +48,137 @@ def run_stage(
     *,
     restart: bool = False,
     quiet: bool = False,
+    resume_with: str | None = None,
 ) -> bool:
     """Run one stage unless it is finished and unchanged; returns whether it ran.
 
-    `load_run` imports the stage's `run`, and is called once the config is known to be right.
+    Args:
+        stage: sft, rm or ppo.
+        load_run: imports the stage's `run`; called once the config has been checked.
+        config_path: the stage's YAML file.
+        overrides: `key=value` strings, as after `--set`.
+        restart: run even if finished, and discard an unfinished run.
+        quiet: print warnings and errors only.
+        resume_with: the command that resumes an interrupted run; None for that of this stage.
     """
     config = load_stage_config(stage, config_path, overrides)
     silent = quiet or os.environ.get("RANK", "0") != "0"
-    with explained(config_path, config.artifacts):
+    with explained(config_path, config.artifacts, overrides):
         require_inputs(config)
         require_files(config)
-        place = artifacts.stage_directory(config.artifacts, stage)
-        mine = json.loads(json.dumps(identity(config)))
-        # A finished stage may be run again by --restart, and that be stopped: the same command goes on with it.
-        goes_on = checkpoint_files.unfinished(config.artifacts, stage) == mine
-        try:
-            why = artifacts.why_run(config.artifacts, stage, mine)
-        except ArtifactError:
-            if not restart:
-                raise
-            why = "its manifest can't be read"
-        if why is None and not restart and not goes_on:
+        reason = _reason_to_run(stage, config, restart=restart)
+        directory = artifacts.stage_directory(config.artifacts, stage)
+        if reason is None:
             if not silent:
-                print(
-                    f"{stage}: {place} is finished, and config, data and inputs are unchanged: skipped",
-                    flush=True,
-                )
+                print(f"{stage}: skipped, {directory} is finished and its config, data and inputs are unchanged")
+                sys.stdout.flush()
             if os.environ.get("RANK", "0") == "0":
                 checkpoint_files.remove_left_behind(config.artifacts, stage)
             return False
-        if not silent and why != "":
-            reason = why or ("--restart" if restart else "a --restart of it was stopped")
-            print(
-                f"{stage}: {place} runs again ({reason}); the old one stands until the new one is done",
-                flush=True,
-            )
+        if reason and not silent:
+            print(f"{stage}: runs again ({reason}); {directory} is replaced when the new run is finished", flush=True)
         try:
             load_run()(config, quiet=quiet, restart=restart)
         except Interrupted as error:
             if checkpoint_files.unfinished(config.artifacts, stage) is None:
                 raise
-            arguments = ["--config", str(config_path), *(part for text in overrides for part in ("--set", text))]
-            raise Interrupted(
-                f"{error}. Go on with: {_command(stage)} {shlex.join(arguments)}", error.exit_code
-            ) from None
+            how_to_resume = _resume(resume_with or _command(stage, config_path, overrides))
+            raise Interrupted(f"{error}. {how_to_resume}", error.exit_code) from None
     return True
 
 
-def _command(stage: str) -> str:
-    """What starts this stage as it was started."""
+def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
+    """Why the stage runs: "" if it never finished, else what differs; None if it is up to date.
+
+    Raises ConfigError for a finished stage of another seed, which a run would replace.
+    """
+    current = json.loads(json.dumps(identity(config)))
+    # An interrupted --restart of a finished stage is resumed by the same command without --restart.
+    is_unfinished = checkpoint_files.unfinished(config.artifacts, stage) == current
+    try:
+        changed = artifacts.changed_keys(config.artifacts, stage, current)
+    except ArtifactError:
+        if not restart:
+            raise
+        return "its manifest cannot be read"
+    if changed is None:
+        return ""
+    if "config.seed" in changed and not restart and not is_unfinished:
+        _refuse_other_seed(stage, config, changed)
+    if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        return f"changed: {', '.join(changed[:4])}{more}"
+    if restart:
+        return "--restart"
+    return "an interrupted --restart of it is resumed" if is_unfinished else None
+
+
+def _refuse_other_seed(stage: str, config: Stage, changed: Sequence[str]) -> None:
+    root = config.artifacts
+    manifest = artifacts.read_manifest(artifacts.stage_directory(root, stage))
+    assert manifest is not None
+    others = [key.removeprefix("config.") for key in changed if key != "config.seed"]
+    differs = f"; {', '.join(others[:4])} {'differ' if len(others) > 1 else 'differs'} too" if others else ""
+    raise ConfigError(
+        f"seed: {artifacts.stage_directory(root, stage)} is finished with seed {manifest.seed}, and a run with seed "
+        f"{config.seed} would replace it{differs}. To keep both, give the new run its own directory: --set "
+        f"artifacts={shlex.quote(f'{root}-seed{config.seed}')}. To replace the finished one, pass --restart"
+    )
+
+
+def _command(stage: str, config_path: str | Path, overrides: Sequence[str]) -> str | None:
+    """The command that starts this stage as it was started; None if several machines take part."""
+    arguments = ["--config", str(config_path), *set_options(overrides)]
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return f"rlhf {stage}" if processes == "1" else f"torchrun --nproc-per-node {processes} -m stages.{stage}"
+    if os.environ.get("WORLD_SIZE", processes) != processes:
+        return None
+    if processes == "1":
+        return command(stage, *arguments)
+    return f"{torchrun()} --nproc-per-node {processes} -m stages.{stage} {shlex.join(arguments)}"
+
+
+def _resume(with_command: str | None) -> str:
+    return f"To resume: {with_command}" if with_command else "To resume, run the same command on every machine"
 
 
 class explained:
-    """A context that finishes the messages of errors from inside it with what only the caller knows."""
+    """A context that completes the error messages from inside it with what only the caller knows."""
 
-    def __init__(self, config_path: str | Path, root: str):
-        self.config_path, self.root = Path(config_path), root
+    def __init__(self, config_path: str | Path, root: str, overrides: Sequence[str] = ()):
+        self.config_path, self.root, self.overrides = Path(config_path), root, overrides
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, artifacts.MissingStageError):
-            sibling = self.config_path.parent / f"{error.stage}.yaml"
-            config = sibling if sibling.is_file() else f"YOUR_{error.stage.upper()}.yaml"
-            raise ArtifactError(f"{error}. Run: rlhf {error.stage} --config {config}") from None
+            raise ArtifactError(f"{error}. Run: {self._command_for(error.stage, error.root)}") from None
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            raise ConfigError(f"{str(error.filename)[:80]}...: the name is too long for a file. Shorten it") from None
+            raise ConfigError(f"{str(error.filename)[:80]}...: the file name is too long. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
-                f"{error.filename or self.root}: can't be written ({error.strerror}); what was finished before "
-                "still stands. Make room or give another `artifacts`"
+                f"{error.filename or self.root}: cannot be written ({error.strerror}); finished stages and earlier "
+                "checkpoints are intact. Free disk space or set another `artifacts`"
             ) from None
+
+    def _command_for(self, stage: str, root: str) -> str:
+        """The command that builds a missing stage at `root`, where this stage will look for it."""
+        path = self.config_path.parent / f"{stage}.yaml"
+        if not path.is_file():
+            return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", f"artifacts={root}")
+        overrides = [text for text in self.overrides if text.partition("=")[0].strip() in SHARED_KEYS]
+        try:
+            found = load_stage_config(stage, path, overrides).artifacts
+        except ConfigError:
+            found = root
+        if Path(found) != Path(root):
+            overrides = [text for text in overrides if text.partition("=")[0].strip() != "artifacts"]
+            overrides.append(f"artifacts={root}")
+        return command(stage, "--config", str(path), *set_options(overrides))
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do the work; errors become one line on stderr and an exit code, bugs keep their traceback."""
+    """Call `work`; expected errors become one line on stderr and an exit code, bugs keep their traceback."""
     try:
         work()
     except (UserError, RunError) as error:
@@ -133,18 +189,18 @@ def exit_code(work: Callable[[], object]) -> int:
             print(stop, file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing finished was touched, and the last checkpoint stands", file=sys.stderr)
+        print("interrupted; finished stages and the last checkpoint are intact", file=sys.stderr)
         return 130
     return 0
 
 
 def main(stage: str, run: Run) -> None:
-    """`python -m stages.<stage>`, also under torchrun."""
-    parser = argparse.ArgumentParser(prog=f"stages.{stage}", description=f"The {stage} stage by itself.")
-    parser.add_argument("--config", required=True, help="YAML file")
+    """The command line of `python -m stages.<stage>`, also under torchrun."""
+    parser = argparse.ArgumentParser(prog=f"stages.{stage}", description=f"Run the {stage} stage.")
+    parser.add_argument("--config", required=True, help="YAML file of the stage")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--restart", action="store_true", help="run again even if finished and unchanged")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--restart", action="store_true", help="run even if finished and unchanged")
+    parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
     args = parser.parse_args()
     code = exit_code(
         lambda: run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)

@@ -1,0 +1,69 @@
+"""The commands that messages print, written so that they work when they are pasted into the same shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def program() -> str:
+    """How to call rlhf from this shell.
+
+    `rlhf` if that name is on the PATH and belongs to this Python, else the script beside this Python, such as
+    `.venv/bin/rlhf`, else `python -m rlhf_cli`. Under `uv run`, whose PATH ends with the command: `uv run rlhf`.
+    """
+    script = Path(sys.executable).with_name("rlhf")
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:
+        return "uv run rlhf"
+    on_path = shutil.which("rlhf")
+    if on_path is not None and Path(on_path).resolve() == script.resolve():
+        return "rlhf"
+    if script.is_file():
+        return shlex.quote(_from_here(script))
+    return f"{python()} -m rlhf_cli"
+
+
+def torchrun() -> str:
+    """How to call torchrun from this shell: by its name if the PATH leads to this Python's, else as a module."""
+    on_path = shutil.which("torchrun")
+    if on_path is not None and Path(on_path).resolve() == Path(sys.executable).with_name("torchrun").resolve():
+        return "torchrun"
+    return f"{python()} -m torch.distributed.run"
+
+
+def python() -> str:
+    """How to call this Python from this shell: `python` or `python3` if the PATH leads to it, else its path."""
+    for name in ("python", "python3"):
+        on_path = shutil.which(name)
+        # Not resolved: the Python of a virtual environment is a link to another one.
+        if on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute():
+            return name
+    return shlex.quote(_from_here(Path(sys.executable)))
+
+
+def command(*arguments: str) -> str:
+    """An rlhf command, quoted for the shell.
+
+    >>> command("sft", "--config", "my file.yaml").endswith("sft --config 'my file.yaml'")
+    True
+    """
+    return f"{program()} {shlex.join(arguments)}"
+
+
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """The `--set` options that give these overrides.
+
+    >>> set_options(["seed=1", "device=cpu"])
+    ['--set', 'seed=1', '--set', 'device=cpu']
+    """
+    return [word for text in overrides for word in ("--set", text)]
+
+
+def _from_here(path: Path) -> str:
+    """`path` relative to the working directory where it is inside it, else absolute."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
