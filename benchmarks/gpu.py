@@ -50,7 +50,8 @@ from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import prepare
-from rlhf_cli.rollout.sampling import Sampling, draw, sample, uniforms, why_not_fast
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample, why_not_fast
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 
@@ -216,7 +217,7 @@ class Bench:
         """Sampling without an end, so that both sides make the same number of tokens."""
         plan, model = self.plan, self.model(Qwen2ForCausalLM, size)
         prompts = [ids(plan.prompt, i, size) for i in range(plan.rollout_rows)]
-        table = uniforms(0, "gpu", 0, len(prompts), plan.response)
+        table = draw_uniforms(0, "gpu", 0, len(prompts), plan.response)
         count = plan.rollout_rows * plan.response
 
         def ours() -> None:

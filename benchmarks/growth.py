@@ -35,8 +35,10 @@ from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rollout.rollout import Models, PromptRow, cut_responses, ref_response_logprobs, response_values
-from rlhf_cli.rollout.sampling import Response, Sampling, sample, uniforms
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import cut_responses
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.scoring import Models, PromptRow, ref_response_logprobs, response_values
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 
@@ -182,7 +184,7 @@ def training_work(point: Point) -> Work:
 def rollout(point: Point) -> Callable[[], None]:
     """Sampling `response` tokens to each prompt; nothing ends before."""
     model = llama(point)
-    table = uniforms(0, "growth", 0, point.batch, point.response)
+    table = draw_uniforms(0, "growth", 0, point.batch, point.response)
 
     def run() -> None:
         sample(model, point.prompts, table, Sampling())

@@ -43,8 +43,10 @@ from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
-from rlhf_cli.rollout.rollout import Models, PromptRow, collect
-from rlhf_cli.rollout.sampling import Sampling, response_text, stop_ids, uniforms
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text, stop_ids
+from rlhf_cli.rollout.scoring import Models, PromptRow
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -179,7 +181,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
     texts: list[list[str]] = []
     figures: dict[str, list[list[float]]] = {}
     for draw in range(draws):
-        table = uniforms(config["seed"], "ppo evaluation", draw, len(prompts), config["rollout"]["max_new_tokens"])
+        table = draw_uniforms(config["seed"], "ppo evaluation", draw, len(prompts), config["rollout"]["max_new_tokens"])
         rollouts = [
             collect(
                 [prompts[i] for i in part],

@@ -31,7 +31,8 @@ from rlhf_cli.config.loader import load_config  # noqa: E402
 from rlhf_cli.config.ppo import PPOConfig  # noqa: E402
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
-from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms  # noqa: E402
+from rlhf_cli.rollout.distribution import Sampling  # noqa: E402
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids  # noqa: E402
 from rlhf_cli.training.stage_run import StageRun  # noqa: E402
 
 
@@ -121,7 +122,7 @@ def rollout() -> None:
     sampling = Sampling(temperature=TASK["temperature"], stop=frozenset(stop_ids(policy, tokenizer)))
     GATE.arrive()
     for step, prompts in enumerate(TASK["batches"]):
-        table = uniforms(0, "benchmark", step, len(prompts), TASK["max_new_tokens"])
+        table = draw_uniforms(0, "benchmark", step, len(prompts), TASK["max_new_tokens"])
         with torch.no_grad():
             responses = sample(policy, prompts, table, sampling, tokenizer)
         lengths = [len(response.ids) for response in responses]

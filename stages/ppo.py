@@ -54,6 +54,7 @@ from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.errors import RewardError
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.passes import recomputing
+from rlhf_cli.ppo.batch import UpdateBatch, merge
 from rlhf_cli.ppo.carried import Carried, Recent, of_all, parts_of
 from rlhf_cli.ppo.evaluation import Evaluation
 from rlhf_cli.ppo.report import (
@@ -77,18 +78,10 @@ from rlhf_cli.rewards.sources import (
     Scores,
     total_score,
 )
-from rlhf_cli.rollout.rollout import (
-    Experience,
-    PromptRow,
-    Rollout,
-    collect,
-    cut_responses,
-    merge,
-    padded_rows,
-    response_values,
-    score_tokens,
-)
-from rlhf_cli.rollout.sampling import Response, Sampling, response_text, uniforms
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import RolloutBatch, collect, cut_responses, padded_rows
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.rollout.scoring import PromptRow, response_values, score_tokens
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import masked_whiten, pad_rows, totals
 from rlhf_cli.training import launch
@@ -152,7 +145,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             advantages, returns = _advantages(learner, rollout, token_reward)
 
             # 5. Update: on this rollout and the ones kept before it.
-            experience = Experience(
+            experience = UpdateBatch(
                 rollout.prompts,
                 rollout.responses,
                 rollout.response_mask,
@@ -202,11 +195,11 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
 # ------------------------------------------------------------------------------------ the iteration
 
 
-def _rollout(learner: Learner, iteration: int) -> Rollout:
+def _rollout(learner: Learner, iteration: int) -> RolloutBatch:
     """This process's share of the iteration's responses."""
     config, world = learner.config, learner.world
     prompts, size = _prompts(learner, iteration), config.ppo.rollout_batch_size
-    table = uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
+    table = draw_uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
     mine = world.shard(range(size), learner.together)
     rollout = collect(
         [prompts[i] for i in mine],
@@ -241,7 +234,7 @@ def _measure(learner: Learner, measure: Callable[[], Evaluation], step: int) -> 
         raise
 
 
-def _judge(learner: Learner, rollout: Rollout, texts: list[str], iteration: int) -> Scores:
+def _judge(learner: Learner, rollout: RolloutBatch, texts: list[str], iteration: int) -> Scores:
     """What the rewards say. Where one fails, on any process, what the iteration before left is saved first."""
     scores, failure = None, ""
     try:
@@ -277,7 +270,9 @@ def _score(learner: Learner, scores: Scores, responses: Sequence[Response]) -> t
     return score.to(learner.world.device), dense
 
 
-def _token_rewards(learner: Learner, rollout: Rollout, score: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
+def _token_rewards(
+    learner: Learner, rollout: RolloutBatch, score: torch.Tensor, dense: torch.Tensor | None
+) -> torch.Tensor:
     """The reward of each token, [B, R]; a KL that is a term of the loss has no part in it."""
     ppo, estimator = learner.config.ppo, learner.config.ppo.kl_estimator_used
     if ppo.kl_in == "loss":
@@ -296,7 +291,9 @@ def _token_rewards(learner: Learner, rollout: Rollout, score: torch.Tensor, dens
     return rewards
 
 
-def _advantages(learner: Learner, rollout: Rollout, token_reward: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _advantages(
+    learner: Learner, rollout: RolloutBatch, token_reward: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns), [B, R] each; the returns of an estimator without values are read by nobody."""
     ppo, mask = learner.config.ppo, rollout.response_mask
     estimator = ppo.advantage_estimator
@@ -333,7 +330,7 @@ def _over_groups(learner: Learner, totals: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _refreshed(learner: Learner, experience: Experience, is_old: bool) -> Experience:
+def _refreshed(learner: Learner, experience: UpdateBatch, is_old: bool) -> UpdateBatch:
     """A rollout as this update sees it, on the compute device.
 
     One of an older policy gets the log-probabilities and values of the policy as it is now, which the ratio and
@@ -362,7 +359,7 @@ def _refreshed(learner: Learner, experience: Experience, is_old: bool) -> Experi
     )
 
 
-def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, float]:
+def _update(learner: Learner, batch: UpdateBatch, iteration: int) -> dict[str, float]:
     """`ppo_epochs` passes over the experience, in minibatches drawn anew each time; returns mean statistics.
 
     A minibatch is one optimizer step of each model; its microbatches' losses are sums over tokens divided by
@@ -425,7 +422,7 @@ def _update(learner: Learner, batch: Experience, iteration: int) -> dict[str, fl
 
 
 def _backward(
-    learner: Learner, batch: Experience, rows: list[int], step: int, learns_policy: bool
+    learner: Learner, batch: UpdateBatch, rows: list[int], step: int, learns_policy: bool
 ) -> tuple[dict[str, float], float]:
     """The gradients of one minibatch; returns its statistics over all processes, and this one's largest
     |log ratio|."""
@@ -593,7 +590,7 @@ def _step(learner: Learner, learns_policy: bool, *, move: bool) -> None:
         learner.value_stepper.advance(move=move)
 
 
-def _own_rows(batch: Experience, minibatch: Sequence[int], world: World) -> list[int]:
+def _own_rows(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
     """This process's rows of a minibatch, with about as many tokens to compute as each other's.
 
     The responses to a prompt stay together, for it is encoded once then, where that costs the slowest process less.
@@ -619,7 +616,7 @@ def _how(learner: Learner) -> tuple[Sampling, str]:
     return learner.sampling, learner.config.precision
 
 
-def _follow_kl(learner: Learner, experience: Experience, metrics: dict[str, float]) -> None:
+def _follow_kl(learner: Learner, experience: UpdateBatch, metrics: dict[str, float]) -> None:
     """Move the adaptive coefficients by the iteration's KL, and write what they were moved by."""
     ppo, world = learner.config.ppo, learner.world
     if ppo.kl_controller == "adaptive":

@@ -82,7 +82,8 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences, sequence_scores
-from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
@@ -612,7 +613,7 @@ def _sampled(
         responses = sample(
             policy,
             prompts,
-            uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens),
+            draw_uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens),
             Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, policy_tokenizer))),
         )
     for text, response in zip(texts[:8], responses, strict=False):

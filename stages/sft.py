@@ -56,7 +56,8 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-from rlhf_cli.rollout.sampling import Sampling, sample, stop_ids, uniforms
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
@@ -241,7 +242,7 @@ def _evaluate(
             responses = sample(
                 model,
                 [question.ids for question in questions],
-                uniforms(config.seed, "sft samples", step, len(questions), settings.max_new_tokens),
+                draw_uniforms(config.seed, "sft samples", step, len(questions), settings.max_new_tokens),
                 Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(model, tokenizer))),
             )
         for question, response in zip(questions, responses, strict=True):

@@ -36,8 +36,10 @@ from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, pe
 from rlhf_cli.models.forward import shares_prefixes, target_logits
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
-from rlhf_cli.rollout.rollout import Experience, PromptRow, cut_responses, shared_prompts
-from rlhf_cli.rollout.sampling import Response
+from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
+from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.tensor_ops import token_logprobs
 from rlhf_cli.training import speed
 from rlhf_cli.training.distributed import World
@@ -133,7 +135,7 @@ def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
     for prompt in range(128 // samples):
         ids = [prompt] * draw.randint(4, 200)
         rows += [(PromptRow("", ids, None), Response([1] * int(draw.lognormvariate(3.5, 0.8) + 1), [], True))] * samples
-    batch = Experience(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 6)
+    batch = UpdateBatch(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 6)
     every_nth: list[float] = []
     dealt: list[float] = []
     for seed in range(20):

@@ -29,7 +29,8 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
 
 CPU = torch.device("cpu")
 VOCAB, WINDOW = 97, 12
@@ -273,7 +274,7 @@ def sampled_gap(plain, responses):
 def test_sampled_logprobs_are_those_of_one_forward_a_sequence(name, monkeypatch):
     plain, model = pair(name)
     monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model))
-    responses = sample(model, PROMPTS, uniforms(0, "families", 0, len(PROMPTS), 9), STOP)
+    responses = sample(model, PROMPTS, draw_uniforms(0, "families", 0, len(PROMPTS), 9), STOP)
     # Mamba's scan rounds more: in whatever precision, it is in float32.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
     assert len({len(response.ids) for response in responses}) > 1, "rows leave while others go on"
@@ -293,7 +294,7 @@ def test_the_faster_way_would_be_wrong(name, how):
 def test_the_three_ways_are_one(how, monkeypatch):
     _, model = pair("llama")
     monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model, how))
-    table = uniforms(0, "families", 0, len(PROMPTS), 9)
+    table = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
     found = sample(model, PROMPTS, table, STOP, max_live_rows=3)
     monkeypatch.undo()
     wanted = sample(model, PROMPTS, table, STOP)

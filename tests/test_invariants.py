@@ -47,11 +47,14 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import PackedBatch, Segment, pack
+from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
-from rlhf_cli.rollout.rollout import Experience, Models, PromptRow, collect, response_values, score_tokens
-from rlhf_cli.rollout.sampling import Response, Sampling, draw, sample, uniforms
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from rlhf_cli.rollout.scoring import Models, PromptRow, response_values, score_tokens
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 from rlhf_cli.training.speed import Speed
@@ -212,7 +215,7 @@ LONGEST = 14
 
 @pytest.fixture(scope="module")
 def table():
-    return uniforms(0, "test", 0, len(PROMPTS), LONGEST)
+    return draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +264,7 @@ def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, resp
 def test_other_prompts_beside_change_nothing(policy, table, responses):
     """A prompt of 60 tokens pads all others by as many."""
     strangers = random_ids(60, 1, 30, seed=9)
-    longer = torch.cat([uniforms(7, "strangers", 0, 3, LONGEST), table])
+    longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
     beside = sample(policy, strangers + PROMPTS, longer, Sampling(stop=STOP))
     assert ids_of(beside[3:]) == ids_of(responses)
 
@@ -320,11 +323,11 @@ def test_when_finished_rows_leave_changes_nothing(policy, table, responses, monk
 def test_iterations_differ_and_equal_uniforms_do_not(policy):
     """[15, 27]"""
     prompts = [PROMPTS[2]] * 4
-    first, second = (uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
+    first, second = (draw_uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
     a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
     assert len({tuple(ids) for ids in a}) == 4, "four rows of uniforms, four responses"
     assert all(x != y for x, y in zip(a, b, strict=True))
-    assert torch.equal(first, uniforms(0, "ppo rollout", 0, 4, LONGEST))
+    assert torch.equal(first, draw_uniforms(0, "ppo rollout", 0, 4, LONGEST))
     same = first[:1].expand(4, -1).contiguous()
     assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
 
@@ -682,7 +685,7 @@ def update(rollout_and_models, write_config, root, advantages=None, returns=None
     steppers = Recorder(policy), Recorder(value_model)
     policy.zero_grad()
     value_model.zero_grad()
-    batch = Experience(
+    batch = UpdateBatch(
         rollout.prompts,
         rollout.responses,
         rollout.response_mask,

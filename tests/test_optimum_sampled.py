@@ -46,7 +46,8 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import logprobs_at
-from rlhf_cli.rollout.rollout import Experience, Rollout, collect
+from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.seeding import seeded
 from stages import ppo
 
@@ -234,7 +235,7 @@ def whitened_score(score: Tensor, *others: Tensor, **choices: Any) -> Tensor:
     return token_rewards((score - score.mean()) / score.std(), *others, **choices)
 
 
-def collect_without_eos(*args: Any, **choices: Any) -> Rollout:
+def collect_without_eos(*args: Any, **choices: Any) -> RolloutBatch:
     """The mask leaves out the token that ends a response."""
     rollout = collect(*args, **choices)
     lengths = torch.tensor([len(response.ids) - response.ended for response in rollout.responses])
@@ -249,8 +250,8 @@ def rewards_where_there_are_tokens(score: Tensor, kl: Tensor, mask: Tensor, **ch
     return rewards
 
 
-def ratio_to_ref(*rollout: Any) -> Experience:
-    experience = Experience(*rollout)
+def ratio_to_ref(*rollout: Any) -> UpdateBatch:
+    experience = UpdateBatch(*rollout)
     return replace(experience, logprobs=experience.ref_logprobs)
 
 
@@ -291,7 +292,7 @@ BUGS = {
         },
     ),
     "logits of the token before": Case(
-        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.rollout.logprobs_at": of_the_token_before}
+        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.scoring.logprobs_at": of_the_token_before}
     ),
     "KL with the wrong sign": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(-1)}),
     "KL to the policy itself": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(0)}),
@@ -301,7 +302,7 @@ BUGS = {
     "sampled at 0.7, logprobs at 1": Case(
         {**SHORT, **RECOMPUTED},
         temperature=0.7,
-        bug={"rlhf_cli.rollout.rollout.logprobs_at": without_temperature},
+        bug={"rlhf_cli.rollout.scoring.logprobs_at": without_temperature},
     ),
     "entropy bonus with the wrong sign": Case(
         {**SHORT_RLOO, "entropy_coef": -0.1}, own=lambda task: backwards(task, entropy_rule(BETA, 0.1))
@@ -394,6 +395,6 @@ def test_a_bug_ends_far_from_it(runs, table, name, seed):
 def test_a_ratio_against_the_reference_stops_the_run(tmp_path, monkeypatch):
     """It would end far from pi* too; but the second iteration's first ratio is not 1, and the run says so."""
     write_task(tmp_path, seed=0)
-    monkeypatch.setattr("stages.ppo.Experience", ratio_to_ref)
+    monkeypatch.setattr("stages.ppo.UpdateBatch", ratio_to_ref)
     with pytest.raises(RunError, match="ratio_not_one"):
         run_stage(tmp_path, 0, {"num_iterations": 3}, temperature=1.0)

@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.rollout import rollout as experience
-from rlhf_cli.rollout.sampling import sample, uniforms
+from rlhf_cli.rollout import rollout as rollout_module
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.optimizer import Stepper
 
 __all__ = ["base", "functions", "start", "watch"]
@@ -361,8 +361,8 @@ def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimat
     """`old_logprobs: auto` in float32: no forward pass of the policy stands between sampling and the update, and what
     was captured is what a plain forward gives. `recomputed` makes that pass."""
     calls = []
-    real = experience.score_tokens
-    monkeypatch.setattr(experience, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
+    real = rollout_module.score_tokens
+    monkeypatch.setattr(rollout_module, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
     group = {"samples_per_prompt": 2} if estimator == "rloo" else {}
     for old_logprobs in ("auto", "sampled", "recomputed"):
         calls.clear()
@@ -382,8 +382,8 @@ def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimat
 def test_fewer_live_rows_draw_the_same_responses(watch, monkeypatch):
     """`rollout.max_live_rows` reaches the sampler in rollouts and evaluations, and changes nothing but rounding."""
     asked = []
-    real = experience.sample
-    monkeypatch.setattr(experience, "sample", lambda *a, **k: asked.append(k["max_live_rows"]) or real(*a, **k))
+    real = rollout_module.sample
+    monkeypatch.setattr(rollout_module, "sample", lambda *a, **k: asked.append(k["max_live_rows"]) or real(*a, **k))
     runs = [watch(str(rows), rollout={"max_live_rows": rows}, ppo={"num_iterations": 1}) for rows in (None, 2)]
     assert set(asked[: len(asked) // 2]) == {None}
     assert set(asked[len(asked) // 2 :]) == {2}
@@ -523,7 +523,7 @@ def test_evaluations_on_the_way(watch, judged):
     assert calls[0]["prompts"] == calls[3]["prompts"] == calls[5]["prompts"]
     assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]
 
-    table = uniforms(0, "ppo evaluation", 0, 4, 8)
+    table = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
     replies = sample(run.models[2].policy, [p.ids for p in run.learner.test], table, run.learner.sampling)
     texts = [run.learner.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
     assert calls[3]["responses"] == texts, "of the policy behind two iterations"

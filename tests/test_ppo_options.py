@@ -1,7 +1,7 @@
 """Every option of PPO's config, through the stage's own code, against slow obvious loops.
 
 Two oracles do most of the work. `slow_losses` goes over the tokens of an update one by one, with plain
-forwards in float64, and leaves the gradients that `_update` must leave. `check_experience` makes advantages and
+forwards in float64, and leaves the gradients that `_update` must leave. `check_update_batch` makes advantages and
 returns out of the reward function's raw numbers and plain forwards of copies of the models, and holds them
 against what a whole run handed to its update. An option that is ignored, applied twice, or applied with the
 wrong sign or scale differs from them. What PPO saves is in test_ppo_models.py.
@@ -44,9 +44,12 @@ from rlhf_cli.models import load
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
 from rlhf_cli.ppo import report as figures
 from rlhf_cli.ppo import setup
-from rlhf_cli.rollout import rollout as experience
-from rlhf_cli.rollout.rollout import Experience, Models, PromptRow, collect
-from rlhf_cli.rollout.sampling import Sampling, sample, uniforms
+from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.rollout import rollout as rollout_module
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.scoring import Models, PromptRow
 from rlhf_cli.training.optimizer import Stepper
 from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
@@ -70,8 +73,8 @@ def plain_copy(model):
 
 def allowed_ids(response, t, sampling, vocabulary):
     """What token t of a response could have been."""
-    if response.kept is not None:
-        return response.kept[t]
+    if response.allowed_ids is not None:
+        return response.allowed_ids[t]
     early = t + 1 < sampling.min_new_tokens
     return [i for i in range(vocabulary) if not (early and i in sampling.stop)]
 
@@ -168,7 +171,7 @@ def case_of(make_model):
         values = values.double()
         prompts = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
         ref_policy = moved(old, 0.02)
-        table = uniforms(0, "test", 0, len(PROMPTS), LONGEST)
+        table = draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
         rollout = collect(
             prompts,
             table,
@@ -294,7 +297,7 @@ def update(case, config, *, shared=False, iteration=0, values=True):
     for model in (case.policy, case.value_model, case.head):
         model.zero_grad()
     rows = case.rollout
-    batch = Experience(
+    batch = UpdateBatch(
         case.prompts,
         case.responses,
         rows.response_mask,
@@ -783,7 +786,7 @@ def weighted_scores(config, learner, call):
 
 
 @torch.no_grad()
-def check_experience(run, num_reference_calls=0):
+def check_update_batch(run, num_reference_calls=0):
     """Each update's advantages, returns, log-probabilities and values against slow loops from raw scores on.
 
     Returns what the slow loops found, iteration by iteration.
@@ -913,7 +916,7 @@ def test_what_an_update_learns_from_is_what_the_slow_loop_makes_of_raw_scores(na
         ]
     calls = 2 if changes["ppo"].get("score_normalization") == "reference" else 0  # 12 samples, 8 at a time
     run = watch(**merged(own, changes))
-    found = check_experience(run, num_reference_calls=calls)
+    found = check_update_batch(run, num_reference_calls=calls)
     assert len(found) == 2
     ppo, n = run.learner.config.ppo, run.learner.config.rollout.samples_per_prompt
 
@@ -1038,7 +1041,7 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     normalised = learner.scale.apply(raw)
     assert normalised.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert normalised.std().item() == pytest.approx(1.0, abs=1e-5)
-    table = uniforms(0, "ppo reference", 0, 20, 8)
+    table = draw_uniforms(0, "ppo reference", 0, 20, 8)
     order = stream(len(learner.train), 20, 0, 0, "ppo reference prompts")
     own = load_policy(str(Path(ref) / "model"))
     by_ref = sample(own, [learner.train[i].ids for i in order], table, learner.sampling)
@@ -1124,10 +1127,10 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     lengths = [len(r.ids) for r in responses]
     assert min(lengths) == 4
     assert max(lengths) == 12
-    assert all(len(kept) <= 40 for r in responses for kept in r.kept)
-    assert {len(kept) for r in responses for kept in r.kept} != {40}, "the other filters leave fewer"
+    assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
+    assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters leave fewer"
     assert not any(i in run.learner.sampling.stop for r in responses for i in r.ids[:3])
-    check_experience(run)
+    check_update_batch(run)
 
 
 def test_stop_tokens_end_a_response(start, tokenizer):
@@ -1548,12 +1551,12 @@ def test_another_temperature_in_training_than_in_sampling_stops_the_run(watch, t
 
 
 def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
-    real = experience.ref_response_logprobs
+    real = rollout_module.ref_response_logprobs
 
     def warmer(models, prompts, responses, sampling, precision):
         return real(models, prompts, responses, replace(sampling, temperature=1.3), precision)
 
-    monkeypatch.setattr(experience, "ref_response_logprobs", warmer)
+    monkeypatch.setattr(rollout_module, "ref_response_logprobs", warmer)
     with pytest.raises(RunError, match="ppo step 1: kl_not_zero: objective/kl is"):
         watch()
     assert stopped(tmp_path / "run") == ["kl_not_zero"]

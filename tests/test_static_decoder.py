@@ -26,7 +26,8 @@ from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.sampling import Sampling, sample, why_not_fast
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import sample, why_not_fast
 
 NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
 PRECISIONS = [torch.float32, torch.bfloat16]

@@ -26,7 +26,8 @@ from rlhf_cli.data.records import Message, Prompt, transcript
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
-from rlhf_cli.rollout.sampling import Sampling, response_text, sample, stop_ids
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import response_text, sample, stop_ids
 from rlhf_cli.seeding import derived_seed, generator
 from rlhf_cli.training.distributed import start
 

@@ -1,7 +1,8 @@
-"""What a model costs: floating-point operations and bytes of a token, against what the device has and can do."""
+"""What a model costs: bytes and floating-point operations for each token, compared with what the device has."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -15,31 +16,32 @@ from rlhf_cli.kernels.linear import linear
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
 
 CPU_TOKENS = 2048
-"""What `auto` takes on a CPU, where that much fits. Processor time a token of a forward and backward pass on one Zen 5
-core, rows of 90 tokens on average, against the fastest (benchmarks/microbatches.py, docs/speed.md):
+"""Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
+pass on one Zen 5 core, relative to the fastest, with rows of 90 tokens on average (benchmarks/microbatches.py,
+docs/speed.md):
 
-    tokens at a time         256    512   1024   2048   4096   8192  16384
+    tokens per microbatch    256    512   1024   2048   4096   8192  16384
     1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
     23 M parameters         1.19   1.09   1.02   1.00   1.01
 
-Below, each operation's own cost shows; far above, memory of large tensors is given back to the system and taken from
-it again. Where it is all the same the smaller memory decides."""
+With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
+system and requests them again. Where the times are equal, the smaller memory decides."""
 CPU_BYTES = 300e6
-"""Of activations and logits that `auto` takes on a CPU, though never fewer tokens than half of CPU_TOKENS, which cost
-the larger model above 2 %: a third less memory in its PPO."""
+"""Memory for activations and logits that `auto` chooses on a CPU. It never chooses less than half of CPU_TOKENS for
+this: that costs the larger model above 2 % of its time and saves a third of the memory in its PPO."""
 GPU_TOKENS = 65_536
-"""The most that `auto` takes on a GPU, whose products have long been large enough by then."""
+"""Most tokens per microbatch that `auto` chooses on a GPU. Its matrix products are large enough long before that."""
 FEWEST_TOKENS = 256
 SHARE = 0.6
-"""Of the memory beside weights, gradients and moments, what a microbatch may take: the rest is for the sampler's cache,
-what the allocator can't use, and a backward pass's own tensors."""
+"""Share of the memory left by weights, gradients and moments that a microbatch may use. The rest is for the sampler's
+cache, for fragmentation in the allocator, and for temporary tensors of the backward pass."""
 LOGITS_COPIES = 4
-"""Float32 tensors as large as the logits that live at once while a token's log-probability and gradient are computed:
-the logits, what temperature and filters make of them, the gradients of both."""
+"""Float32 tensors of the size of the logits that exist together while the log-probability of a token and its gradient
+are computed: the logits, the logits after temperature and filters, and the gradients of both."""
 COPIES_OF_WHOLE_DISTRIBUTIONS = 8
-"""The same where an entropy or a KL over the whole vocabulary has a gradient too."""
+"""The same if an entropy or a KL over the whole vocabulary has a gradient too."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where Linux says how much memory a container may have."""
+"""Files in which Linux reports the memory limit of a container."""
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -55,48 +57,85 @@ def token_budget(
     checkpointing: bool = False,
     logits_copies: int = LOGITS_COPIES,
 ) -> int:
-    """`tokens_per_microbatch: auto`: how many tokens a process computes at a time.
+    """Maximum tokens per microbatch on each process for `tokens_per_microbatch: auto`.
 
-    ``SHARE * (total - static) / (activation_bytes + logits_copies * 4 * V)``, at least FEWEST_TOKENS, at most
-    GPU_TOKENS, or on a CPU CPU_TOKENS and what CPU_BYTES are enough for. ``activation_bytes`` is the largest of the
-    trained models', since only one has a graph at a time, ``static`` is 4 bytes a weight and 12 more a trained one
-    (its gradient and AdamW's two moments), and V the largest vocabulary of a language model.
+    ``SHARE * (total - static_bytes) / token_bytes``, at least FEWEST_TOKENS. The upper limit is GPU_TOKENS on a GPU.
+    On a CPU it is CPU_TOKENS, or fewer if CPU_BYTES hold fewer.
 
-    It follows from the models' shapes, the precision and the memory that the device has in all, never from what is
-    free just now or from a clock: a run that goes on on a machine of the same kind computes the same bytes.
+    The result depends on the shapes of the models, the precision and the total memory of the device. It depends
+    neither on the memory that is free at the moment nor on a clock, so a run that resumes on a machine of the same
+    kind computes the same bytes.
 
     Args:
-        trained: the models that learn, one microbatch of one of them at a time.
-        frozen: what else is in the device's memory, each model once.
-        device: the total is a GPU's memory, or this machine's (within the limit of its container) on a CPU.
-        num_processes: on a CPU they share it.
-        checkpointing: a trained model keeps each layer's input only, and beside them what one layer keeps while that
-            is computed again: ``activation_bytes / layers + 4 * layers * hidden``.
+        trained: the models that are trained. Only one of them has a microbatch in memory at a time.
+        frozen: all other models in the device's memory.
+        device: the total is the GPU's memory, or on a CPU this machine's memory (within its container's limit).
+        precision: of the forward passes.
+        num_processes: processes that share the memory of a CPU.
+        checkpointing: True if layers are recomputed in the backward pass.
+        logits_copies: LOGITS_COPIES or COPIES_OF_WHOLE_DISTRIBUTIONS.
     """
-    static = sum(4 * p.numel() + (12 * p.numel() if p.requires_grad else 0) for m in trained for p in m.parameters())
-    static += sum(4 * p.numel() for m in frozen for p in m.parameters())
-    a_token = max(
-        _checkpointed_bytes(m, precision) if checkpointing else activation_bytes(m, precision) for m in trained
-    )
-    vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
-    a_token += logits_copies * 4 * vocabulary
+    static = static_bytes(trained, frozen)
+    per_token = token_bytes(trained, precision, checkpointing=checkpointing, logits_copies=logits_copies)
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
-    fitting = int(SHARE * (total - static) / a_token)
-    most = GPU_TOKENS if device.type == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / a_token)))
+    fitting = int(SHARE * (total - static) / per_token)
+    most = GPU_TOKENS if device.type == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / per_token)))
     return max(FEWEST_TOKENS, min(fitting, most))
 
 
-def activation_bytes(model: PreTrainedModel, precision: str) -> float:
-    """What the backbone keeps of each token for the backward pass, in bytes.
+def static_bytes(trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrainedModel]) -> int:
+    """Bytes that do not depend on the batch.
 
-    It is counted, not computed from a formula: what autograd keeps of a sequence of 16 tokens less what it keeps of
-    one of 8, over 8; the difference has neither weights nor tables in it. For a Llama in float32 it is about
-    ``4 * layers * (7 * hidden + 2 * key_value_width + 4 * intermediate)``: of a layer the two norms' inputs and
-    outputs, query, key, value, what attention gives (twice: as it comes and as the next product takes it), gate, its
-    activation, up and their product. Other families, adapters and a half precision are counted as they are. Attention
-    that keeps its N x N weights needs more for long sequences than is said here.
+    4 bytes for each weight, and 12 more for each trained weight: its gradient and the two moments of AdamW.
     """
-    return (_kept(model, 16, precision) - _kept(model, 8, precision)) / 8
+    static = sum(4 * p.numel() + (12 * p.numel() if p.requires_grad else 0) for m in trained for p in m.parameters())
+    return static + sum(4 * p.numel() for m in frozen for p in m.parameters())
+
+
+def token_bytes(
+    trained: Sequence[PreTrainedModel],
+    precision: str,
+    *,
+    checkpointing: bool = False,
+    logits_copies: int = LOGITS_COPIES,
+) -> float:
+    """Bytes for each token of a microbatch: ``activation_bytes + logits_copies * 4 * V``.
+
+    The activations are those of the trained model that needs most, since only one has a graph at a time. V is the
+    largest vocabulary of a language model among them. With `checkpointing` a model keeps only the input of each layer,
+    and the activations of the one layer that is recomputed: ``activation_bytes / layers + 4 * layers * hidden``.
+    """
+    count = _checkpointed_bytes if checkpointing else activation_bytes
+    activations = max(count(model, precision) for model in trained)
+    vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
+    return activations + logits_copies * 4 * vocabulary
+
+
+def activation_bytes(model: PreTrainedModel, precision: str) -> float:
+    """Bytes that the backbone keeps for each token until the backward pass.
+
+    They are measured, not computed by a formula: the bytes that autograd keeps for a sequence of 16 tokens, minus
+    those for 8 tokens, over 8. Weights and tables cancel in the difference. For a Llama in float32 the result is about
+    ``4 * layers * (7 * hidden + 2 * key_value_width + 4 * intermediate)``. Each layer keeps the inputs and outputs of
+    two norms; query, key and value; the output of attention twice (as computed, and as the next product reads it);
+    the gate, its activation, the up projection and their product. Other families, adapters and bfloat16 are measured
+    in the same way. Attention that keeps its N x N weights needs more than this for long sequences.
+
+    A model on the `meta` device, which has shapes and no weights, is measured in float32.
+    """
+    return (_kept_bytes(model, 16, precision) - _kept_bytes(model, 8, precision)) / 8
+
+
+def cache_bytes(model: PreTrainedModel, num_tokens: int, number_bytes: int = 4) -> int:
+    """Bytes of the keys and values of `num_tokens` tokens while the sampler runs.
+
+    ``2 * layers * key_value_heads * head_dim * num_tokens * number_bytes``
+    """
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * key_value_heads * head_dim * num_tokens * number_bytes
 
 
 def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
@@ -105,30 +144,31 @@ def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
     return activation_bytes(model, precision) / layers + 4 * layers * config.hidden_size
 
 
-def _kept(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
-    """Bytes of the tensors that autograd keeps of a forward pass, each memory once."""
+def _kept_bytes(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
+    """Bytes of the storages that autograd keeps for a forward pass; each storage counts once."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        # The address of the storage object: data_ptr() is 0 for every tensor on the meta device.
+        kept[storage._cdata] = storage.nbytes()
         return tensor
 
     device = next(model.parameters()).device
     ids = (torch.arange(num_tokens, device=device) * 7 + 3) % vocabulary_rows(model)
     with (
         torch.enable_grad(),
-        autocast(device, precision),
+        autocast(device, precision) if device.type != "meta" else contextlib.nullcontext(),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        # While the output lives all of them do, and no two have the same address.
+        # All storages live as long as the output, so no two of them have the same address.
         output = model.base_model(input_ids=ids[None])
     del output
     return sum(kept.values())
 
 
 def total_memory(device: torch.device) -> int:
-    """The memory that the device has in all, in bytes; a container's limit counts where it is the lower."""
+    """Total memory of the device in bytes. On a CPU a lower limit of the container counts instead."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -144,12 +184,12 @@ def total_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """The floating-point operations of a model, counted from its shape; a multiplication with its addition is two.
+    """The floating-point operations of a model, counted from its shape. A multiply-add counts as two.
 
-    The count of Kaplan et al. 2020 (arXiv 2001.08361, table 1) and of PaLM (Chowdhery et al. 2022, appendix B): two a
-    weight and token forward, twice that backward, and attention by itself. Norms, activations, softmax and the
-    optimizer are left out, and so is whatever is computed twice. Unlike theirs a token's attention counts the tokens
-    that it can see and no others, and the head the tokens that it runs on.
+    The count follows Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (Chowdhery et al. 2022, appendix B): two
+    operations per weight and token forward, twice that backward, and attention separately. Norms, activations, softmax
+    and the optimizer are not counted, and neither is anything that is computed a second time. Unlike in those papers,
+    the attention of a token counts only the tokens that it can see, and the head only the tokens that it runs on.
 
     >>> work = Work(weights=100, trained=100, head=30, trained_head=30, width=4)
     >>> work.forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
@@ -161,39 +201,43 @@ class Work:
     """
 
     weights: int
-    """That a token passes: those of the layers, without embeddings and head; of experts its share."""
+    """Weights that a token passes: those of the layers, without embeddings and head. Of a mixture of experts, the share
+    that a token uses."""
     trained: int
-    """Of these, those that get a gradient."""
+    """The number of `weights` that get a gradient."""
     head: int
     """Weights of the head over the vocabulary."""
     trained_head: int
-    """Of these, those that get a gradient."""
+    """The number of `head` weights that get a gradient."""
     width: int
-    """Of the queries, summed over the layers: layers x heads x head_dim."""
+    """Width of the queries, summed over the layers: layers x heads x head_dim."""
 
     def forward(self, lengths: Sequence[int], head_tokens: int, shared: Sequence[int] | None = None) -> int:
-        """``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``.
+        """Operations of a forward pass.
+
+        ``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``
 
         Args:
-            lengths: tokens of each sequence, N in all; ``pairs`` are the tokens that see one another, n (n + 1) / 2 of
-                a sequence of n (queries with keys and weights with values are two products of 2 * width each).
+            lengths: tokens of each sequence, N in total. `pairs` counts the pairs of tokens that attend to each other:
+                n (n + 1) / 2 in a sequence of n. Queries with keys, and weights with values, are two products of
+                2 * width operations each.
             head_tokens: tokens that the head runs on.
-            shared: of each sequence, with how many tokens it begins that another one has begun with; None: with none.
-                They are computed once, so here they do not count.
+            shared: for each sequence, the number of its first tokens that an earlier sequence shares with it. They are
+                computed once, so they are not counted again. None: no sequence shares any.
         """
-        begun = shared or [0] * len(lengths)
-        pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in begun)
-        return 2 * self.weights * (sum(lengths) - sum(begun)) + 2 * self.head * head_tokens + 4 * self.width * pairs
+        prefixes = shared or [0] * len(lengths)
+        pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in prefixes)
+        return 2 * self.weights * (sum(lengths) - sum(prefixes)) + 2 * self.head * head_tokens + 4 * self.width * pairs
 
     def training(self, lengths: Sequence[int], head_tokens: int, shared: Sequence[int] | None = None) -> int:
-        """``3 * forward``, less the weights' gradients of what is frozen."""
+        """Operations of a forward and backward pass: ``3 * forward``, minus the gradients of frozen weights."""
         num_tokens = sum(lengths) - sum(shared or ())
         frozen = 2 * (self.weights - self.trained) * num_tokens + 2 * (self.head - self.trained_head) * head_tokens
         return 3 * self.forward(lengths, head_tokens, shared) - frozen
 
 
 def work_of(model: PreTrainedModel) -> Work:
-    """The count of a model's weights that `Work` multiplies."""
+    """The `Work` of a model, counted from its parameters."""
     config, backbone = model.config.get_text_config(), model.base_model
     tables = {id(p) for m in backbone.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     experts = getattr(config, "num_experts_per_tok", None)
@@ -203,27 +247,27 @@ def work_of(model: PreTrainedModel) -> Work:
             continue
         size = parameter.numel()
         if experts and parameter.ndim == 3:
-            # The weights of all experts in one: [experts, out, in].
+            # One parameter has the weights of all experts: [experts, out, in].
             size = size * experts // parameter.shape[0]
         weights += size
         trained += size if parameter.requires_grad else 0
     head = model.get_output_embeddings()
     assert head is None or isinstance(head.weight, torch.Tensor)
-    of_head = head.weight.numel() if head is not None else 0
-    trained_head = of_head if head is not None and head.weight.requires_grad else 0
-    # A state space model has no heads, and nothing that grows with the square of the length.
+    head_weights = head.weight.numel() if head is not None else 0
+    trained_head = head_weights if head is not None and head.weight.requires_grad else 0
+    # A state space model has no attention heads, and no cost that grows with the square of the length.
     heads = getattr(config, "num_attention_heads", None)
     width = 0
     if heads:
         width = config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return Work(weights, trained, of_head, trained_head, width)
+    return Work(weights, trained, head_weights, trained_head, width)
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """The most operations a second that a matrix product reaches here, in the precision of the forward passes.
+    """The most operations per second that a matrix product reaches on this device, in the passes' precision.
 
-    The best of ten products, or of those that half a second is enough for: square ones of 1024 on a CPU, which take 10
-    to 20 ms each on one core, of 8192 on a GPU.
+    The best of ten square products, or of as many as fit into half a second. Their size is 1024 on a CPU (10 to 20 ms
+    each on one core) and 8192 on a GPU.
     """
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator().manual_seed(0)
@@ -243,7 +287,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
             if ended - begun > 0.5:
                 break
     if device.type == "cuda":
-        # What the run needs at most is not what this needed.
+        # This measurement must not count in the run's own peak of memory.
         del x, weight
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -251,6 +295,6 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told; a CPU has."""
+    """Wait until a GPU has finished its queued work. A CPU has no queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

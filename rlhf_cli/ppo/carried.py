@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
+from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, merge, select
 from rlhf_cli.ppo.setup import Learner
-from rlhf_cli.rollout.rollout import TENSORS, Experience, PromptRow, merge, select
-from rlhf_cli.rollout.sampling import Response
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Part, State, Weights
 from rlhf_cli.training.health import Health
 
-Recent = deque[tuple[int, Experience]]
+Recent = deque[tuple[int, UpdateBatch]]
 """The rollouts that the next update learns from too, with the iteration that each was made in."""
 
 
@@ -60,10 +61,10 @@ class Carried:
         rollouts = []
         # The last one needed is that of the next update, for which the oldest makes room.
         kept = list(self.recent)[-(self.recent.maxlen or 1) + 1 :] if (self.recent.maxlen or 1) > 1 else []
-        for number, (iteration, experience) in enumerate(kept):
-            whole = of_all(self.learner, experience.to("cpu"))
+        for number, (iteration, update_batch) in enumerate(kept):
+            whole = of_all(self.learner, update_batch.to("cpu"))
             tensors |= {f"{number}/{name}": getattr(whole, name) for name in TENSORS}
-            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.kept} for r in whole.responses]
+            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids} for r in whole.responses]
             rollouts.append({"iteration": iteration, "responses": responses})
         return tensors, {
             "kl_coef": self.learner.kl_coef,
@@ -90,18 +91,18 @@ class Carried:
         for number, saved in enumerate(numbers["rollouts"]):
             responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
-            whole = Experience(prompts=self.prompts_of(saved["iteration"]), responses=responses, **own)
+            whole = UpdateBatch(prompts=self.prompts_of(saved["iteration"]), responses=responses, **own)
             mine = self.learner.world.shard(range(len(responses)), self.learner.together)
             self.recent.append((saved["iteration"], select(whole, mine)))
 
 
-def of_all(learner: Learner, experience: Experience) -> Experience:
+def of_all(learner: Learner, update_batch: UpdateBatch) -> UpdateBatch:
     """All processes' rows of a rollout, in the order of the iteration, on the device of this process's own."""
     world = learner.world
     if world.size == 1:
-        return experience
-    everyone = world.gather(experience.to("cpu"))
+        return update_batch
+    everyone = world.gather(update_batch.to("cpu"))
     ends = list(itertools.accumulate(len(own.responses) for own in everyone))
     rows = [range(end - len(own.responses), end) for own, end in zip(everyone, ends, strict=True)]
     whole = select(merge(everyone), world.interleave(rows, learner.together))
-    return whole.to(experience.response_mask.device)
+    return whole.to(update_batch.response_mask.device)

@@ -20,6 +20,7 @@ from rlhf_cli.models.load import (
     save,
     shared_value_model,
 )
+from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.evaluation import Evaluation, evaluate
 from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rewards.sources import (
@@ -31,15 +32,10 @@ from rlhf_cli.rewards.sources import (
     named_numbers,
     total_score,
 )
-from rlhf_cli.rollout.rollout import (
-    Experience,
-    PromptRow,
-    Rollout,
-    collect,
-    shared_prompts,
-    whole_lengths,
-)
-from rlhf_cli.rollout.sampling import Response, response_text, uniforms
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import RolloutBatch, collect, sequence_lengths, shared_prompts
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training.best import Best
 
 
@@ -61,7 +57,7 @@ def judged(learner: Learner, prompts: Sequence[PromptRow], texts: list[str], res
 
 def iteration_metrics(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutBatch,
     texts: list[str],
     scores: Scores,
     kl: torch.Tensor,
@@ -117,14 +113,14 @@ def iteration_metrics(
     return metrics
 
 
-def count_rollout(learner: Learner, rollout: Rollout) -> None:
+def count_rollout(learner: Learner, rollout: RolloutBatch) -> None:
     """How long sampling and the forward passes after it took, and over how many tokens.
 
     A response counts with its prompt, of the operations those of equal prompts once; one head's product a response
     token.
     """
     speed, models = learner.stage.speed, learner.models
-    lengths = whole_lengths(rollout.prompts, rollout.responses)
+    lengths = sequence_lengths(rollout.prompts, rollout.responses)
     num_tokens, sampled = sum(lengths), sum(len(r.ids) for r in rollout.responses)
     shared = shared_prompts(rollout.prompts)
     forward = learner.policy_work.forward(lengths, sampled, shared)
@@ -140,7 +136,7 @@ def count_update(
     learner: Learner, prompts: Sequence[PromptRow], responses: Sequence[Response], learns_policy: bool
 ) -> None:
     """Tokens and operations of a microbatch; a policy that does not learn yet is run forward only."""
-    lengths, num_answered = whole_lengths(prompts, responses), sum(len(r.ids) for r in responses)
+    lengths, num_answered = sequence_lengths(prompts, responses), sum(len(r.ids) for r in responses)
     work, shared = learner.policy_work, shared_prompts(prompts)
     flops = (work.training if learns_policy else work.forward)(lengths, num_answered, shared)
     if learner.value_work is not None:
@@ -161,7 +157,7 @@ def _duplicates(pairs: Sequence[tuple[str, str]]) -> float:
 
 
 def keep_samples(
-    learner: Learner, rollout: Rollout, texts: list[str], scores: Scores, kl: torch.Tensor, iteration: int
+    learner: Learner, rollout: RolloutBatch, texts: list[str], scores: Scores, kl: torch.Tensor, iteration: int
 ) -> None:
     for i in range(min(learner.config.num_logged_samples, len(texts))):
         learner.stage.sample(
@@ -196,7 +192,7 @@ def measurement(learner: Learner) -> Callable[[], Evaluation]:
             learner.models,
             learner.tokenizer,
             learner.test,
-            uniforms(config.seed, "ppo evaluation", 0, len(learner.test), config.rollout.max_new_tokens),
+            draw_uniforms(config.seed, "ppo evaluation", 0, len(learner.test), config.rollout.max_new_tokens),
             learner.world,
             score=score,
             judge=judge if gold is not None else None,
@@ -215,7 +211,7 @@ def measure_reference(learner: Learner) -> None:
     config, world = learner.config, learner.world
     total = config.ppo.num_reference_samples
     numbers = stream(len(learner.train), total, 0, config.seed, "ppo reference prompts")
-    table = uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
+    table = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
     # The policy that is about to learn is the reference, unless the config names another.
     models = replace(learner.models, policy=learner.models.ref_policy or learner.models.policy)
     for part in chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size):
@@ -314,7 +310,7 @@ def save_value_model(learner: Learner) -> None:
         save(shared_value_model(merged(models.policy), models.value_head), learner.tokenizer, place)
 
 
-def failed_batch(learner: Learner, batch: Experience, rows: list[int], step: int) -> list[dict[str, Any]]:
+def failed_batch(learner: Learner, batch: UpdateBatch, rows: list[int], step: int) -> list[dict[str, Any]]:
     """A minibatch that can't be learnt from, to be looked at: a row a response, over all processes."""
     mine = [
         {

@@ -60,11 +60,9 @@ from rlhf_cli.rewards.sources import (
     check_rows,
     load_rewards,
 )
-from rlhf_cli.rollout.rollout import (
-    Models,
-    PromptRow,
-)
-from rlhf_cli.rollout.sampling import Sampling, stop_ids, why_not_fast
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import stop_ids, why_not_fast
+from rlhf_cli.rollout.scoring import Models, PromptRow
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.health import RATIO_TOLERANCE, Health

@@ -1,23 +1,15 @@
-"""Prompts to sampled responses, with their log-probabilities.
+"""From prompts to sampled responses with their log-probabilities.
 
-The randomness is a table of uniforms given from outside, one row a prompt, one column a token: a token is
-drawn by inverting the cumulative distribution at its uniform. A response therefore depends on its prompt and
-its row only, and not on what else is in the batch.
-
-A filter (top_k, top_p, min_p) and min_new_tokens make another distribution of the model's own, and the trainer
-has to speak of that one. So a response remembers which tokens each of its own could have been, and
-`allowed_logits` takes all others out of whatever logits it is given, those of the policy that has moved on and
-of ref_policy too. DeepSeek-V3.2 (2025) keeps its sampling mask for the same reason: ratio and KL are taken
-between distributions over the same tokens, and a filter alone never makes them anything but 1 and 0.
+The caller supplies the randomness: one uniform number per prompt and token. A token is drawn by inverting the
+cumulative distribution at its uniform. A response therefore depends only on its prompt and its row of uniforms, not on
+the other prompts of the batch.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,92 +19,47 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
 from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
 from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.rollout.distribution import Response, Sampling, kept_tokens, stop_token_mask
+from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
 
 REFILL = 0.25
-"""Prompts wait until so large a share of max_live_rows is free: to read many together costs less a prompt."""
+"""Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""
 BLOCK = 64
-"""Tokens whose odds a draw adds up first."""
+"""Tokens per block of the two-level cumulative sum in `draw`."""
 BELOW_1 = 1 - 2.0**-23
-"""Times any float32 it is less than that, which 1 - 2**-24, the largest uniform, is not."""
-FIRST_LOOK = 1024
-"""top_p orders this many of the likeliest tokens and more only where they don't reach p: to order a whole
-vocabulary of 150,000 takes 20 times as long, and almost always for tokens that are left out."""
-MARGIN = 8
-"""Characters at the start of a decoded tail that may differ from the same place in the whole text: a space that
-the tokenizer strips or glues, and the rest of a multi-byte character."""
+"""x * BELOW_1 < x for every positive float32 x. The largest uniform, 1 - 2**-24, does not guarantee that."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a response is drawn.
-
-    The order is: the temperature; min_new_tokens takes the stop tokens out; top_k; top_p of what top_k left,
-    renormalised; min_p. What is left is renormalised and drawn from.
-    """
-
-    temperature: float = 1.0
-    """Above 0; logits are divided by it. 1 is the model itself."""
-    top_k: int | None = None
-    """Keep the k likeliest tokens, at least 1 (Fan et al. 2018). Of equally likely ones the lower ids go first,
-    so 1 is greedy."""
-    top_p: float | None = None
-    """Above 0; keep the smallest set of likeliest tokens whose probability reaches p, the token that crosses
-    included (Holtzman et al. 2020). 1 keeps all."""
-    min_p: float | None = None
-    """Keep tokens of at least min_p times the likeliest one's probability (Nguyen et al. 2024), from above 0
-    to 1."""
-    min_new_tokens: int = 0
-    """A response that ends has at least this many tokens, the one that ends it included: stop tokens can't be
-    drawn before, and a stop string that is complete before ends nothing."""
-    stop: frozenset[int] = frozenset()
-    """Token ids that end a response: EOS and others."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts, none empty, that end a response; the token that completes one is its last. They are looked for in
-    the response as it is decoded without special tokens: one that is a special token belongs into `stop`."""
-
-    @property
-    def filters(self) -> bool:
-        """Is anything left out for being unlikely?"""
-        return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or self.min_p is not None
-
-    @property
-    def restricts(self) -> bool:
-        """Are there tokens that can't be drawn: left out for being unlikely, or stop tokens for coming too early?"""
-        return self.filters or (self.min_new_tokens > 1 and bool(self.stop))
-
-
-@dataclass(frozen=True)
-class Response:
-    """One sampled response."""
-
-    ids: list[int]
-    """Its tokens, the stop token, or those of the stop string, included when it came."""
-    logprobs: list[float]
-    """Of each token when it was drawn: of the distribution that it was drawn from, tempered and filtered."""
-    ended: bool
-    """A stop token or a stop string came before `max_new_tokens` were out."""
-    kept: list[list[int]] | None = None
-    """With a filter: for each token, the ids that it could have been, in ascending order."""
-
-
-def uniforms(seed: int, purpose: str, iteration: int, rows: int, columns: int) -> Tensor:
-    """The table [rows, columns] of one iteration, in [0, 1), the same on every device."""
+def draw_uniforms(seed: int, purpose: str, iteration: int, rows: int, columns: int) -> Tensor:
+    """The uniforms [rows, columns] of one iteration, in [0, 1), the same on every device."""
     return torch.rand(rows, columns, generator=generator(seed, purpose, iteration))
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends a response: the tokenizer's EOS and all of generation_config's."""
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = set(found) if isinstance(found, list | tuple) else {found}
+    """All tokens that end a response: the tokenizer's EOS, and every eos_token_id of generation_config."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(eos) if isinstance(eos, list | tuple) else {eos}
     return {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, response: Response, sampling: Sampling) -> str:
+    """The response as users and reward models read it: without special tokens and without the stop string.
+
+    If several stop strings ended it, the text is cut before the one that begins first. A stop string that was complete
+    before min_new_tokens ended nothing and stays in the text.
+    """
+    text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
+    if response.ended and sampling.stop_strings:
+        return text[: stop_string_start(tokenizer, response.ids, sampling.stop_strings)]
+    return text
 
 
 @torch.no_grad()
 def sample(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    table: Tensor,
+    uniforms: Tensor,
     sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
@@ -120,124 +67,187 @@ def sample(
 ) -> list[Response]:
     """Sample one response to each prompt.
 
-    prompts: token ids, none empty. table [B, R]: uniforms, R the longest response. Log-probabilities and
-    the cumulative distribution are float32 whatever the model computes in. The plain `Sampling()` is the
-    model's own distribution: nothing is filtered. Stop tokens and strings in the prompt, or begun in it, end
-    nothing.
+    Stop tokens and stop strings inside the prompt, or begun in it, end nothing. Log-probabilities and the cumulative
+    distribution are float32 whatever the model computes in.
 
-    At most `max_live_rows` responses are drawn at a time, None for all at once: where some have ended, prompts
-    that wait take their place. It bounds the memory of keys and values and changes no response; a step of many
-    rows costs less a row, so it is no faster on a CPU. On a GPU it may be fewer (static_decoder.py).
+    Args:
+        model: a causal language model.
+        prompts: B lists of token ids, none empty.
+        uniforms: [B, R] in [0, 1); R is the maximum response length.
+        sampling: temperature, filters and stops. `Sampling()` is the model's own distribution.
+        tokenizer: needed only for stop strings.
+        max_live_rows: maximum responses decoded at the same time, None for all. Waiting prompts take the place of
+            finished responses. This bounds the key and value memory and changes no response. It does not make a CPU
+            faster, because a step of many rows costs less per row. A GPU decoder may lower it further.
 
-    Raises ValueError: stop strings without the tokenizer to read them with.
+    Raises:
+        ValueError: stop strings without a tokenizer.
     """
     if sampling.stop_strings and tokenizer is None:
-        raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer: a response is read to find them")
+        raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer to decode responses")
     device = next(model.parameters()).device
-    num_rows, longest = table.shape
+    num_rows, longest = uniforms.shape
     decoder = _decoder(model, max(map(len, prompts)) + longest, min(max_live_rows or num_rows, num_rows))
     max_live_rows = min(max_live_rows or num_rows, decoder.most_rows)
+    live = _LiveRows(uniforms.to(device), sampling, tokenizer)
+    num_started = 0
 
-    # What was drawn, row after row in one line, with a place behind each row. `rows` are the numbers of the decoder's
-    # live rows, `at` the place of the next token of each, `last` that of its last, `over` whether it has ended: it may
-    # go on beside the others for a while, for nothing, and what it draws beyond `last` goes to the place behind.
-    width = longest + 1
-    u = F.pad(table.to(device), (0, 1)).flatten()
-    tokens = torch.zeros(u.shape, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(u.shape, device=device)
-    stops = torch.zeros(u.shape, dtype=torch.bool, device=device)
-    kept: list[list[list[int]]] = [[] for _ in prompts]
-    to_read: list[list[int]] = [[] for _ in prompts]
-    rows = at = last = new = torch.zeros(0, dtype=torch.int64, device=device)
-    over = torch.zeros(0, dtype=torch.bool, device=device)
-    counts: deque[_Count] = deque()
-    num_begun = youngest = 0
-    is_stop: Tensor | None = None
+    while num_started < num_rows or live.count > 0:
+        # 1. The next token's logits: of the live rows, then of the prompts that enter now.
+        parts = [decoder.step(live.new_ids)] if live.count > 0 else []
+        room = min(max_live_rows - live.count, num_rows - num_started)
+        if live.count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
+            parts.append(decoder.admit(prompts[num_started : num_started + room]))
+            live.enter(num_started, room)
+            num_started += room
+        logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()  # [live rows, V]
 
-    while num_begun < num_rows or len(rows) > 0:
-        # 1. The logits of the next token: of live rows, and of prompts that take the place of rows that have left.
-        parts = [decoder.step(new)] if len(rows) > 0 else []
-        room = min(max_live_rows - len(rows), num_rows - num_begun)
-        if len(rows) == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
-            parts.append(decoder.admit(prompts[num_begun : num_begun + room]))
-            begun = torch.arange(num_begun, num_begun + room, device=device)
-            rows, at = torch.cat([rows, begun]), torch.cat([at, begun * width])
-            last = torch.cat([last, begun * width + longest - 1])
-            over = torch.cat([over, over.new_zeros(room)])
-            num_begun, youngest = num_begun + room, 0
-        logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()
-        if is_stop is None:
-            is_stop = _is_stop(logits.shape[1], sampling.stop, device)
+        # 2. One token for each live row.
+        live.draw(live.allowed(logits))
 
-        # 2. What may be drawn, and the draw.
-        youngest += 1
-        if youngest < sampling.min_new_tokens:
-            early = at % width + 1 < sampling.min_new_tokens
-            logits = logits.masked_fill(early[:, None] & is_stop, -math.inf)
-        if sampling.filters:
-            allowed = kept_tokens(logits / sampling.temperature, sampling)
-            logits = logits.masked_fill(~allowed, -math.inf)
-            each = allowed.nonzero()[:, 1].cpu().split(allowed.sum(1).tolist())
-            for row, allowed_ids in zip(rows.tolist(), each, strict=True):
-                kept[row].append(allowed_ids.tolist())
-        new, new_logprobs = draw(logits, u.gather(0, at), sampling.temperature)
-        tokens.scatter_(0, at, new)
-        logprobs.scatter_(0, at, new_logprobs)
-
-        # 3. What ends, and leaves.
-        stopped = is_stop.index_select(0, new)
-        if tokenizer is not None and sampling.stop_strings:
-            live = (~over).nonzero()[:, 0]
-            for i, row, token in zip(live.tolist(), rows[live].tolist(), new[live].tolist(), strict=True):
-                to_read[row].append(token)
-                may_end = len(to_read[row]) >= sampling.min_new_tokens
-                if may_end and stop_string_start(tokenizer, to_read[row], sampling.stop_strings) is not None:
-                    stopped[i] = True
-        stops.scatter_(0, at, stopped)
-        over = over | stopped | (at >= last)
-        at = torch.minimum(at, last) + 1
-        counts.append(_Count(over))
-        if len(counts) <= decoder.lag:
-            continue
-        num_alive = len(over) - counts.popleft().read()
-        if num_alive < len(over) and num_alive <= decoder.leaves_below * len(over):
-            stay = (~over).nonzero()[:, 0]
+        # 3. Finished rows leave once enough of them have finished.
+        stay = live.rows_that_stay(lag=decoder.lag, leaves_below=decoder.leaves_below)
+        if stay is not None:
             decoder.keep(stay)
-            rows, at, last, new, over = rows[stay], at[stay], last[stay], new[stay], over[stay]
-            counts.clear()
+            live.keep(stay)
+    return live.responses()
 
-    stops = stops.view(num_rows, width)[:, :longest]
-    ended = stops.any(1)
-    lengths = torch.where(ended, stops.int().argmax(1) + 1, longest).tolist()
-    rows_of_tokens, rows_of_logprobs = (
-        tokens.view(num_rows, width).tolist(),
-        logprobs.view(num_rows, width).tolist(),
-    )
-    return [
-        Response(ids[:n], some[:n], end, allowed_ids[:n] if sampling.filters else None)
-        for ids, some, end, allowed_ids, n in zip(
-            rows_of_tokens, rows_of_logprobs, ended.tolist(), kept, lengths, strict=True
-        )
-    ]
+
+class _LiveRows:
+    """The tokens drawn so far, and the state of the rows that the decoder is working on.
+
+    Buffers hold all B rows end to end, R + 1 places per row. A finished row may stay beside the others for some steps;
+    the tokens drawn for it in the meantime are written to the extra place and ignored.
+    """
+
+    def __init__(self, uniforms: Tensor, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None):
+        self.sampling, self.tokenizer = sampling, tokenizer
+        self.num_rows, self.longest = uniforms.shape
+        self.width = self.longest + 1
+        self.uniforms = F.pad(uniforms, (0, 1)).flatten()  # [B * (R + 1)], like the three buffers below
+        self.ids = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=uniforms.device)
+        self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
+        self.ended_mask = torch.zeros(self.uniforms.shape, dtype=torch.bool, device=uniforms.device)
+        self.allowed_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
+        self.unread_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
+        # Per live row: its number, the place of its next token, the place of its last possible token, its newest token.
+        empty = torch.zeros(0, dtype=torch.int64, device=uniforms.device)
+        self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
+        self.over_mask = torch.zeros(0, dtype=torch.bool, device=uniforms.device)
+        self.num_drawn = 0  # tokens of the youngest live row
+        self.counts: deque[_Count] = deque()
+        self.stop_mask: Tensor | None = None  # [V]
+
+    @property
+    def count(self) -> int:
+        """Number of live rows, including finished ones that have not left yet."""
+        return len(self.rows)
+
+    def enter(self, first: int, count: int) -> None:
+        """Add rows `first` to `first + count - 1` behind the live ones."""
+        rows = torch.arange(first, first + count, device=self.rows.device)
+        self.rows, self.at = torch.cat([self.rows, rows]), torch.cat([self.at, rows * self.width])
+        self.last = torch.cat([self.last, rows * self.width + self.longest - 1])
+        self.over_mask = torch.cat([self.over_mask, self.over_mask.new_zeros(count)])
+        self.num_drawn = 0
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """The logits [live rows, V] with -inf at tokens that may not be drawn now."""
+        sampling = self.sampling
+        if self.stop_mask is None:
+            self.stop_mask = stop_token_mask(logits.shape[1], sampling.stop, logits.device)
+        self.num_drawn += 1
+        if self.num_drawn < sampling.min_new_tokens:
+            early_mask = self.at % self.width + 1 < sampling.min_new_tokens
+            logits = logits.masked_fill(early_mask[:, None] & self.stop_mask, -math.inf)
+        if sampling.filters:
+            kept_mask = kept_tokens(logits / sampling.temperature, sampling)
+            logits = logits.masked_fill(~kept_mask, -math.inf)
+            kept_ids = kept_mask.nonzero()[:, 1].cpu().split(kept_mask.sum(1).tolist())
+            for row, ids in zip(self.rows.tolist(), kept_ids, strict=True):
+                self.allowed_ids[row].append(ids.tolist())
+        return logits
+
+    def draw(self, logits: Tensor) -> None:
+        """Draw the next token of each live row and note which rows it ends."""
+        assert self.stop_mask is not None
+        self.new_ids, logprobs = draw(logits, self.uniforms.gather(0, self.at), self.sampling.temperature)
+        self.ids.scatter_(0, self.at, self.new_ids)
+        self.logprobs.scatter_(0, self.at, logprobs)
+        stopped_mask = self.stop_mask.index_select(0, self.new_ids)
+        if self.tokenizer is not None and self.sampling.stop_strings:
+            self._find_stop_strings(self.tokenizer, stopped_mask)
+        self.ended_mask.scatter_(0, self.at, stopped_mask)
+        self.over_mask = self.over_mask | stopped_mask | (self.at >= self.last)
+        self.at = torch.minimum(self.at, self.last) + 1
+
+    def _find_stop_strings(self, tokenizer: PreTrainedTokenizerBase, stopped_mask: Tensor) -> None:
+        """Set `stopped_mask` for each row whose newest token completes a stop string."""
+        live = (~self.over_mask).nonzero()[:, 0]
+        for i, row, token in zip(live.tolist(), self.rows[live].tolist(), self.new_ids[live].tolist(), strict=True):
+            ids = self.unread_ids[row]
+            ids.append(token)
+            if (
+                len(ids) >= self.sampling.min_new_tokens
+                and stop_string_start(tokenizer, ids, self.sampling.stop_strings) is not None
+            ):
+                stopped_mask[i] = True
+
+    def rows_that_stay(self, *, lag: int, leaves_below: float) -> Tensor | None:
+        """Indices of the unfinished live rows, if the share of them is at most `leaves_below`; otherwise None.
+
+        The count that decides is `lag` steps old, so that a GPU need not wait for the host.
+        """
+        self.counts.append(_Count(self.over_mask))
+        if len(self.counts) <= lag:
+            return None
+        num_alive = self.count - self.counts.popleft().read()
+        if num_alive < self.count and num_alive <= leaves_below * self.count:
+            return (~self.over_mask).nonzero()[:, 0]
+        return None
+
+    def keep(self, stay: Tensor) -> None:
+        """Drop all live rows but those at the indices `stay`."""
+        self.rows, self.at, self.last = self.rows[stay], self.at[stay], self.last[stay]
+        self.new_ids, self.over_mask = self.new_ids[stay], self.over_mask[stay]
+        self.counts.clear()
+
+    def responses(self) -> list[Response]:
+        """The finished responses, in the order of the prompts."""
+        shape = (self.num_rows, self.width)
+        ended_mask = self.ended_mask.view(shape)[:, : self.longest]  # [B, R]
+        ended = ended_mask.any(1)
+        lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.longest).tolist()
+        return [
+            Response(ids[:n], logprobs[:n], end, allowed_ids[:n] if self.sampling.filters else None)
+            for ids, logprobs, end, allowed_ids, n in zip(
+                self.ids.view(shape).tolist(),
+                self.logprobs.view(shape).tolist(),
+                ended.tolist(),
+                self.allowed_ids,
+                lengths,
+                strict=True,
+            )
+        ]
 
 
 class _Count:
-    """How many rows are over, asked for now and read later: a GPU is not waited for in between."""
+    """The number of finished rows, requested now and read later, so that the host does not wait for a GPU."""
 
-    def __init__(self, over: Tensor):
-        self.number = over.sum().to("cpu", non_blocking=True)
-        self.is_there = torch.cuda.Event() if over.device.type == "cuda" else None
-        if self.is_there is not None:
-            self.is_there.record()
+    def __init__(self, over_mask: Tensor):
+        self.number = over_mask.sum().to("cpu", non_blocking=True)
+        self.arrived = torch.cuda.Event() if over_mask.device.type == "cuda" else None
+        if self.arrived is not None:
+            self.arrived.record()
 
     def read(self) -> int:
-        if self.is_there is not None:
-            self.is_there.synchronize()
+        if self.arrived is not None:
+            self.arrived.synchronize()
         return int(self.number)
 
 
 def _decoder(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder | PlainDecoder:
-    """What gives the logits of at most `rows` rows of `longest` tokens: a fast tier where it is the model."""
+    """The decoder for at most `rows` rows of `longest` tokens: a fast one if it supports the model."""
     try:
         return _fast(model, longest, rows)
     except NotFastError:
@@ -245,14 +255,14 @@ def _decoder(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | S
 
 
 def _fast(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder:
-    """The fast tier of the model's device. Raises NotFastError."""
+    """The fast decoder for the model's device. Raises NotFastError if it does not support the model."""
     if next(model.parameters()).device.type == "cuda":
         return static_decoder(model, longest, rows)
     return fast_decoder(model, longest)
 
 
 def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
-    """None where rows of `longest` tokens are sampled by a fast tier, else a line for the user that says why not."""
+    """A line for the user that says why rows of `longest` tokens cannot use a fast decoder; None if they can."""
     try:
         _fast(model, longest, 1)
     except NotFastError as reason:
@@ -261,12 +271,14 @@ def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from softmax(logits / temperature) by inverse CDF, and their log-probabilities.
+    """Draw tokens from softmax(logits / temperature) by inverse CDF; return their ids and log-probabilities.
 
-    logits [B, V], u [B] in [0, 1) -> ids [B], logprobs [B]. The token is the first whose cumulative
-    probability is above u, so one of probability 0 is never drawn. The sum is taken over blocks of tokens first,
-    and over the tokens of the one block that has the token: a cumulative sum over all of them takes as long as
-    their exponentials.
+    ``id = the first token whose cumulative probability is above u``
+    ``logprob = logits[id] / temperature - logsumexp(logits / temperature)``
+
+    logits [B, V], u [B] in [0, 1) -> ids [B], logprobs [B]. A token of probability 0 is never drawn. The cumulative
+    sum runs over blocks of tokens first, then over the tokens of one block: summing over all tokens would take as
+    long as computing their exponentials.
 
     >>> logits = torch.tensor([[1.0, 0.0, 3.0]]).log()  # odds 1 : 0 : 3
     >>> [draw(logits, torch.tensor([u]), 1.0)[0].item() for u in (0.0, 0.24, 0.25, 0.99)]
@@ -274,23 +286,24 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """
     logits = logits.float()
     top = logits.amax(1, keepdim=True)
-    # Odds against the likeliest token. By powers of two, for torch takes exp from MKL, at a quarter of the speed.
-    odds = (logits - top).mul_(1 / (math.log(2) * temperature)).exp2_()
+    # Odds against the likeliest token. exp2 because torch takes exp from MKL, which runs at a quarter of the speed on
+    # processors that are not Intel's.
+    odds = (logits - top).mul_(1 / (math.log(2) * temperature)).exp2_()  # [B, V]
     if odds.shape[1] % BLOCK > 0:
         odds = F.pad(odds, (0, -odds.shape[1] % BLOCK))
     blocks = odds.view(len(odds), -1, BLOCK)
     block, u, total = _invert(blocks.sum(2), u[:, None].float())
     index, _, _ = _invert(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], u)
-    # Of odds that are no numbers the last block comes out, which can end behind the vocabulary.
+    # NaN odds select the last block, whose end may lie beyond the vocabulary.
     ids = (block * BLOCK + index).clamp_max_(logits.shape[1] - 1)
     logprobs = (logits.gather(1, ids) - top) / temperature - total.log()
     return ids[:, 0], logprobs[:, 0]
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first column whose cumulative weight is above u times the total, where in it u falls, and the total.
+    """The first column whose cumulative weight exceeds u times the total, where u falls within it, and the total.
 
-    weights [B, n], u [B, 1] in [0, 1) -> [B, 1] each. No column of weight 0 is found.
+    weights [B, n], u [B, 1] in [0, 1) -> [B, 1] each. A column of weight 0 is never selected.
     """
     sums = weights.cumsum(1)
     total = sums[:, -1:]
@@ -298,163 +311,8 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.searchsorted(sums, target, right=True).clamp_max_(weights.shape[1] - 1)
     weight = weights.gather(1, index)
     if weights.device.type != "cpu":
-        # A GPU adds in an order of its own, so its sums can wobble by a rounding where they should be level.
+        # A GPU sums in its own order, so sums that should be equal can differ by a rounding error.
         index = torch.where(weight > 0, index, weights.argmax(1, keepdim=True))
         weight = weights.gather(1, index)
     within = (target - sums.gather(1, index)).div_(weight).add_(1.0)
     return index, within.clamp_(0.0, BELOW_1), total
-
-
-# ---------------------------------------------------------------------------------- what could be drawn
-
-
-def kept_tokens(scaled: Tensor, sampling: Sampling) -> Tensor:
-    """Which tokens top_k, top_p and min_p leave: [B, V] bool, at least one a row.
-
-    scaled [B, V]: float32, after the temperature; -inf is never kept. top_p is the share of what top_k left.
-    Equally likely tokens are taken in the order of their ids, whatever device orders them.
-
-    >>> scaled = torch.tensor([[1.0, 5.0, 3.0, 1.0]]).log()
-    >>> kept_tokens(scaled, Sampling(top_k=3))
-    tensor([[ True,  True,  True, False]])
-    >>> kept_tokens(scaled, Sampling(top_p=0.6))  # 5/10, and 8/10 is the first to reach it
-    tensor([[False,  True,  True, False]])
-    >>> kept_tokens(scaled, Sampling(top_k=2, top_p=0.6))  # 5/8
-    tensor([[False,  True, False, False]])
-    >>> kept_tokens(scaled, Sampling(min_p=0.5))
-    tensor([[False,  True,  True, False]])
-    """
-    keep = scaled > -math.inf
-    if sampling.top_k is not None or (sampling.top_p is not None and sampling.top_p < 1):
-        last, count = _last_kept(scaled, sampling.top_k, sampling.top_p)
-        above, level = scaled > last, scaled == last
-        keep &= above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
-    if sampling.min_p is not None:
-        keep &= scaled >= scaled.amax(1, keepdim=True) + math.log(sampling.min_p)
-    return keep
-
-
-def _last_kept(scaled: Tensor, top_k: int | None, top_p: float | None) -> tuple[Tensor, Tensor]:
-    """The scaled logit of the least likely token that is kept, and how many are kept: [B, 1] each."""
-    vocabulary = scaled.shape[1]
-    width = min(FIRST_LOOK if top_k is None else top_k, vocabulary)
-    while True:
-        ordered = scaled.topk(width, dim=1).values
-        count = torch.full_like(ordered[:, :1], width, dtype=torch.int64)
-        if top_p is None:
-            break
-        total = (scaled if top_k is None else ordered).logsumexp(1, keepdim=True)
-        mass = (ordered - total).exp().cumsum(1)
-        count = (mass < top_p).sum(1, keepdim=True) + 1
-        if top_k is not None or width == vocabulary or bool((count <= width).all()):
-            count = count.clamp_max(width)
-            break
-        width = min(8 * width, vocabulary)
-    return ordered.gather(1, count - 1), count
-
-
-def _is_stop(vocabulary: int, stop: frozenset[int], device: torch.device) -> Tensor:
-    """[V] bool, True on the stop tokens; ids that the logits have no column for are left out."""
-    ids = torch.tensor(sorted(i for i in stop if i < vocabulary), dtype=torch.int64, device=device)
-    return torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill(0, ids, True)
-
-
-def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Sampling) -> Tensor:
-    """The logits with everything that could not have been drawn at -inf.
-
-    ``logits[n, v] if v in kept[n] else -inf``, and without a filter
-    ``-inf if v in stop and t + 1 < min_new_tokens else logits[n, v]``, t the token's place in its response
-
-    ``token_logprobs(allowed_logits(...), ids, temperature=sampling.temperature)`` is `Response.logprobs` for
-    the policy that sampled, and what ratio, KL and entropy are made of for any other: what was kept is what the
-    rollout kept, and isn't found anew. Give the same to all of them.
-
-    Args:
-        logits: [sum of R_b, V], before the temperature, one row for each response token, end to end.
-        responses: B, in the same order.
-        sampling: how they were drawn.
-
-    Returns:
-        [sum of R_b, V]; logits itself where nothing is restricted. The gradient is 0 at -inf.
-
-    Raises:
-        ValueError: there are more or fewer rows of logits than response tokens.
-
-    >>> response = Response(ids=[2], logprobs=[0.0], ended=False, kept=[[0, 2]])
-    >>> allowed_logits(torch.tensor([[1.0, 2.0, 3.0]]), [response], Sampling(top_k=2))
-    tensor([[1., -inf, 3.]])
-    >>> response = Response(ids=[0, 2], logprobs=[0.0, 0.0], ended=True)
-    >>> sampling = Sampling(min_new_tokens=2, stop=frozenset({2}))
-    >>> allowed_logits(torch.zeros(2, 3), [response], sampling)
-    tensor([[0., 0., -inf],
-            [0., 0., 0.]])
-    """
-    num_tokens = sum(len(response.ids) for response in responses)
-    if num_tokens != len(logits):
-        raise ValueError(f"the responses have {num_tokens} tokens but there are {len(logits)} rows of logits")
-    if sampling.filters:
-        kept = [ids for response in responses for ids in response.kept or ()]
-        if len(kept) != num_tokens:
-            raise ValueError(
-                f"of {num_tokens} response tokens {len(kept)} say what they could have been: not sampled so"
-            )
-        row = torch.arange(num_tokens).repeat_interleave(torch.tensor([len(ids) for ids in kept]))
-        column = torch.tensor(list(itertools.chain.from_iterable(kept)), dtype=torch.int64)
-        forbidden = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-        forbidden[row.to(logits.device), column.to(logits.device)] = False
-        return logits.masked_fill(forbidden, -math.inf)
-    if sampling.restricts:
-        early = [t + 1 < sampling.min_new_tokens for response in responses for t in range(len(response.ids))]
-        is_stop = _is_stop(logits.shape[1], sampling.stop, logits.device)
-        return logits.masked_fill(torch.tensor(early, device=logits.device)[:, None] & is_stop, -math.inf)
-    return logits
-
-
-# ----------------------------------------------------------------------------------------- stop strings
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, response: Response, sampling: Sampling) -> str:
-    """The response as people and reward models read it: without special tokens and without the stop string.
-
-    It is cut before the stop string that ended it, where more than one did before the one that begins first. A
-    stop string that was complete before min_new_tokens ended nothing and stays.
-    """
-    text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
-    if response.ended and sampling.stop_strings:
-        return text[: stop_string_start(tokenizer, response.ids, sampling.stop_strings)]
-    return text
-
-
-def stop_string_start(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: Sequence[str]) -> int | None:
-    """Where in the decoded text of ids the first stop string begins that the last token completes, else None.
-
-    What the last token adds is what differs from the text without it, so a character of which it brings the
-    last byte counts, and a stop string that was there before does not. Only a tail is decoded, until that
-    shows none: as many tokens as it takes to see what is before the last one, for a token can be no character
-    at all or 20.
-    """
-    longest = max(map(len, stop_strings))
-    width = longest + MARGIN
-    while width < len(ids):
-        text, new = _text_and_new(tokenizer, ids[-width:])
-        # A character whose first bytes were left behind is decoded as U+FFFD, and what hangs on it too.
-        if new - (len(text) - len(text.lstrip("\ufffd"))) >= longest + MARGIN:
-            if _first_ending_after(text, new, stop_strings) is None:
-                return None
-            break
-        width *= 2
-    text, new = _text_and_new(tokenizer, ids)
-    return _first_ending_after(text, new, stop_strings)
-
-
-def _text_and_new(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str, int]:
-    """The text of ids and where in it begins what the last token brought."""
-    before, text = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (ids[:-1], ids))
-    differs = (i for i, (old, now) in enumerate(zip(before, text, strict=False)) if old != now)
-    return text, next(differs, min(len(before), len(text)))
-
-
-def _first_ending_after(text: str, new: int, stop_strings: Sequence[str]) -> int | None:
-    """Where the first of the stop strings begins that end after `new`."""
-    starts = [text.find(string, max(0, new - len(string) + 1)) for string in stop_strings]
-    return min((start for start in starts if start >= 0), default=None)

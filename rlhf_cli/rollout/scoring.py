@@ -1,0 +1,203 @@
+"""Forward passes over prompts with their responses: log-probabilities, values, entropy and exact KL per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.data.records import Prompt
+from rlhf_cli.models.adapters import adapters_off
+from rlhf_cli.models.forward import (
+    autocast,
+    hidden_at,
+    logits_and_hidden_at,
+    logits_at,
+    logprobs_at,
+    scalar_head,
+    scalar_scores,
+    shares_prefixes,
+)
+from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
+from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
+from rlhf_cli.tensor_ops import token_entropy, token_logprobs
+
+FULL_KL_CHUNK = 512
+"""Tokens whose full distributions are compared per chunk. Only one chunk's [512, V] is held twice."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt as text, as tokens, and as the row that it came from."""
+
+    text: str
+    ids: list[int]
+    row: Prompt
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy and the models that accompany it during training."""
+
+    policy: PreTrainedModel
+    ref_policy: PreTrainedModel | None
+    """None: the policy with its adapters switched off."""
+    value_model: PreTrainedModel | None = None
+    """A separate sequence classifier with one label. None without values, or if `value_head` computes them."""
+    value_head: torch.nn.Linear | None = None
+    """Computes values from the policy's own hidden states."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether anything predicts values."""
+        return self.value_model is not None or self.value_head is not None
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """One float32 number per response token, end to end: [sum of R_b] each. None if it was not requested."""
+
+    logprobs: Tensor
+    """Log-probability of the sampled token under the current policy, in nats."""
+    values: Tensor | None = None
+    """Value of the state before the token was chosen."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution that the token was drawn from, in nats."""
+    kl_full: Tensor | None = None
+    """Exact KL(policy, ref_policy) of that distribution, summed over the vocabulary, in nats."""
+    ref_logprobs: Tensor | None = None
+    """Log-probability of the sampled token under ref_policy, in nats; a by-product of the exact KL."""
+
+
+def score_tokens(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+    *,
+    with_values: bool = True,
+    with_entropy: bool = False,
+    with_full_kl: bool = False,
+    detach_backbone: bool = False,
+) -> TokenScores:
+    """Run the policy once, and a separate value model once; gradients flow wherever they are enabled.
+
+    Log-probabilities, entropy and KL use the temperature and the allowed tokens of the rollout, so they describe the
+    distribution that was sampled from. With `detach_backbone` the value head's gradient does not reach the policy.
+    """
+    values = None
+    if with_values and models.value_model is not None:
+        values = response_values(models.value_model, prompts, responses, precision)
+    shared = with_values and models.value_head is not None
+    if not (shared or with_entropy or with_full_kl):
+        return TokenScores(response_logprobs(models.policy, prompts, responses, sampling, precision), values)
+    batch, positions, targets = _packed(models.policy, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        if shared:
+            logits, hidden = logits_and_hidden_at(models.policy, batch, positions)
+        else:
+            logits = logits_at(models.policy, batch, positions)
+    logits = allowed_logits(logits, responses, sampling)  # [sum of R_b, V]
+    if shared and models.value_head is not None:
+        values = scalar_head(models.value_head, hidden.detach() if detach_backbone else hidden)[:, 0]
+    kl = ref_logprobs = None
+    if with_full_kl:
+        with torch.no_grad():
+            ref_logits = allowed_logits(_ref_logits(models, prompts, responses, precision), responses, sampling)
+            ref_logprobs = token_logprobs(ref_logits, targets, temperature=sampling.temperature)
+        kl = _full_kl(logits, ref_logits, sampling.temperature)
+    return TokenScores(
+        logprobs=token_logprobs(logits, targets, temperature=sampling.temperature),
+        values=values,
+        entropy=token_entropy(logits, temperature=sampling.temperature) if with_entropy else None,
+        kl_full=kl,
+        ref_logprobs=ref_logprobs,
+    )
+
+
+def response_logprobs(
+    policy: PreTrainedModel,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+) -> Tensor:
+    """Log-probability of every response token, end to end: [sum of R_b] float32.
+
+    ``logits[t - 1, ids[t]] / temperature - logsumexp(logits[t - 1] / temperature)``
+
+    The logits at t - 1 predict token t. The sum runs over the tokens that could have been drawn (`allowed_logits`).
+    """
+    batch, positions, targets = _packed(policy, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        if not sampling.restricts:
+            # The same formula, without holding all [sum of R_b, V] logits if they are large.
+            return logprobs_at(policy, batch, positions, targets, sampling.temperature)
+        logits = logits_at(policy, batch, positions)
+    logits = allowed_logits(logits, responses, sampling)
+    return token_logprobs(logits, targets, temperature=sampling.temperature)
+
+
+def ref_response_logprobs(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+) -> Tensor:
+    """`response_logprobs` under ref_policy."""
+    with nullcontext() if models.ref_policy is not None else adapters_off(models.policy):
+        return response_logprobs(models.ref_policy or models.policy, prompts, responses, sampling, precision)
+
+
+def response_values(
+    value_model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
+) -> Tensor:
+    """The value of the state before each response token was chosen, end to end: [sum of R_b] float32."""
+    batch, positions, _ = _packed(value_model, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        hidden = hidden_at(value_model, batch, positions)
+    return scalar_scores(value_model, hidden)[:, 0]
+
+
+def _packed(
+    model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
+) -> tuple[PackedBatch, Tensor, Tensor]:
+    """(packed rows, positions, targets): `positions` are where each response token in `targets` is predicted.
+
+    Responses to the same prompt share its tokens if the model supports that.
+    """
+    device = next(model.parameters()).device
+    sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
+    batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
+    positions = response_positions(batch, [len(p.ids) for p in prompts])
+    return batch, positions, end_to_end([r.ids for r in responses], device)
+
+
+def _ref_logits(models: Models, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str) -> Tensor:
+    """The logits of ref_policy that predict each response token: [sum of R_b, V]."""
+    batch, positions, _ = _packed(models.ref_policy or models.policy, prompts, responses)
+    with autocast(batch.ids.device, precision):
+        if models.ref_policy is not None:
+            return logits_at(models.ref_policy, batch, positions)
+        with adapters_off(models.policy):
+            return logits_at(models.policy, batch, positions)
+
+
+def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    """`kl_full` in chunks of tokens; the backward pass recomputes each chunk."""
+
+    def chunk_kl(a: Tensor, b: Tensor) -> Tensor:
+        return kl_full(a, b, temperature=temperature)
+
+    chunks = zip(logits.split(FULL_KL_CHUNK), ref_logits.split(FULL_KL_CHUNK), strict=True)
+    if logits.requires_grad:
+        return torch.cat([checkpoint(chunk_kl, a, b, use_reentrant=False) for a, b in chunks])
+    return torch.cat([chunk_kl(a, b) for a, b in chunks])
