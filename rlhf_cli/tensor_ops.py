@@ -5,7 +5,7 @@ padding (1e6, inf, nan) reaches neither a result nor a gradient. Float64 in give
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,57 +52,6 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     tensor(3.)
     """
     return masked_sum(x, mask) / mask.sum()
-
-
-def masked_whiten(
-    x: Tensor,
-    mask: Tensor,
-    *,
-    shift_mean: bool = True,
-    bessel: bool = True,
-    eps: float = 1e-8,
-    reduce: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Scale the real tokens to variance one, and shift them to mean zero.
-
-    ``(x - mean) / sqrt(variance + eps)``, plus ``mean`` again if not shift_mean
-
-    The statistics are those of all real tokens together, not of each row, and are taken in two passes
-    (first the mean, then the squared deviations from it), so a large mean costs no digits. A single real
-    token has no spread to scale by: it comes out as 0 (as itself if not shift_mean), not as nan.
-
-    Args:
-        x: any shape, float32 or float64; under padding anything at all.
-        mask: the same shape, bool, True on real tokens.
-        shift_mean: True leaves mean zero (advantages); False keeps the mean, so that the signs of x stay
-            about what they were (rewards). torchtune's flag of this name means the opposite.
-        bessel: divide the squared deviations by n - 1 (TRL, verl), otherwise by n (OpenAI, OpenRLHF).
-        eps: added to the variance, inside the root.
-        reduce: sums a tensor over all processes and returns the sum. It is called twice on each process,
-            also where a process has no real token; None stands for one process.
-
-    Returns:
-        The shape of x; 0 under padding.
-
-    Ziegler et al. 2019 whiten so in their code; Huang et al. 2024 (arXiv 2403.17031) describe it.
-
-    >>> x, mask = torch.tensor([1.0, 3.0, 1e6]), torch.tensor([True, True, False])
-    >>> masked_whiten(x, mask, bessel=False)  # mean 2, variance 1
-    tensor([-1.,  1.,  0.])
-    >>> masked_whiten(x, mask, bessel=False, shift_mean=False)
-    tensor([1., 3., 0.])
-    """
-
-    def over_processes(statistic: Tensor) -> Tensor:
-        return statistic if reduce is None else reduce(statistic)
-
-    count, total = over_processes(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)]))
-    mean = total / count.clamp(min=1)
-    deviation = torch.where(mask, x - mean, 0)
-    degrees_of_freedom = (count - 1 if bessel else count).clamp(min=1)
-    variance = over_processes(deviation.square().sum()) / degrees_of_freedom
-    whitened = deviation / (variance + eps).sqrt()
-    return whitened if shift_mean else torch.where(mask, whitened + mean, 0)
 
 
 def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

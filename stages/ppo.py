@@ -42,10 +42,9 @@ from typing import Literal
 
 import torch
 
-from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
-from rlhf_cli.algorithms.controllers import adaptive_kl_coef, adaptive_policy_kl_coef
-from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.value import value_loss
@@ -83,7 +82,7 @@ from rlhf_cli.rollout.rollout import RolloutBatch, collect, cut_responses, padde
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.rollout.scoring import PromptRow, response_values, score_tokens
 from rlhf_cli.seeding import generator
-from rlhf_cli.tensor_ops import masked_whiten, pad_rows, totals
+from rlhf_cli.tensor_ops import pad_rows, totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.stage_run import StageRun
@@ -325,7 +324,7 @@ def _over_groups(learner: Learner, totals: torch.Tensor) -> torch.Tensor:
     )
     together = learner.together
     everyone = torch.tensor(world.interleave(world.gather(totals.double().tolist()), together), dtype=torch.float64)
-    compared = group_advantages(everyone, samples_per_prompt=learner.config.rollout.samples_per_prompt, kind=kind)
+    compared = group_advantages(everyone, samples_per_prompt=learner.config.rollout.samples_per_prompt, baseline=kind)
     return compared[world.shard(range(len(compared)), together)].to(totals)
 
 

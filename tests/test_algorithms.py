@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import gae, token_rewards
+from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
@@ -19,7 +19,6 @@ from rlhf_cli.tensor_ops import (
     length_mask,
     masked_mean,
     masked_sum,
-    masked_whiten,
     pad_rows,
     token_entropy,
     token_logprobs,
@@ -744,7 +743,7 @@ def test_k1_and_k3_are_the_kl_on_average_over_tokens_of_the_policy():
 
 
 def test_an_unknown_estimator_is_refused():
-    with pytest.raises(ValueError, match="'k4', not one of k1, k2, k3, abs"):
+    with pytest.raises(AssertionError, match="got: 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k4")
 
 
@@ -830,7 +829,7 @@ def test_swapping_all_pairs_gives_one_minus_the_accuracy():
 
 
 def test_an_unknown_pairwise_loss_is_refused():
-    with pytest.raises(ValueError, match="'hinge', not one of logsigmoid, logexp"):
+    with pytest.raises(AssertionError, match="got: 'hinge'"):
         pairwise_loss(torch.zeros(1), torch.zeros(1), loss="hinge")
 
 

@@ -21,14 +21,20 @@ from test_algorithms import (
 
 from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, spread, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
-from rlhf_cli.algorithms.controllers import adaptive_kl_coef, adaptive_policy_kl_coef
-from rlhf_cli.algorithms.ema import ema
-from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.kl import (
+    adaptive_kl_coef,
+    adaptive_policy_kl_coef,
+    kl_estimate,
+    kl_full,
+    kl_loss,
+    sequence_k2_loss,
+)
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.shaping import clip_score, length_penalty, missing_eos, overlong_penalty
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.tensor_ops import length_mask, token_entropy
+from rlhf_cli.training.ema import ema
 
 # ---- everything that could be sampled: token 0 is EOS, responses end with it or after MAX_NEW_TOKENS
 
@@ -284,7 +290,7 @@ def test_mixed_loss(ptx_mode, wanted, slopes):
 
 
 def test_an_unknown_ptx_mode_is_refused():
-    with pytest.raises(ValueError, match="'both', not one of additive, convex"):
+    with pytest.raises(AssertionError, match="got: 'both'"):
         mixed_loss(torch.zeros(()), torch.zeros(()), ptx_coef=1.0, ptx_mode="both")
 
 
@@ -340,7 +346,7 @@ def test_weights_are_float32_and_a_row_without_real_tokens_has_none():
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(ValueError, match="'mean', not one of token, sequence, constant"):
+    with pytest.raises(AssertionError, match="got: 'mean'"):
         loss_weights(MASK, aggregation="mean", num_tokens=1, num_sequences=1, max_new_tokens=1)
 
 
@@ -478,7 +484,7 @@ def test_reward_to_go(gamma, garbage):
     assert (found[~wide_mask] == 0).all()
 
 
-def group_by_loops(totals, n, kind, eps):
+def group_by_loops(totals, n, baseline, eps):
     result = []
     for start in range(0, len(totals), n):
         group = totals[start : start + n]
@@ -487,45 +493,45 @@ def group_by_loops(totals, n, kind, eps):
         for i, x in enumerate(group):
             others = [y for j, y in enumerate(group) if j != i]
             result.append(
-                {"rloo": x - sum(others) / (n - 1), "grpo": (x - mean) / (std + eps)}.get(kind, x - mean),
+                {"rloo": x - sum(others) / (n - 1), "grpo": (x - mean) / (std + eps)}.get(baseline, x - mean),
             )
     return result
 
 
-KINDS = ["rloo", "grpo", "dr_grpo", "mean"]
+BASELINES = ["rloo", "grpo", "dr_grpo"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("n", [2, 3, 6])
-def test_group_advantages(kind, n):
+def test_group_advantages(baseline, n):
     totals = draw(12, seed=1)
-    found = group_advantages(totals.requires_grad_(), samples_per_prompt=n, kind=kind)
+    found = group_advantages(totals.requires_grad_(), samples_per_prompt=n, baseline=baseline)
     assert not found.requires_grad
-    close(found, group_by_loops(totals.tolist(), n, kind, 1e-6))
+    close(found, group_by_loops(totals.tolist(), n, baseline, 1e-6))
     close(
-        group_advantages(totals, samples_per_prompt=n, kind=kind, eps=0.1),
-        group_by_loops(totals.tolist(), n, kind, 0.1),
+        group_advantages(totals, samples_per_prompt=n, baseline=baseline, eps=0.1),
+        group_by_loops(totals.tolist(), n, baseline, 0.1),
     )
     close(found.view(-1, n).sum(-1), torch.zeros(12 // n))
     # Prompts in another order, and responses in another order within each.
     groups = totals.detach().view(-1, n)
-    shuffled = group_advantages(groups.flip(0, 1).reshape(-1), samples_per_prompt=n, kind=kind)
+    shuffled = group_advantages(groups.flip(0, 1).reshape(-1), samples_per_prompt=n, baseline=baseline)
     close(shuffled.view(-1, n).flip(0, 1).reshape(-1), found)
     # One prompt's responses play no part in another's advantages.
     changed = groups.clone()
     changed[0] += torch.arange(n)
-    again = group_advantages(changed.reshape(-1), samples_per_prompt=n, kind=kind)
+    again = group_advantages(changed.reshape(-1), samples_per_prompt=n, baseline=baseline)
     assert torch.equal(again[n:], found[n:])
     assert (again[:n] != found[:n]).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("value", [0.1, -7.3, 1e6, 0.0])
 @pytest.mark.parametrize("n", [3, 7])
-def test_a_group_of_equal_totals_has_no_advantage_at_all(kind, value, n):
+def test_a_group_of_equal_totals_has_no_advantage_at_all(baseline, value, n):
     for dtype in (torch.float32, torch.float64):
         totals = torch.cat([torch.full((n,), value, dtype=dtype), torch.arange(n, dtype=dtype)])
-        found = group_advantages(totals, samples_per_prompt=n, kind=kind)
+        found = group_advantages(totals, samples_per_prompt=n, baseline=baseline)
         assert found[:n].tolist() == [0.0] * n
         assert found[n:].any()
         assert found.dtype == dtype
@@ -533,11 +539,11 @@ def test_a_group_of_equal_totals_has_no_advantage_at_all(kind, value, n):
 
 def test_groups_that_are_no_groups_are_refused():
     with pytest.raises(ValueError, match="samples_per_prompt is 1"):
-        group_advantages(torch.zeros(4), samples_per_prompt=1, kind="rloo")
-    with pytest.raises(ValueError, match="4 responses aren't groups of 3"):
-        group_advantages(torch.zeros(4), samples_per_prompt=3, kind="rloo")
-    with pytest.raises(ValueError, match="'best', not one of rloo, grpo, dr_grpo, mean"):
-        group_advantages(torch.zeros(4), samples_per_prompt=2, kind="best")
+        group_advantages(torch.zeros(4), samples_per_prompt=1, baseline="rloo")
+    with pytest.raises(ValueError, match="4 responses cannot be split into groups of 3"):
+        group_advantages(torch.zeros(4), samples_per_prompt=3, baseline="rloo")
+    with pytest.raises(AssertionError, match="got: 'best'"):
+        group_advantages(torch.zeros(4), samples_per_prompt=2, baseline="best")
 
 
 def test_spread_gives_each_token_the_whole_advantage():

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
-from rlhf_cli.algorithms.controllers import adaptive_kl_coef, adaptive_policy_kl_coef
-from rlhf_cli.algorithms.ema import ema
-from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss
+from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
@@ -22,7 +20,8 @@ from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
 from rlhf_cli.algorithms.shaping import clip_score
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.tensor_ops import masked_mean, masked_sum, masked_whiten, token_entropy, token_logprobs
+from rlhf_cli.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
+from rlhf_cli.training.ema import ema
 from rlhf_cli.training.optimizer import build_stepper
 
 CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "golden/golden.json").read_text())["cases"]}
@@ -222,7 +221,7 @@ def group_size(x):
 def check_group(kind):
     def check(x):
         options = {"eps": x["eps"]} if "eps" in x else {}
-        advantages = group_advantages(x["scores"], samples_per_prompt=group_size(x), kind=kind, **options)
+        advantages = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline=kind, **options)
         return {"per_sequence": advantages, "advantages": spread(advantages, x["mask"])}
 
     return check
@@ -241,14 +240,14 @@ def check_reinforce_pp(bessel):
 
 
 def check_reinforce_pp_baseline_with_kl(x):
-    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), kind="mean")
+    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
     rewards = token_rewards(score, x["kl"], x["mask"], kl_coef=x["kl_coef"])
     returns = reward_to_go(rewards, x["mask"], gamma=x["gamma"])
     return {"returns": returns, "advantages": masked_whiten(returns, x["mask"], bessel=False)}
 
 
 def check_reinforce_pp_baseline(x):
-    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), kind="mean")
+    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
     return {"advantages": masked_whiten(spread(score, x["mask"]), x["mask"])}
 
 

@@ -1,34 +1,38 @@
-"""From a score of the whole response to a reward, an advantage and a return for each of its tokens."""
+"""From the score of a response to a reward, an advantage and a return for each of its tokens."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.names import GroupBaseline
+from rlhf_cli.tensor_ops import masked_sum
+
 
 def token_rewards(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, dense: Tensor | None = None) -> Tensor:
-    """The reward of each token: the KL penalty everywhere, and the score at the last real token.
+    """The reward of each token: the KL penalty at every token, and the score at the last real token.
 
     ``rewards[b, t] = -kl_coef * kl[b, t] + (score[b] if t is the last real token of row b else 0) + dense[b, t]``
 
-    Each row adds up to ``score - kl_coef * kl.sum() + dense.sum()``. The score stands *at* the last real token,
-    EOS included, not one later (TRL since 0.12) and not at every token (ColossalChat).
+    Each row sums to ``score - kl_coef * kl.sum() + dense.sum()``. The score is placed *at* the last real token, EOS
+    included. TRL since 0.12 places it one token later; ColossalChat adds it to every token.
 
     Args:
-        score: [B], of the whole response.
-        kl: [B, R], nats, as from ``kl_estimate`` with "k1"; under padding anything at all.
-        mask: [B, R] bool, True on real response tokens; they need not be without holes.
+        score: [B], one per response.
+        kl: [B, R], nats, as from ``kl_estimate`` with "k1"; padding may hold anything.
+        mask: [B, R] bool, True on real response tokens; it may have holes.
         kl_coef: 0 or more.
-        dense: [B, R], rewards of single tokens, as from a reward for each step; under padding anything at all.
-            None is 0.
+        dense: [B, R], rewards of single tokens, for example from a process reward; padding may hold anything. None
+            means 0.
 
     Returns:
         [B, R], 0 under padding, without gradient.
 
     Raises:
-        ValueError: a row has no real token, so its score has no place.
+        ValueError: a row has no real token to place its score at.
 
-    Ziegler et al. 2019 (arXiv 1909.08593), equation 2; there for the whole response.
+    Ziegler et al. 2019 (arXiv 1909.08593), equation 2, there for the whole response.
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> token_rewards(torch.tensor([2.0]), torch.tensor([[1.0, 3.0, 1e6]]), mask, kl_coef=0.5)
@@ -37,8 +41,8 @@ def token_rewards(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, de
     empty_rows = (~mask.any(-1)).nonzero().flatten().tolist()
     if empty_rows:
         raise ValueError(f"no real token in rows {empty_rows} of {mask.shape[0]}, so no place for the score")
-    is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
-    rewards = torch.where(is_last, score.unsqueeze(-1), 0) - kl_coef * torch.where(mask, kl, 0)
+    last_mask = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # [B, R], one True per row
+    rewards = torch.where(last_mask, score.unsqueeze(-1), 0) - kl_coef * torch.where(mask, kl, 0)
     if dense is not None:
         rewards = rewards + torch.where(mask, dense, 0)
     return rewards.detach()
@@ -53,31 +57,31 @@ def gae(
     gae_lambda: float,
     value_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, and the returns that the values learn to predict.
+    """Generalised advantage estimation, and the returns that the value model learns to predict.
 
     ``delta[t] = rewards[t] + gamma * values[t + 1] - values[t]``
     ``advantages[t] = delta[t] + gamma * gae_lambda * advantages[t + 1]``
-    ``returns[t] = advantages[t] + values[t]``, with value_lambda in the place of gae_lambda if it is given
+    ``returns[t] = advantages[t] + values[t]``, with value_lambda in place of gae_lambda if given
 
-    Here t + 1 is the next *real* token, so a hole in the mask is as if its tokens weren't there. After the
-    last one the value is 0: the response has ended. One that was cut at the length limit is treated alike;
-    its score, given to it as it stands, is all it gets, and no value stands in for what might have followed.
+    t + 1 is the next *real* token: tokens in a hole of the mask are skipped. The value after the last token is 0,
+    because the response has ended. A response that was cut at the length limit is treated the same: its score is all
+    it gets, and no value stands for the text that might have followed.
 
     Args:
-        rewards: [B, R], as from ``token_rewards``; under padding anything at all.
-        values: [B, R], of the state *before* each token, so of the prompt at t = 0; under padding anything.
+        rewards: [B, R], as from ``token_rewards``; padding may hold anything.
+        values: [B, R], of the state *before* each token, so of the prompt at t = 0; padding may hold anything.
         mask: [B, R] bool, True on real response tokens.
-        gamma: discount, 0 to 1; usually 1 for responses, which end.
-        gae_lambda: 0 to 1. 1 is the return less the value (no bias from the values), 0 the one-step error.
-        value_lambda: 0 to 1, the lambda of the returns only; None takes gae_lambda. With 1 the returns are
-            the discounted sums of the rewards to come, and don't depend on the values.
+        gamma: discount, 0 to 1. Usually 1, because responses end.
+        gae_lambda: 0 to 1. 1 gives return minus value (the values add no bias), 0 the one-step error.
+        value_lambda: 0 to 1, lambda of the returns only; None uses gae_lambda. With 1 the returns are the discounted
+            sums of future rewards and do not depend on the values.
 
     Returns:
-        (advantages, returns): [B, R] each, 0 under padding, without gradient. The advantages aren't
-        whitened, and the returns are made of the advantages as they are here.
+        (advantages, returns): [B, R] each, 0 under padding, without gradient. The advantages are not whitened. The
+        returns are computed from the advantages as returned here.
 
-    Schulman et al. 2016 (arXiv 1506.02438), equation 16; as a recursion in Schulman et al. 2017
-    (arXiv 1707.06347), equations 11 and 12. Two lambdas: Yuan et al. 2025 (arXiv 2503.01491).
+    Schulman et al. 2016 (arXiv 1506.02438), equation 16; as a recursion in Schulman et al. 2017 (arXiv 1707.06347),
+    equations 11 and 12. Two lambdas: Yuan et al. 2025 (arXiv 2503.01491).
 
     >>> rewards, values = torch.tensor([[0.0, 1.0, 1e6]]), torch.tensor([[0.5, 0.25, 1e6]])
     >>> mask = torch.tensor([[True, True, False]])
@@ -97,28 +101,28 @@ def gae(
 
 
 def _lambda_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """The recursion of ``gae`` from the last token to the first; under padding anything at all."""
+    """The recursion of ``gae``, from the last token to the first; padding of the result may hold anything."""
     advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(values.shape[0])
+    next_value = next_advantage = values.new_zeros(values.shape[0])  # [B]
     for t in reversed(range(values.shape[1])):
-        is_real = mask[:, t]
+        real_mask = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(is_real, delta + gamma * gae_lambda * next_advantage, next_advantage)
-        next_value = torch.where(is_real, values[:, t], next_value)
+        next_advantage = torch.where(real_mask, delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(real_mask, values[:, t], next_value)
         advantages[:, t] = next_advantage
     return advantages
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each token on: the advantage of REINFORCE, without a baseline.
+    """The discounted sum of the rewards from each token on: the advantage of REINFORCE without a baseline.
 
     ``returns[t] = rewards[t] + gamma * returns[t + 1]``
 
-    Here t + 1 is the next *real* token, and after the last one there is nothing. It is ``gae`` with all values
-    0 and lambda 1. Whitened over the batch it is the advantage of REINFORCE++.
+    t + 1 is the next *real* token, and the return after the last one is 0. This is ``gae`` with all values 0 and
+    lambda 1. Whitened over the batch it is the advantage of REINFORCE++.
 
     Args:
-        rewards: [B, R], as from ``token_rewards``; under padding anything at all.
+        rewards: [B, R], as from ``token_rewards``; padding may hold anything.
         mask: [B, R] bool, True on real response tokens.
         gamma: discount, 0 to 1; usually 1.
 
@@ -134,80 +138,126 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)[0]
 
 
-def group_advantages(
-    totals: Tensor,
-    *,
-    samples_per_prompt: int,
-    kind: Literal["rloo", "grpo", "dr_grpo", "mean"],
-    eps: float = 1e-6,
-) -> Tensor:
-    """How much better each response is than the others to the same prompt.
+def group_advantages(totals: Tensor, *, samples_per_prompt: int, baseline: GroupBaseline, eps: float = 1e-6) -> Tensor:
+    """How much better each response is than the other responses to the same prompt.
 
     ``rloo: totals - mean of the others``
     ``grpo: (totals - mean) / (std + eps)``
-    ``dr_grpo, mean: totals - mean``
+    ``dr_grpo: totals - mean``
 
-    The mean and the unbiased standard deviation (n - 1) are those of the group of n. dr_grpo has the response
-    itself in what it subtracts, and is (n - 1) / n times rloo for that: the same direction, a shorter step.
-    grpo makes prompts whose responses differ a little weigh as much as those where they differ a lot.
+    The mean and the unbiased standard deviation (n - 1) are taken over the group of n responses. dr_grpo includes the
+    response itself in the mean, so it is (n - 1) / n times rloo: the same direction, a shorter step. grpo gives
+    prompts whose responses differ little the same weight as prompts whose responses differ a lot.
 
     Args:
-        totals: [B], of the whole response, for example the score less the KL penalty; prompt-major: the n
-            responses to a prompt stand together.
+        totals: [B], one per response, for example the score minus the KL penalty. Prompt-major: the n responses to a
+            prompt are adjacent.
         samples_per_prompt: n, 2 or more.
-        kind: "rloo", "grpo", "dr_grpo" or "mean", which is another name for "dr_grpo".
+        baseline: "rloo", "grpo" or "dr_grpo".
         eps: added to the standard deviation, outside any root; only "grpo" reads it (verl 1e-6, TRL 1e-4).
 
     Returns:
-        [B], without gradient; exactly 0 throughout a group whose totals are all equal.
+        [B], without gradient; exactly 0 for a group whose totals are all equal.
 
     Raises:
-        ValueError: fewer than 2 samples per prompt, a B that isn't a multiple of it, or another kind.
+        ValueError: samples_per_prompt is below 2, or does not divide B.
 
     rloo: Ahmadian et al. 2024 (arXiv 2402.14740); grpo: Shao et al. 2024 (arXiv 2402.03300); dr_grpo: Liu et
     al. 2025 (arXiv 2503.20783).
 
     >>> totals = torch.tensor([1.0, 3.0, 5.0, 5.0])
-    >>> group_advantages(totals, samples_per_prompt=2, kind="rloo")
+    >>> group_advantages(totals, samples_per_prompt=2, baseline="rloo")
     tensor([-2.,  2.,  0.,  0.])
-    >>> group_advantages(totals, samples_per_prompt=2, kind="dr_grpo")
+    >>> group_advantages(totals, samples_per_prompt=2, baseline="dr_grpo")
     tensor([-1.,  1.,  0.,  0.])
-    >>> group_advantages(totals, samples_per_prompt=2, kind="grpo")  # std sqrt(2)
+    >>> group_advantages(totals, samples_per_prompt=2, baseline="grpo")  # std sqrt(2)
     tensor([-0.7071,  0.7071,  0.0000,  0.0000])
     """
     if samples_per_prompt < 2:
-        raise ValueError(f"samples_per_prompt is {samples_per_prompt}: a group of fewer than 2 has no others")
+        raise ValueError(f"samples_per_prompt is {samples_per_prompt}, but a comparison needs 2 or more")
     if totals.shape[0] % samples_per_prompt:
-        raise ValueError(f"{totals.shape[0]} responses aren't groups of {samples_per_prompt}")
-    groups = totals.detach().view(-1, samples_per_prompt)
-    # The mean of equal numbers may be off by a rounding, which a std of nearly 0 would blow up.
+        raise ValueError(f"{totals.shape[0]} responses cannot be split into groups of {samples_per_prompt}")
+    groups = totals.detach().view(-1, samples_per_prompt)  # [prompts, n]
+    # The mean of equal numbers may be off by a rounding error, which division by a tiny std would magnify.
     all_equal = groups.amin(-1, keepdim=True) == groups.amax(-1, keepdim=True)
     deviation = torch.where(all_equal, 0, groups - groups.mean(-1, keepdim=True))
-    if kind == "rloo":
-        advantages = deviation * (samples_per_prompt / (samples_per_prompt - 1))
-    elif kind == "grpo":
-        advantages = deviation / (groups.std(-1, keepdim=True) + eps)
-    elif kind in ("dr_grpo", "mean"):
-        advantages = deviation
-    else:
-        raise ValueError(f"kind is {kind!r}, not one of rloo, grpo, dr_grpo, mean")
+    match baseline:
+        case "rloo":
+            advantages = deviation * (samples_per_prompt / (samples_per_prompt - 1))
+        case "grpo":
+            advantages = deviation / (groups.std(-1, keepdim=True) + eps)
+        case "dr_grpo":
+            advantages = deviation
+        case _:
+            assert_never(baseline)
     return advantages.reshape(-1)
 
 
 def spread(advantages: Tensor, mask: Tensor) -> Tensor:
-    """The advantage of a response to each of its tokens.
+    """Give each token the advantage of its response.
 
-    ``spread[b, t] = advantages[b]`` where the token is real, 0 elsewhere
+    ``spread[b, t] = advantages[b]`` at real tokens, 0 elsewhere
 
     Args:
         advantages: [B].
         mask: [B, R] bool, True on real response tokens.
 
     Returns:
-        [B, R], 0 under padding, without gradient. Every token has the whole of it, not a share.
+        [B, R], 0 under padding, without gradient. Every token gets the full advantage, not a share of it.
 
     >>> spread(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]]))
     tensor([[2., 2.],
             [3., 0.]])
     """
     return torch.where(mask, advantages.detach().unsqueeze(-1), 0)
+
+
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    bessel: bool = True,
+    eps: float = 1e-8,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Scale the real tokens to variance 1, and shift them to mean 0.
+
+    ``(x - mean) / sqrt(variance + eps)``, plus ``mean`` if not shift_mean
+
+    The statistics cover all real tokens together, not each row. They are computed in two passes (the mean, then the
+    squared deviations from it), so a large mean costs no precision. A single real token has no spread to scale by: it
+    becomes 0, or stays as it is if not shift_mean; it never becomes NaN.
+
+    Args:
+        x: any shape, float32 or float64; padding may hold anything.
+        mask: the same shape, bool, True on real tokens.
+        shift_mean: True makes the mean 0 (advantages). False keeps the mean, so most signs are kept (rewards).
+            torchtune's flag of the same name means the opposite.
+        bessel: divide the squared deviations by n - 1 (TRL, verl), otherwise by n (OpenAI, OpenRLHF).
+        eps: added to the variance, inside the root.
+        reduce: sums a tensor over all processes and returns the sum. Every process calls it twice, even without a
+            real token. None for a single process.
+
+    Returns:
+        The shape of x; 0 under padding.
+
+    Used in the code of Ziegler et al. 2019; described in Huang et al. 2024 (arXiv 2403.17031).
+
+    >>> x, mask = torch.tensor([1.0, 3.0, 1e6]), torch.tensor([True, True, False])
+    >>> masked_whiten(x, mask, bessel=False)  # mean 2, variance 1
+    tensor([-1.,  1.,  0.])
+    >>> masked_whiten(x, mask, bessel=False, shift_mean=False)
+    tensor([1., 3., 0.])
+    """
+
+    def over_processes(statistic: Tensor) -> Tensor:
+        return statistic if reduce is None else reduce(statistic)
+
+    count, total = over_processes(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)]))
+    mean = total / count.clamp(min=1)
+    deviation = torch.where(mask, x - mean, 0)
+    degrees_of_freedom = (count - 1 if bessel else count).clamp(min=1)
+    variance = over_processes(deviation.square().sum()) / degrees_of_freedom
+    whitened = deviation / (variance + eps).sqrt()
+    return whitened if shift_mean else torch.where(mask, whitened + mean, 0)

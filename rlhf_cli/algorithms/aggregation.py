@@ -1,48 +1,46 @@
-"""How the losses of single tokens become the loss of a minibatch: the weight of each token."""
+"""How token losses become the loss of a minibatch: the weight of each token."""
 
-from typing import Literal
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.names import LossAggregation
 from rlhf_cli.tensor_ops import masked_sum
 
 
 def loss_weights(
     mask: Tensor,
     *,
-    aggregation: Literal["token", "sequence", "constant"],
+    aggregation: LossAggregation,
     num_tokens: Tensor | float,
     num_sequences: Tensor | float,
     max_new_tokens: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weight that the loss of each token has in the loss of its minibatch.
+    """The weight of each token's loss in the loss of its minibatch.
 
     ``token: 1 / num_tokens``
     ``sequence: 1 / (num_sequences * length of the row)``
     ``constant: 1 / (num_sequences * max_new_tokens)``
 
-    "token" is the mean over all tokens, so a long response weighs more than a short one. "sequence" is the
-    mean over responses of the mean over their tokens: every response weighs the same, and so a token of a
-    long one weighs less. "constant" is the sum over the tokens of a response, with a divisor that no response
-    has a say in (Dr. GRPO); with max_new_tokens=1 it is the plain mean over responses of that sum.
+    "token" is the mean over all tokens, so long responses weigh more than short ones. "sequence" takes the mean over
+    each response's tokens, then the mean over responses: all responses weigh the same, and a token of a long one
+    weighs less. "constant" sums over a response's tokens and divides by a number that does not depend on any response
+    (Dr. GRPO). With max_new_tokens=1 it is the plain mean over responses of that sum.
 
     Args:
-        mask: [B, R] bool, True on real response tokens; of a microbatch, in whole rows.
+        mask: [B, R] bool, True on real response tokens, of whole rows of a microbatch.
         aggregation: "token", "sequence" or "constant".
-        num_tokens: real tokens in the whole minibatch, over all its microbatches and all processes; only
-            "token" reads it.
-        num_sequences: rows in the whole minibatch, likewise; "token" doesn't read it.
-        max_new_tokens: the length limit of the sampling, 1 or more; only "constant" reads it.
+        num_tokens: real tokens in the whole minibatch, over all its microbatches and all processes; read only by
+            "token".
+        num_sequences: rows in the whole minibatch, counted the same way; not read by "token".
+        max_new_tokens: the length limit of sampling, 1 or more; read only by "constant".
         dtype: of the result.
 
     Returns:
-        [B, R], 0 under padding. Over the whole minibatch "token" and "sequence" add up to 1 (without rows
-        that have no real token), "constant" to 1 only where every response has max_new_tokens.
-
-    Raises:
-        ValueError: an aggregation by another name.
+        [B, R], 0 under padding. Over the whole minibatch "token" and "sequence" sum to 1 (rows without a real token
+        excluded); "constant" sums to 1 only if every response has max_new_tokens tokens.
 
     "constant" is from Liu et al. 2025 (arXiv 2503.20783).
 
@@ -54,30 +52,32 @@ def loss_weights(
     tensor([[0.1000, 0.1000, 0.1000],
             [0.1000, 0.0000, 0.0000]])
     """
-    if aggregation == "token":
-        divisor = num_tokens
-    elif aggregation == "sequence":
-        divisor = num_sequences * mask.sum(-1, keepdim=True).clamp(min=1)
-    elif aggregation == "constant":
-        divisor = num_sequences * max_new_tokens
-    else:
-        raise ValueError(f"aggregation is {aggregation!r}, not one of token, sequence, constant")
+    divisor: Tensor | float
+    match aggregation:
+        case "token":
+            divisor = num_tokens
+        case "sequence":
+            divisor = num_sequences * mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
+        case "constant":
+            divisor = num_sequences * max_new_tokens
+        case _:
+            assert_never(aggregation)
     return mask.to(dtype) / divisor
 
 
 def weighted_sum(x: Tensor, mask: Tensor, *, weights: Tensor | None, num_tokens: Tensor | float) -> Tensor:
-    """The sum of the losses of real tokens, each times its weight.
+    """The weighted sum of the losses of real tokens.
 
     ``sum(weights * x)`` over the real tokens, with ``weights = 1 / num_tokens`` by default
 
     Args:
-        x: any shape, carries the gradient; under padding anything at all.
+        x: any shape, carries the gradient; padding may hold anything.
         mask: the same shape, bool, True on real tokens.
-        weights: the same shape, as from ``loss_weights``; under padding anything at all. None weighs all alike.
-        num_tokens: what the sum is divided by where weights is None; not read otherwise.
+        weights: the same shape, as from ``loss_weights``; padding may hold anything. None weighs all tokens equally.
+        num_tokens: divisor of the sum if weights is None; otherwise not read.
 
     Returns:
-        A scalar tensor; 0 where no token is real.
+        A scalar tensor; 0 without real tokens.
 
     >>> x, mask = torch.tensor([1.0, 2.0, 1e6]), torch.tensor([True, True, False])
     >>> weighted_sum(x, mask, weights=torch.tensor([0.5, 0.25, 9.0]), num_tokens=2)  # 0.5 * 1 + 0.25 * 2
@@ -87,5 +87,5 @@ def weighted_sum(x: Tensor, mask: Tensor, *, weights: Tensor | None, num_tokens:
     """
     if weights is None:
         return masked_sum(x, mask) / num_tokens
-    # x is masked on its own too: its gradient is weights, and an inf there would come out of 0 * inf as nan.
+    # x is masked too: the gradient of x is weights, and inf in either would give 0 * inf = NaN under padding.
     return masked_sum(weights * torch.where(mask, x, 0), mask)

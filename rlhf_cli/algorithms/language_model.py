@@ -1,4 +1,4 @@
-"""The loss of a language model on text that it is to imitate: in SFT, and beside PPO."""
+"""The language-model loss: the loss of SFT, and of PPO-ptx beside the policy loss."""
 
 import torch
 from torch import Tensor
@@ -9,24 +9,24 @@ from rlhf_cli.tensor_ops import masked_sum
 def lm_loss(
     token_logprobs: Tensor, mask: Tensor | None = None, *, num_tokens: Tensor | float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the tokens to be learnt.
+    """Negative log-likelihood of the target tokens.
 
     ``loss = sum(-token_logprobs) / num_tokens``
 
-    It is a mean over tokens, so a long text weighs more than a short one. The mean of the means of two
-    microbatches of unequal length is another number; with num_tokens the parts add up to the right one.
+    It is a mean over tokens, so long texts weigh more than short ones. Averaging the means of two microbatches of
+    unequal length would give another number; with num_tokens the parts add up to the right one.
 
     Args:
-        token_logprobs: any shape, [N] for packed rows: of each next token, as from
-            ``tensor_ops.token_logprobs`` at temperature 1; carries the gradient.
-        mask: the same shape, bool, True on the tokens to be learnt, EOS among them; where it is False
-            token_logprobs may be anything at all. None learns them all.
-        num_tokens: what the sum is divided by, by default the number of tokens to be learnt. Give a
-            microbatch the number in its whole minibatch: then losses, gradients and stats *add up*.
+        token_logprobs: any shape, [N] for packed rows: of each next token, as from ``tensor_ops.token_logprobs`` at
+            temperature 1; carries the gradient.
+        mask: the same shape, bool, True on target tokens, EOS among them; elsewhere token_logprobs may hold anything.
+            None: every token is a target.
+        num_tokens: divisor of the sum, by default the number of target tokens. For a microbatch, pass the number in
+            its whole minibatch: then losses, gradients and stats *add up*.
 
     Returns:
-        (loss, stats): a scalar to minimise, and ``lm/nll``, the same detached: nats a token. A mask that is
-        False throughout gives 0 with num_tokens and nan without.
+        (loss, stats): a scalar to minimise, and ``lm/nll``, the same detached, in nats per token. A mask without any
+        True gives 0 with num_tokens and NaN without.
 
     >>> logprobs = torch.tensor([0.5, 0.25, 0.001]).log()
     >>> loss, stats = lm_loss(logprobs, torch.tensor([True, True, False]))

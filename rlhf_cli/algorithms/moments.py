@@ -1,4 +1,4 @@
-"""Mean and variance of all numbers seen so far, batch by batch, without keeping them."""
+"""Running mean and variance, updated batch by batch without storing the numbers."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Moments:
-    """How many numbers, their mean, and the sum of the squares of their deviations from it.
+    """The count of some numbers, their mean, and the sum of their squared deviations from the mean.
 
     >>> Moments(count=2, mean=3.0, squared_deviations=2.0).std  # of 2 and 4: sqrt(2 / 1)
     1.4142135623730951
@@ -20,34 +20,33 @@ class Moments:
 
     @property
     def var(self) -> float:
-        """Population variance, ``squared_deviations / count``; 0 of no number."""
+        """Population variance, ``squared_deviations / count``; 0 if empty."""
         return self.squared_deviations / self.count if self.count else 0.0
 
     @property
     def std(self) -> float:
         """Unbiased standard deviation, ``sqrt(squared_deviations / (count - 1))``.
 
-        1 where there are fewer than two numbers: it is here to divide by, and what has no spread yet is to
-        be left at its scale. Two or more equal numbers have 0: whoever divides adds something to it.
+        It is 1 for fewer than two numbers, so that dividing by it leaves their scale unchanged. For two or more equal
+        numbers it is 0: guard the division.
         """
         return sqrt(self.squared_deviations / (self.count - 1)) if self.count >= 2 else 1.0
 
 
 def merge(moments: Moments, count: float, mean: float, squared_deviations: float) -> Moments:
-    """The moments of two sets of numbers together, from those of each.
+    """The moments of two sets of numbers together, from the moments of each.
 
     ``shift = mean - moments.mean``
     ``new_mean = moments.mean + shift * count / (moments.count + count)``
     ``new_squared_deviations = moments.squared_deviations + squared_deviations``
     ``+ shift**2 * moments.count * count / (moments.count + count)``
 
-    Exact up to rounding, however the numbers are split into batches and whatever their order. Either set
-    may be empty.
+    Exact up to rounding, whatever the order and the split into batches. Either set may be empty.
 
     Args:
-        moments: of the numbers so far; ``Moments()`` for none.
+        moments: of the numbers so far; ``Moments()`` if there are none.
         count: how many numbers are new, 0 or more.
-        mean: of the new numbers; anything at all where there are none.
+        mean: of the new numbers; anything if there are none.
         squared_deviations: of the new numbers from their own mean.
 
     Returns:
@@ -76,10 +75,10 @@ def moments_of(x: torch.Tensor) -> Moments:
     ``Moments(x.numel(), mean(x), sum((x - mean(x))**2))``
 
     Args:
-        x: any shape, empty too; no mask, so the real ones only.
+        x: any shape, may be empty; there is no mask, so pass real entries only.
 
     Returns:
-        Plain numbers, computed in float64 on the CPU in two passes.
+        Python floats, computed in float64 on the CPU in two passes.
 
     >>> moments_of(torch.tensor([2.0, 4.0]))
     Moments(count=2.0, mean=3.0, squared_deviations=2.0)

@@ -1,11 +1,12 @@
-"""The loss of the policy: PPO with the clipped objective or with a KL penalty, and what is added to it."""
+"""The policy loss: PPO's clipped objective or its KL penalty, and the terms added to it."""
 
-from typing import Literal
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.aggregation import weighted_sum
+from rlhf_cli.algorithms.names import PtxMode
 from rlhf_cli.tensor_ops import masked_sum
 
 
@@ -29,38 +30,37 @@ def policy_loss(
     ``token_loss = min(token_loss, -dual_clip * advantages)`` where advantages < 0, if dual_clip is given
     ``loss = sum(weights * token_loss)``
 
-    The clip cuts one side only: a token stops being pushed once it is *further* than the range in the
-    direction of its advantage (ratio > 1 + clip_range_high for a positive one, ratio < 1 - clip_range for a
-    negative one). A token that moved the other way keeps its whole gradient, however far it is; dual_clip
-    ends that for a negative advantage, where the ratio, and so the gradient, has no bound.
+    The clip acts on one side only. A token gets no gradient once its ratio is *beyond* the range in the direction of
+    its advantage: ratio > 1 + clip_range_high for a positive one, ratio < 1 - clip_range for a negative one. A token
+    that moved the other way keeps its full gradient, however far it is. dual_clip limits that for negative advantages,
+    where the ratio, and so the gradient, is unbounded.
 
     Args:
-        new_logprobs: [B, R] (or [N], packed, as long as all are), nats, of the sampled tokens by the
-            policy as it is now; carries the gradient.
-        logprobs: [B, R], the same by the policy that sampled them, at the same temperature; a constant.
+        new_logprobs: [B, R] (or [N], packed, if all arguments are), nats, of the sampled tokens under the current
+            policy; carries the gradient.
+        logprobs: [B, R], the same under the policy that sampled them, at the same temperature; a constant.
         advantages: [B, R], as from ``gae``, whitened or not; a constant.
-        mask: [B, R] bool, True on real response tokens; under padding the others may be anything at all.
+        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         clip_range: above 0, usually 0.1 to 0.3.
-        clip_range_high: the range upwards, above 0; None takes clip_range. A larger one leaves rare tokens
-            more room to become likely.
-        dual_clip: above 1, usually 3; None leaves it out.
-        weights: [B, R], of each token's loss, as from ``loss_weights``; None takes 1 / num_tokens for all.
-        num_tokens: what the stats are divided by (and the loss, without weights), by default mask.sum().
-            Give a microbatch the number of real tokens in its whole minibatch (on all processes): then the
-            losses, the gradients and the stats of the microbatches *add up* to those of the minibatch,
-            however it was cut.
+        clip_range_high: the upper range, above 0; None uses clip_range. A larger one gives rare tokens more room to
+            become likely.
+        dual_clip: above 1, usually 3; None switches it off.
+        weights: [B, R], of each token's loss, as from ``loss_weights``; None uses 1 / num_tokens.
+        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(). For a microbatch,
+            pass the real tokens of its whole minibatch over all processes. Then the losses, gradients and stats of
+            the microbatches *add up* to those of the minibatch, however it was cut.
 
     Returns:
-        (loss, stats): a scalar to minimise, and detached scalars, means over tokens whatever the weights. A
-        mask without real tokens gives 0 with num_tokens and nan without.
+        (loss, stats): a scalar to minimise, and detached scalars, which are means over tokens whatever the weights. A
+        mask without real tokens gives 0 with num_tokens and NaN without.
 
-        - ``policy/approx_kl``: ``(ratio - 1) - log(ratio)``, never negative, an estimate of the KL from the
-          policy that sampled to the one now (k3 of Schulman 2020, joschu.net/blog/kl-approx.html);
-        - ``policy/clip_fraction``: the share of tokens whose gradient is cut, that is, whose clipped branch
-          is the larger loss; a ratio out of range on the side that isn't cut doesn't count;
-        - ``policy/dual_clip_fraction``: the share of tokens (of all, not of those with a negative advantage)
-          whose loss is capped by dual_clip; 0 without it;
-        - ``policy/ratio``: the mean ratio; 1 before the first update, or something is wrong.
+        - ``policy/approx_kl``: ``(ratio - 1) - log(ratio)``, never negative, an estimate of the KL from the policy
+          that sampled to the current one (k3 of Schulman 2020, joschu.net/blog/kl-approx.html);
+        - ``policy/clip_fraction``: the share of tokens whose gradient is clipped to 0, that is, whose clipped branch
+          is the larger loss. A ratio out of range on the unclipped side does not count;
+        - ``policy/dual_clip_fraction``: the share of tokens whose loss is capped by dual_clip, among all tokens and
+          not only those with a negative advantage; 0 without it;
+        - ``policy/ratio``: the mean ratio, which must be 1 before the first update.
 
     Schulman et al. 2017 (arXiv 1707.06347), equation 7; dual_clip is from Ye et al. 2020 (arXiv 1912.09729),
     clip_range_high from Yu et al. 2025 (arXiv 2503.14476).
@@ -68,7 +68,7 @@ def policy_loss(
     >>> logprobs, new_logprobs = torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
     >>> mask = torch.tensor([[True, True]])
     >>> loss, stats = policy_loss(new_logprobs, logprobs, torch.tensor([[1.0, -1.0]]), mask, clip_range=0.2)
-    >>> loss  # ratio 2 twice: max(-2, -1.2) is cut, max(2, 1.2) is not; (-1.2 + 2) / 2
+    >>> loss  # ratio 2 twice: max(-2, -1.2) is clipped, max(2, 1.2) is not; (-1.2 + 2) / 2
     tensor(0.4000)
     >>> stats["policy/clip_fraction"], stats["policy/ratio"]
     (tensor(0.5000), tensor(2.))
@@ -84,13 +84,13 @@ def policy_loss(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_range, 1 + high)
     token_loss = torch.maximum(unclipped, clipped)
-    is_clipped, is_capped = clipped > unclipped, torch.zeros_like(mask)
+    clipped_mask, capped_mask = clipped > unclipped, torch.zeros_like(mask)
     if dual_clip is not None:
         cap = -dual_clip * advantages
-        is_capped = (advantages < 0) & (token_loss > cap)
-        token_loss = torch.where(is_capped, cap, token_loss)
+        capped_mask = (advantages < 0) & (token_loss > cap)
+        token_loss = torch.where(capped_mask, cap, token_loss)
     loss = weighted_sum(token_loss, mask, weights=weights, num_tokens=num_tokens)
-    return loss, _policy_stats(log_ratio, is_clipped, is_capped, mask, num_tokens)
+    return loss, _policy_stats(log_ratio, clipped_mask, capped_mask, mask, num_tokens)
 
 
 def penalty_loss(
@@ -109,26 +109,26 @@ def penalty_loss(
     ``kl = (ratio - 1) - log(ratio)``
     ``loss = sum(weights * (-advantages * ratio + policy_kl_coef * kl))``
 
-    The penalty is on KL(old policy, new policy), both ends of one update, not on the KL to the reference.
-    The tokens come from the old policy, so both kl *and its gradient* are right on average: E[ratio] is 1
-    and has no gradient, and -log(ratio) is the integrand of the KL. (It is k3 with its arguments the other
-    way round from ``kl_estimate``, where the policy that sampled is the one with the gradient and that of
-    k3 isn't the gradient of the KL.) -log(ratio) alone would do too, with more spread.
+    The penalty is on KL(old policy, new policy), before and after one update, not on the KL to ref_policy. The tokens
+    come from the old policy, so kl *and its gradient* are unbiased: E[ratio] is 1 and has no gradient, and
+    -log(ratio) is the integrand of the KL. -log(ratio) alone would also be unbiased, with more variance. This is k3
+    with its arguments swapped relative to ``kl_estimate``. There the policy that sampled carries the gradient, and the
+    gradient of k3 is not that of the KL.
 
     Args:
-        new_logprobs: [B, R] (or [N], packed, as long as all are), nats, of the sampled tokens by the
-            policy as it is now; carries the gradient.
-        logprobs: [B, R], the same by the policy that sampled them, at the same temperature; a constant.
+        new_logprobs: [B, R] (or [N], packed, if all arguments are), nats, of the sampled tokens under the current
+            policy; carries the gradient.
+        logprobs: [B, R], the same under the policy that sampled them, at the same temperature; a constant.
         advantages: [B, R], as from ``gae``, whitened or not; a constant.
-        mask: [B, R] bool, True on real response tokens; under padding the others may be anything at all.
+        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         policy_kl_coef: 0 or more, as from ``adaptive_policy_kl_coef``.
-        weights: [B, R], of each token's loss, as from ``loss_weights``; None takes 1 / num_tokens for all.
-        num_tokens: what the stats are divided by (and the loss, without weights), by default mask.sum();
-            for a microbatch that of its whole minibatch, as in ``policy_loss``.
+        weights: [B, R], of each token's loss, as from ``loss_weights``; None uses 1 / num_tokens.
+        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(); see
+            ``policy_loss``.
 
     Returns:
-        (loss, stats): a scalar to minimise, and the stats of ``policy_loss``; nothing is clipped, so both
-        fractions are 0. ``policy/approx_kl`` is the mean of kl.
+        (loss, stats): a scalar to minimise, and the stats of ``policy_loss``. Nothing is clipped, so both fractions
+        are 0. ``policy/approx_kl`` is the mean of kl.
 
     Schulman et al. 2017 (arXiv 1707.06347), equation 8.
 
@@ -142,37 +142,37 @@ def penalty_loss(
     kl = log_ratio.expm1() - log_ratio
     token_loss = -advantages * log_ratio.exp() + policy_kl_coef * kl
     loss = weighted_sum(token_loss, mask, weights=weights, num_tokens=num_tokens)
-    nowhere = torch.zeros_like(mask)
-    return loss, _policy_stats(log_ratio, nowhere, nowhere, mask, num_tokens)
+    no_mask = torch.zeros_like(mask)
+    return loss, _policy_stats(log_ratio, no_mask, no_mask, mask, num_tokens)
 
 
 def _policy_stats(
-    log_ratio: Tensor, is_clipped: Tensor, is_capped: Tensor, mask: Tensor, num_tokens: Tensor | float
+    log_ratio: Tensor, clipped_mask: Tensor, capped_mask: Tensor, mask: Tensor, num_tokens: Tensor | float
 ) -> dict[str, Tensor]:
-    """The stats that both losses of the policy have."""
+    """The stats that both policy losses return."""
     log_ratio = log_ratio.detach()
     return {
         "policy/approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask) / num_tokens,
-        "policy/clip_fraction": masked_sum(is_clipped.to(log_ratio.dtype), mask) / num_tokens,
-        "policy/dual_clip_fraction": masked_sum(is_capped.to(log_ratio.dtype), mask) / num_tokens,
+        "policy/clip_fraction": masked_sum(clipped_mask.to(log_ratio.dtype), mask) / num_tokens,
+        "policy/dual_clip_fraction": masked_sum(capped_mask.to(log_ratio.dtype), mask) / num_tokens,
         "policy/ratio": masked_sum(log_ratio.exp(), mask) / num_tokens,
     }
 
 
 def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """How much likelier a token is by the policy before this update than by the older one that sampled it.
+    """The probability of a token before this update, relative to the older policy that sampled it.
 
     ``min(exp(logprobs - behavior_logprobs), cap)``
 
-    For responses that are older than one update. The advantages are multiplied by it, and the ratio of the
-    loss is then taken against ``logprobs``: what to stay near to (the policy before this update) and what to
-    correct for (the policy that sampled) are two policies. With no cap the product is unbiased for the single
-    token, and may be huge; the cap trades that for a bounded spread. What led to the token isn't corrected for.
+    For responses that are older than one update. Multiply the advantages by it, and take the ratio of the loss against
+    ``logprobs``. The policy to stay near to (the one before this update) and the policy to correct for (the one that
+    sampled) are then two policies. Without a cap the product is unbiased for the single token but may be huge; the cap
+    trades bias for bounded variance. The tokens before it are not corrected for.
 
     Args:
-        logprobs: [B, R], nats, by the policy before this update.
-        behavior_logprobs: [B, R], nats, by the policy that sampled, at the temperature of the sampling.
-        mask: [B, R] bool, True on real response tokens; under padding the two may be anything at all.
+        logprobs: [B, R], nats, under the policy before this update.
+        behavior_logprobs: [B, R], nats, under the policy that sampled, at the sampling temperature.
+        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         cap: 1 or more.
 
     Returns:
@@ -187,24 +187,21 @@ def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     return torch.where(mask, (logprobs - behavior_logprobs).exp().clamp(max=cap), 0).detach()
 
 
-def mixed_loss(policy: Tensor, lm: Tensor, *, ptx_coef: float, ptx_mode: Literal["additive", "convex"]) -> Tensor:
-    """The loss of the policy and that of language modelling on text, as one.
+def mixed_loss(policy: Tensor, lm: Tensor, *, ptx_coef: float, ptx_mode: PtxMode) -> Tensor:
+    """The policy loss and the language-model loss as one loss.
 
     ``additive: policy + ptx_coef * lm``
     ``convex: (1 - ptx_coef) * policy + ptx_coef * lm``
 
     Args:
-        policy: the loss of the policy, a scalar.
-        lm: the loss of language modelling, as from ``lm_loss``; a mean over its own tokens.
-        ptx_coef: 0 or more, and at most 1 for "convex". 27.8 in InstructGPT (additive), 0.9 in ColossalChat
-            (convex): the same name, but not the same number.
+        policy: the policy loss, a scalar.
+        lm: the language-model loss, as from ``lm_loss``; a mean over its own tokens.
+        ptx_coef: 0 or more, and at most 1 for "convex". InstructGPT uses 27.8 (additive), ColossalChat 0.9 (convex):
+            the same name for two different numbers.
         ptx_mode: "additive" or "convex".
 
     Returns:
         A scalar to minimise.
-
-    Raises:
-        ValueError: a ptx_mode by another name.
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 2, for "additive".
 
@@ -213,32 +210,34 @@ def mixed_loss(policy: Tensor, lm: Tensor, *, ptx_coef: float, ptx_mode: Literal
     >>> mixed_loss(torch.tensor(1.0), torch.tensor(2.0), ptx_coef=0.5, ptx_mode="convex")
     tensor(1.5000)
     """
-    if ptx_mode == "additive":
-        return policy + ptx_coef * lm
-    if ptx_mode == "convex":
-        return (1 - ptx_coef) * policy + ptx_coef * lm
-    raise ValueError(f"ptx_mode is {ptx_mode!r}, not one of additive, convex")
+    match ptx_mode:
+        case "additive":
+            return policy + ptx_coef * lm
+        case "convex":
+            return (1 - ptx_coef) * policy + ptx_coef * lm
+        case _:
+            assert_never(ptx_mode)
 
 
 def entropy_bonus(
     entropy: Tensor, mask: Tensor, *, weights: Tensor | None = None, num_tokens: Tensor | float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The entropy of the policy as it is now, which entropy_coef times is *subtracted* from the loss.
+    """The entropy of the current policy; *subtract* entropy_coef times it from the loss.
 
     ``bonus = sum(weights * entropy)``
 
-    It is that of the whole distribution at each token, and its gradient is exact there; how the choice of a
-    token changes the entropy of those after it isn't in it.
+    It is the entropy of the full distribution at each token, with its exact gradient. The gradient ignores that the
+    choice of a token changes the entropy of later ones.
 
     Args:
-        entropy: [B, R] (or [N], packed, as long as all are), nats, as from ``token_entropy`` at the
-            temperature of the sampling; carries the gradient.
-        mask: [B, R] bool, True on real response tokens; under padding entropy may be anything at all.
-        weights: [B, R], as from ``loss_weights``; None takes 1 / num_tokens for all.
+        entropy: [B, R] (or [N], packed, if all arguments are), nats, as from ``token_entropy`` at the sampling
+            temperature; carries the gradient.
+        mask: [B, R] bool, True on real response tokens; padding of entropy may hold anything.
+        weights: [B, R], as from ``loss_weights``; None uses 1 / num_tokens.
         num_tokens: as in ``policy_loss``.
 
     Returns:
-        (bonus, stats): a scalar to make large, and ``policy/full_entropy``, the mean over tokens, detached.
+        (bonus, stats): a scalar to maximise, and ``policy/full_entropy``, the mean over tokens, detached.
 
     >>> bonus, stats = entropy_bonus(torch.tensor([[1.0, 2.0, 1e6]]), torch.tensor([[True, True, False]]))
     >>> bonus, stats["policy/full_entropy"]

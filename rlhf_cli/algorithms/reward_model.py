@@ -1,11 +1,13 @@
-"""The losses of the reward model: from pairs of responses, or from a number for each."""
+"""The losses of the reward model: on pairs of responses, or on one target score per response."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import assert_never
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from rlhf_cli.algorithms.names import PairwiseLoss
 
 
 def pairwise_loss(
@@ -14,41 +16,38 @@ def pairwise_loss(
     *,
     margin: Tensor | None = None,
     weight: Tensor | None = None,
-    loss: Literal["logsigmoid", "logexp"] = "logsigmoid",
+    loss: PairwiseLoss = "logsigmoid",
     zero_mean_coef: float = 0.0,
     num_pairs: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the preferences in the model of Bradley and Terry.
+    """Negative log-likelihood of the preferences under the Bradley-Terry model.
 
     ``lead = chosen_score - rejected_score - margin``
     ``nll = -log(sigmoid(lead))``, or ``nll = log(1 + exp(-lead))`` for "logexp"
     ``loss = sum(weight * (nll + zero_mean_coef * (chosen_score + rejected_score)**2)) / num_pairs``
 
-    The two are one function written in two ways; "logexp" is here for those who look for it by the name it
-    has in ColossalChat and OpenRLHF. Both are computed without overflow: a pair that is wrong by 200 costs
-    200, not inf. Only differences of scores count, so nothing but zero_mean_coef holds their mean in place.
+    Both formulas are the same function; "logexp" is its name in ColossalChat and OpenRLHF. Both are computed without
+    overflow: a pair that is wrong by 200 costs 200, not inf. Only differences of scores count, so zero_mean_coef is
+    the only term that determines their mean.
 
     Args:
         chosen_score: [B], of the preferred responses.
         rejected_score: [B], of the other ones.
-        margin: [B], 0 or more: how far ahead the chosen score should at least be; None is 0.
-        weight: [B], how much each pair counts, in the loss and in the stats alike; None is 1.
+        margin: [B], 0 or more: the minimum lead that the chosen score should have; None means 0.
+        weight: [B], weight of each pair in the loss and in the stats; None means 1.
         loss: "logsigmoid" or "logexp".
         zero_mean_coef: 0 or more; TRL recommends 0.01. The *sum* of the two scores is squared, not each.
-        num_pairs: what the sums are divided by, by default B. Give a microbatch the number of pairs in its
-            whole minibatch: then losses, gradients and stats *add up*. With pairs of `ranking_pairs` it is the
-            number of rankings.
+        num_pairs: divisor of the sums, by default B. For a microbatch, pass the number of pairs in its whole
+            minibatch: then losses, gradients and stats *add up*. For pairs from `ranking_pairs`, pass the number of
+            rankings.
 
     Returns:
         (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
 
-        - ``rm/accuracy``: the share of pairs with the chosen score ahead, a tie counting one half; the margin
-          plays no part;
-        - ``rm/margin``: ``chosen_score - rejected_score``, how far ahead it is (not the margin asked for);
+        - ``rm/accuracy``: the share of pairs whose chosen score is higher; a tie counts one half, and the margin
+          argument is ignored;
+        - ``rm/margin``: ``chosen_score - rejected_score``, the actual lead (not the margin argument);
         - ``rm/chosen_score``, ``rm/rejected_score``: the scores.
-
-    Raises:
-        ValueError: a loss by another name.
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is equation 2 of Touvron
     et al. 2023 (arXiv 2307.09288), the zero mean equation 2 of Eisenstein et al. 2023 (arXiv 2312.09244).
@@ -62,12 +61,13 @@ def pairwise_loss(
     num_pairs = chosen_score.numel() if num_pairs is None else num_pairs
     difference = chosen_score - rejected_score
     lead = difference if margin is None else difference - margin
-    if loss == "logsigmoid":
-        nll = -logsigmoid(lead)
-    elif loss == "logexp":
-        nll = torch.logaddexp(torch.zeros_like(lead), -lead)
-    else:
-        raise ValueError(f"loss is {loss!r}, not one of logsigmoid, logexp")
+    match loss:
+        case "logsigmoid":
+            nll = -logsigmoid(lead)
+        case "logexp":
+            nll = torch.logaddexp(torch.zeros_like(lead), -lead)
+        case _:
+            assert_never(loss)
     each = nll + zero_mean_coef * (chosen_score + rejected_score).square()
     weight = torch.ones_like(each) if weight is None else weight
     with torch.no_grad():
@@ -81,18 +81,18 @@ def pairwise_loss(
 
 
 def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of each ranking, among answers that stand end to end, best first within each ranking.
+    """All pairs of each ranking; the answers are laid end to end, best first within each ranking.
 
-    A ranking of K answers gives K * (K - 1) / 2 pairs, each of weight ``1 / (K * (K - 1) / 2)``: it counts as much
-    as any other, however long it is, and its answers go through the model once. Taken as rows of their own such
-    pairs would have it learn each answer K - 1 times an epoch, and overfit.
+    A ranking of K answers gives K * (K - 1) / 2 pairs of weight ``1 / (K * (K - 1) / 2)`` each. All rankings count the
+    same, whatever their length, and each answer goes through the model once. If the pairs were separate rows, the
+    model would train on each answer K - 1 times per epoch and overfit.
 
     Args:
-        sizes: how many answers each ranking has, at least 2.
+        sizes: number of answers of each ranking, at least 2.
 
     Returns:
-        (better, worse, weight): int64 positions of the better and the worse answer, and the weight in float64,
-        [pairs] each.
+        (better, worse, weight): [pairs] each, the int64 indices of the better and the worse answer, and the float64
+        weight.
 
     Ouyang et al. 2022 (arXiv 2203.02155), section 3.5 and equation 1.
 
@@ -116,17 +116,17 @@ def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 def score_loss(
     score: Tensor, target: Tensor, *, num_rows: Tensor | float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the scores, for rows that carry a number instead of a preference.
+    """Squared error of the scores, for rows with a target score instead of a preference.
 
     ``loss = sum((score - target)**2) / num_rows``
 
-    There is no half in it, unlike in ``value_loss``.
+    Unlike ``value_loss``, it has no factor 1/2.
 
     Args:
         score: [B], of the reward model; carries the gradient.
-        target: [B], what it should be.
-        num_rows: what the sums are divided by, by default B. Give a microbatch the number of rows in its
-            whole minibatch: then losses, gradients and stats *add up*.
+        target: [B], the score to learn.
+        num_rows: divisor of the sums, by default B. For a microbatch, pass the number of rows in its whole minibatch:
+            then losses, gradients and stats *add up*.
 
     Returns:
         (loss, stats): a scalar to minimise, and detached scalars with the same divisor.

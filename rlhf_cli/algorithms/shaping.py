@@ -1,6 +1,6 @@
-"""What happens to the score of a response before it becomes a reward: clipped, and less some penalties.
+"""Shaping of a response's score before it becomes a reward: a clip and several penalties.
 
-Each penalty is returned as a number of 0 or more to be subtracted from the score.
+Each penalty is 0 or more and is subtracted from the score.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def clip_score(score: Tensor, clip: float) -> Tensor:
-    """The score kept within a range, so that no single response outweighs a whole batch.
+    """Clip the score to a range, so that no single response dominates a batch.
 
     ``min(max(score, -clip), clip)``
 
@@ -17,7 +17,7 @@ def clip_score(score: Tensor, clip: float) -> Tensor:
         clip: above 0, in units of the score.
 
     Returns:
-        [B]. The KL penalty isn't in it yet, and so isn't clipped.
+        [B]. The KL penalty is added later, so it is not clipped.
 
     >>> clip_score(torch.tensor([-9.0, 0.5, 3.0]), 2.0)
     tensor([-2.0000,  0.5000,  2.0000])
@@ -26,7 +26,7 @@ def clip_score(score: Tensor, clip: float) -> Tensor:
 
 
 def length_penalty(lengths: Tensor, *, per_token: float) -> Tensor:
-    """A price for each token of the response, to be subtracted from its score.
+    """A penalty for each token of the response.
 
     ``per_token * lengths``
 
@@ -44,12 +44,12 @@ def length_penalty(lengths: Tensor, *, per_token: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """A price for a response that comes near the length limit, to be subtracted from its score.
+    """A penalty for a response that comes near the length limit.
 
     ``penalty * clip((lengths - (max_new_tokens - buffer)) / buffer, 0, 1)``
 
-    Nothing up to max_new_tokens - buffer, the whole penalty at max_new_tokens, a straight line between. It
-    looks at the length only: a response whose EOS is its last possible token pays it all.
+    It is 0 up to max_new_tokens - buffer, the full penalty at max_new_tokens, and linear in between. Only the length
+    counts: a response whose EOS is its last possible token pays the full penalty.
 
     Args:
         lengths: [B], tokens of each response, EOS included.
@@ -61,7 +61,7 @@ def overlong_penalty(lengths: Tensor, *, max_new_tokens: int, buffer: int, penal
         [B], 0 to penalty.
 
     Raises:
-        ValueError: a buffer below 1, which leaves no line to go down.
+        ValueError: the buffer is below 1.
 
     Yu et al. 2025 (arXiv 2503.14476), "soft overlong punishment", with a penalty of 1.
 
@@ -69,17 +69,17 @@ def overlong_penalty(lengths: Tensor, *, max_new_tokens: int, buffer: int, penal
     tensor([0.0000, 0.5000, 1.5000, 2.0000])
     """
     if buffer < 1:
-        raise ValueError(f"buffer is {buffer}, it must be 1 or more")
+        raise ValueError(f"buffer is {buffer}, but it must be 1 or more")
     return penalty * ((lengths - (max_new_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def missing_eos(ended: Tensor, *, penalty: float) -> Tensor:
-    """A price for a response that was cut at the length limit, to be subtracted from its score.
+    """A penalty for a response that was cut at the length limit.
 
     ``0 if ended else penalty``
 
     Args:
-        ended: [B] bool, True where the response ended by itself, with EOS.
+        ended: [B] bool, True if the response ended with a stop token or a stop string.
         penalty: 0 or more, in units of the score.
 
     Returns:

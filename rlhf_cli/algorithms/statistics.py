@@ -1,6 +1,6 @@
-"""Numbers for reports: how sure a win rate is, how alike two rankings are, how varied texts are.
+"""Statistics for reports: confidence of a win rate, correlation of two rankings, diversity of texts.
 
-They are computed in float64 on the CPU and returned as plain floats.
+They are computed in float64 on the CPU and returned as Python floats.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of success rates that n trials leave open.
+    """The Wilson score interval of a success rate.
 
     ``rate = successes / n``
     ``centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)``
     ``half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)``
 
-    It holds for few trials too, and n successes out of n don't give the certainty of a single point. No
-    trials leave everything open: (0, 1).
+    It is valid for few trials too: n successes out of n do not give an interval of width 0. Without trials it is
+    (0, 1).
 
     Args:
-        successes: 0 to n; not only whole numbers, as a tie may count one half.
-        n: number of trials, 0 or more. They are taken as independent.
+        successes: 0 to n; may be fractional, because a tie may count one half.
+        n: number of independent trials, 0 or more.
         z: standard normal quantile, 1.96 for 95 %.
 
     Returns:
-        (low, high), within 0 to 1.
+        (low, high), between 0 and 1.
 
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22.
 
@@ -42,18 +42,18 @@ def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, f
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
-    """The linear correlation of x and y.
+    """The Pearson correlation of x and y.
 
     ``sum((x - mean(x)) * (y - mean(y))) / sqrt(sum((x - mean(x))**2) * sum((y - mean(y))**2))``
 
-    Where x or y is constant, or there is one pair or none, the quotient is 0 / 0; it is taken as 0.
+    If x or y is constant, or there are fewer than two pairs, the quotient is 0 / 0 and the result is 0.
 
     Args:
         x: [n].
         y: [n], in the same order.
 
     Returns:
-        -1 to 1; nan if there is one in x or y.
+        -1 to 1; NaN if x or y contains NaN.
 
     >>> pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
     1.0
@@ -66,18 +66,18 @@ def pearson(x: Tensor, y: Tensor) -> float:
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """The correlation of the ranks of x and y: 1 when both put everything in one order.
+    """The rank correlation of x and y: 1 if both give the same order.
 
     ``pearson(rank(x), rank(y))``
 
-    Equal numbers share the mean of the ranks that they take up. 0 where x or y is constant.
+    Equal numbers share the mean of their ranks. The result is 0 if x or y is constant.
 
     Args:
         x: [n].
         y: [n], in the same order.
 
     Returns:
-        -1 to 1; nan if there is one in x or y.
+        -1 to 1; NaN if x or y contains NaN.
 
     Spearman 1904, "The proof and measurement of association between two things".
 
@@ -90,11 +90,11 @@ def spearman(x: Tensor, y: Tensor) -> float:
 
 
 def pair_accuracy(x: Tensor, y: Tensor) -> float:
-    """How often x puts two rows in the order that y puts them in, over the pairs that y tells apart.
+    """The share of pairs that x orders as y does, among the pairs whose y differ.
 
     ``mean over pairs with y[i] > y[j] of (1 if x[i] > x[j], 1/2 if x[i] == x[j], else 0)``
 
-    With two values in y this is the area under the ROC curve. 1/2 where y tells no pair apart.
+    If y has two distinct values, this is the area under the ROC curve. If y is constant, it is 1/2.
 
     Args:
         x: [n] predictions.
@@ -112,26 +112,26 @@ def pair_accuracy(x: Tensor, y: Tensor) -> float:
 
 
 def _average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 1, equal numbers with the mean of theirs; nan stays nan, since it has no rank."""
+    """Ranks from 1; equal numbers get the mean of their ranks, and NaN stays NaN."""
     _, group, size = x.unique(return_inverse=True, return_counts=True)
     rank = size.cumsum(0) - (size.double() - 1) / 2
     return torch.where(x.isnan(), torch.nan, rank[group])
 
 
 def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
-    """The share of different n-grams among all n-grams of all the sequences together.
+    """The share of distinct n-grams among all n-grams of all sequences.
 
-    ``number of different n-grams / number of n-grams``
+    ``number of distinct n-grams / number of n-grams``
 
-    It falls with the amount of text, so only samples of like size compare. A sequence shorter than n has
-    no n-gram; if none has any, the share is 0.
+    It falls with the amount of text, so compare only samples of similar size. A sequence shorter than n has no n-gram;
+    without any n-gram the share is 0.
 
     Args:
-        sequences: lists of words or token ids; an n-gram doesn't run from one into the next.
+        sequences: lists of words or token ids; no n-gram crosses from one to the next.
         n: 1 or more.
 
     Returns:
-        0 to 1; low where the texts repeat themselves or one another.
+        0 to 1; low if the texts repeat themselves or each other.
 
     Li et al. 2016 (arXiv 1510.03055), section 5.
 

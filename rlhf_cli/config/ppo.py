@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_cli.algorithms.names import PtxMode, estimator_traits
 from rlhf_cli.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model
-from rlhf_cli.config.ppo_update import GROUPED, PPO
+from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
 from rlhf_cli.config.stage import Optimizer, Stage
 
@@ -82,7 +83,7 @@ class Ptx(Section):
     """Rows as in the SFT stage."""
     coef: PositiveFloat
     """Weight: InstructGPT's 27.8 for `additive`, ColossalChat's 0.9 for `convex`."""
-    mode: Literal["additive", "convex"] = "additive"
+    mode: PtxMode = "additive"
     """policy + coef * lm, or (1 - coef) * policy + coef * lm."""
     minibatch_size: PositiveInt | None = None
     """Rows of one optimizer step, over all processes; null takes ppo.minibatch_size."""
@@ -157,7 +158,7 @@ class PPOConfig(Stage):
                 f"rollout.samples_per_prompt {n} must divide ppo.rollout_batch_size {self.ppo.rollout_batch_size}, "
                 "which counts responses"
             )
-        if estimator in GROUPED and n == 1:
+        if estimator_traits(estimator).compares_responses and n == 1:
             raise ValueError(
                 f"ppo.advantage_estimator: {estimator} compares a prompt's responses, and with "
                 "rollout.samples_per_prompt: 1 every advantage would be 0. Sample at least 2"

@@ -6,6 +6,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_cli.algorithms.names import (
+    AdvantageEstimator,
+    KLController,
+    KLEstimator,
+    KLPlace,
+    LossAggregation,
+    Objective,
+    ScoreNormalization,
+    estimator_traits,
+)
 from rlhf_cli.config.base import (
     BelowOne,
     Fraction,
@@ -16,9 +26,6 @@ from rlhf_cli.config.base import (
     Section,
     refuse_unread,
 )
-
-WITH_VALUES = ("gae", "monte_carlo")
-GROUPED = ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline")
 
 
 class PPO(Section):
@@ -46,7 +53,7 @@ class PPO(Section):
     """Truncation of that weight, policy now to policy that sampled (decoupled PPO, Hilton et al. 2021)."""
 
     # ---- the score
-    score_normalization: Literal["none", "running", "reference"] = "none"
+    score_normalization: ScoreNormalization = "none"
     """Beside each reward model's own stored statistics: `running` subtracts the mean and divides by the
     standard deviation of all scores so far (the effective kl_coef then drifts with it), `reference` by those
     of ref_policy's own samples, taken once at the start."""
@@ -67,12 +74,12 @@ class PPO(Section):
     # ---- the distance to ref_policy
     kl_coef: NonNegativeFloat = 0.05
     """Weight of the KL to ref_policy, the one thing that holds the policy to what the reward model knows."""
-    kl_in: Literal["reward", "loss"] = "reward"
+    kl_in: KLPlace = "reward"
     """Taken off each token's reward (Ziegler et al. 2019), or added to the loss; never both."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "k2_sequence"] | None = None
+    kl_estimator: KLEstimator | None = None
     """Null takes the one whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
     the loss. The others optimise something else: docs/ppo.md says what. `full` is exact over the vocabulary."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    kl_controller: KLController = "fixed"
     """adaptive moves kl_coef until the KL of a response is `kl_target` (Ziegler et al. 2019, section 2.2)."""
     kl_target: PositiveFloat | None = None
     """Nats a response; needed with `kl_controller: adaptive` and only there."""
@@ -80,9 +87,7 @@ class PPO(Section):
     """In how many responses kl_coef can change by about a fifth."""
 
     # ---- advantages
-    advantage_estimator: Literal[
-        "gae", "monte_carlo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "dr_grpo"
-    ] = "gae"
+    advantage_estimator: AdvantageEstimator = "gae"
     """gae and monte_carlo (returns less values) learn a value model. The others build none: reinforce is the
     reward to go as it is, reinforce_pp whitens it, reinforce_pp_baseline takes the prompt's mean score off
     first; rloo, grpo (divided by the group's standard deviation) and dr_grpo compare a prompt's responses."""
@@ -100,7 +105,7 @@ class PPO(Section):
     shrink with the policy's spread make it ever weaker."""
 
     # ---- the policy's loss
-    objective: Literal["clip", "penalty"] = "clip"
+    objective: Objective = "clip"
     """The clipped ratio, or PPO-penalty: the ratio as it is, less policy_kl_coef * KL(old, new)."""
     clip_range: PositiveFloat = 0.2
     """The ratio is clipped to 1 +- this."""
@@ -116,7 +121,7 @@ class PPO(Section):
     """Where PPO-penalty's coefficient starts."""
     policy_kl_target: PositiveFloat | None = None
     """It doubles above 1.5 times this KL(old, new) a token, and halves below 1/1.5 of it; null keeps it."""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    loss_aggregation: LossAggregation = "token"
     """Mean over all tokens of the minibatch; over each response first, so that long ones don't weigh more; or
     the sum divided by max_new_tokens (Dr. GRPO)."""
     entropy_coef: float = 0.0
@@ -140,10 +145,10 @@ class PPO(Section):
     @property
     def has_value_model(self) -> bool:
         """Does this advantage estimator learn values?"""
-        return self.advantage_estimator in WITH_VALUES
+        return estimator_traits(self.advantage_estimator).has_values
 
     @property
-    def kl_estimator_used(self) -> Literal["k1", "k2", "k3", "abs", "full", "k2_sequence"]:
+    def kl_estimator_used(self) -> KLEstimator:
         """The estimator that null stands for."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k2_sequence")
 
@@ -154,7 +159,7 @@ class PPO(Section):
             return self.whiten_advantages
         if self.kl_in == "loss" and self.has_value_model:
             return False
-        return self.has_value_model or self.advantage_estimator.startswith("reinforce_pp")
+        return estimator_traits(self.advantage_estimator).whitens
 
     def updates(self, iteration: int) -> int:
         """Optimizer steps of iteration `iteration` (from 0): early ones have fewer rollouts to learn from."""

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import Model, ScratchModel
@@ -119,7 +120,7 @@ class RMConfig(Stage):
 
     model: RMModel = RMModel()
     data: RMData
-    loss: Literal["logsigmoid", "logexp", "mse"] = "logsigmoid"
+    loss: RewardModelLoss = "logsigmoid"
     """Pairs: -log sigmoid of the score difference, or the same written as log(1 + exp). Scored rows: mse."""
     zero_mean_coef: NonNegativeFloat = 0.0
     """Weight of (chosen_score + rejected_score)^2, which keeps the scores around zero."""

@@ -1,6 +1,8 @@
-"""From the rewards' weighted sum to the score that PPO optimises: normalised, clipped, penalised."""
+"""From the weighted sum of the rewards to the score that PPO optimises: normalised, clipped, minus penalties."""
 
 from __future__ import annotations
+
+from typing import assert_never
 
 import torch
 
@@ -11,10 +13,10 @@ from rlhf_cli.training.distributed import World
 
 
 class ScoreScale:
-    """The mean and standard deviation that scores are normalised by, beside the reward models' own.
+    """The mean and standard deviation that normalise scores, in addition to each reward model's own.
 
-    `none` leaves scores as they are; `running` takes in every batch before it normalises that batch;
-    `reference` is set once, from samples of ref_policy. The moments are the whole state.
+    `none` leaves scores unchanged. `running` updates them with every batch before it normalises that batch.
+    `reference` computes them once, from samples of ref_policy. The moments are the whole state.
     """
 
     def __init__(self, ppo: PPO):
@@ -22,15 +24,19 @@ class ScoreScale:
         self.moments = Moments(0, 0.0, 0.0)
 
     def take(self, score: torch.Tensor, world: World) -> None:
-        """Take the scores [B] of all processes into the statistics."""
+        """Update the moments with the scores [B] of all processes."""
         for part in world.gather(moments_of(score)):
             self.moments = merge(self.moments, part.count, part.mean, part.squared_deviations)
 
     def apply(self, score: torch.Tensor) -> torch.Tensor:
-        """[B] -> [B]; scores that have shown no spread are only shifted."""
-        if self.kind == "none":
-            return score
-        return (score - self.moments.mean) / (self.moments.std if self.moments.std > 0 else 1.0)
+        """``(score - mean) / std``, [B]; without spread so far, the mean is subtracted only."""
+        match self.kind:
+            case "none":
+                return score
+            case "running" | "reference":
+                return (score - self.moments.mean) / (self.moments.std if self.moments.std > 0 else 1.0)
+            case _:
+                assert_never(self.kind)
 
 
 def shaped_score(
@@ -42,7 +48,12 @@ def shaped_score(
     *,
     max_new_tokens: int,
 ) -> torch.Tensor:
-    """The score [B] that is optimised, from the rewards' own sum [B]; see `PPO` for each step's reason."""
+    """The score [B] that PPO optimises, from the weighted sum [B] of the rewards.
+
+    ``clip((raw - mean) / std) - missing_eos - length_penalty - overlong_penalty``
+
+    `PPO` in rlhf_cli/config/ppo_update.py gives the reason for each step.
+    """
     tokens = torch.tensor(lengths, dtype=raw.dtype)
     score = scale.apply(raw)
     if ppo.score_clip is not None:

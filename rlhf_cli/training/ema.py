@@ -1,4 +1,8 @@
-"""A moving average of a model's weights, kept on the CPU."""
+"""A moving average of a model's trained weights, kept on the CPU in float32.
+
+Why not `torch.optim.swa_utils.AveragedModel`: it deep-copies the whole module, so with LoRA it would hold a second copy
+of the frozen base model, and a checkpoint would store it. This average holds the trained weights only.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,36 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.algorithms.ema import ema
 from rlhf_cli.training.checkpoint import State
 
 
-class WeightAverage:
-    """``average = decay * average + (1 - decay) * weight`` after each optimizer step, of the trained weights.
+def ema(average: torch.Tensor, value: torch.Tensor, *, decay: float) -> torch.Tensor:
+    """One step of an exponential moving average.
 
-    It starts at the weights as they are: no bias is to be corrected. float32, whatever the weights' device.
+    ``decay * average + (1 - decay) * value``
+
+    decay is the weight that is *kept*. Some libraries name the weight of the new value instead: TRL's
+    ref_model_mixup_alpha is 1 - decay. Keep the average in float32: in bfloat16 a step with decay near 1 is smaller
+    than the spacing of the numbers and changes nothing.
+
+    Args:
+        average: any shape.
+        value: the same shape.
+        decay: 0 to 1; 0 returns the value, 1 the old average.
+
+    Returns:
+        A new tensor of that shape; average is not changed.
+
+    >>> ema(torch.tensor([1.0]), torch.tensor([5.0]), decay=0.75)
+    tensor([2.])
+    """
+    return decay * average + (1 - decay) * value
+
+
+class WeightAverage:
+    """The exponential moving average of a model's trained weights, updated after each optimizer step.
+
+    It starts at the initial weights, so there is no bias to correct.
     """
 
     def __init__(self, model: torch.nn.Module, *, decay: float):
@@ -23,13 +49,13 @@ class WeightAverage:
         self.weights = {name: p.detach().float().cpu().clone() for name, p in self._trained()}
 
     def update(self) -> None:
-        """Take the weights as they are now into the average."""
+        """Move the average towards the current weights."""
         for name, p in self._trained():
             self.weights[name] = ema(self.weights[name], p.detach().float().cpu(), decay=self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the averaged weights, for a while."""
+        """Give the model the averaged weights inside the context."""
         own = {name: p.detach().clone() for name, p in self._trained()}
         self._set(self.weights)
         try:
@@ -43,9 +69,11 @@ class WeightAverage:
             p.copy_(weights[name])
 
     def state(self) -> State:
+        """The average, for a checkpoint."""
         return dict(self.weights), {}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Take the average from a checkpoint."""
         self.weights = {name: tensors[name].clone() for name in self.weights}
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
