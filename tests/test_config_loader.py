@@ -201,7 +201,13 @@ def test_files_that_cannot_be_read(tmp_path):
             "a: [1\nb: 2",
             "2: column 2: not valid YAML, while parsing a flow sequence, expected ',' or ']', but got ':'",
         ),
-        ("a: b: c", "1: column 5: not valid YAML, mapping values are not allowed here"),
+        ("a: b: c", "1: column 5: not valid YAML, mapping values are not allowed here; "
+         "the line is indented too far, or its text has a colon and needs quotes"),
+        ("a:\n  b: 1\n   c: 2", "3: column 5: not valid YAML, mapping values are not allowed here; "
+         "the line is indented too far, or its text has a colon and needs quotes"),
+        ("a:\n  b: 1\n c: 2", "3: column 2: not valid YAML, while parsing a block mapping, expected <block end>, "
+         "but found '<block mapping start>'; the indentation differs from the lines above: "
+         "indent the keys of one section by the same spaces"),
         (
             "a:\n\tb: 2",
             "2: column 1: not valid YAML, while scanning for the next token, "

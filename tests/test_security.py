@@ -357,7 +357,7 @@ def suspicious(source: str, name: str) -> list[str]:
         if isinstance(node, ast.keyword):
             trusts = node.arg == "trust_remote_code" and ast.unparse(node.value) != "False"
             unsafe = node.arg in ("allow_pickle", "weights_only", "shell") and ast.unparse(node.value) != "False"
-            is_loader = node.arg == "Loader" and ast.unparse(node.value) != "_Loader"
+            is_loader = node.arg == "Loader" and ast.unparse(node.value) != "ConfigLoader"
             if trusts or unsafe or is_loader or node.arg == "custom_generate":
                 found.append(f"{line}: {node.arg}={ast.unparse(node.value)}")
     return found
@@ -386,17 +386,17 @@ def test_the_scan_sees(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["model.eval()", "re.compile('a')", "yaml.compose(s, Loader=_Loader)", "f(trust_remote_code=False)"]
+    "source", ["model.eval()", "re.compile('a')", "yaml.compose(s, Loader=ConfigLoader)", "f(trust_remote_code=False)"]
 )
 def test_the_scan_lets_through(source: str) -> None:
     assert suspicious(source, "x.py") == []
 
 
 def test_the_yaml_loader_is_a_safe_one() -> None:
-    from rlhf_cli.config import loader
+    from rlhf_cli.config import yaml_text
 
-    assert issubclass(loader._Loader, yaml.SafeLoader)
-    assert not issubclass(loader._Loader, yaml.UnsafeLoader | yaml.FullLoader)
+    assert issubclass(yaml_text.ConfigLoader, yaml.SafeLoader)
+    assert not issubclass(yaml_text.ConfigLoader, yaml.UnsafeLoader | yaml.FullLoader)
 
 
 @pytest.mark.parametrize(

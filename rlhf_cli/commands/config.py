@@ -6,11 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.loader import config_schema, dump_config
-from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.training.launch import load_stage_config
 
 
 def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
@@ -18,7 +16,7 @@ def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) ->
     problems = []
     for file in _expand(files):
         try:
-            name = _stage_of(file, stage)
+            name = stage_of(file, stage)
             load_stage_config(name, file, overrides)
         except ConfigError as error:
             problems.append(str(error))
@@ -30,13 +28,13 @@ def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) ->
 
 def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
     """Print the resolved config."""
-    print(dump_config(load_stage_config(_stage_of(file, stage), file, overrides)), end="")
+    print(dump_config(load_stage_config(stage_of(file, stage), file, overrides)), end="")
 
 
 def schema(stage: str | None) -> None:
     """Print the JSON Schema of a stage, or of all by name."""
     if stage is not None:
-        print(json.dumps(config_schema(CONFIGS[_known(stage)]), indent=2))
+        print(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
     else:
         print(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
 
@@ -49,18 +47,3 @@ def _expand(files: Sequence[Path]) -> list[Path]:
             raise ConfigError(f"{file}: no .yaml file in it")
         found += inside or [file]
     return found
-
-
-def _stage_of(file: Path, stage: str | None) -> str:
-    if stage is not None:
-        return _known(stage)
-    named = [s for s in STAGES if s in file.stem.replace("-", "_").split("_")]
-    if len(named) != 1:
-        raise ConfigError(f"{file}: its name does not say which stage it is for. Give --stage sft, rm or ppo")
-    return named[0]
-
-
-def _known(stage: str) -> str:
-    if stage not in STAGES:
-        raise ConfigError(f"stage {stage}: unknown, must be one of {', '.join(STAGES)}")
-    return stage

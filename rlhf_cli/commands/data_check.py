@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.commands.config import _stage_of
+from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -50,7 +50,6 @@ from rlhf_cli.data.records import (
     scored,
 )
 from rlhf_cli.errors import DataError, RunError
-from rlhf_cli.training.launch import load_stage_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +119,7 @@ def _purpose(source: DataSource, for_: For) -> Purpose:
 
 def parts_of_config(path: Path, stage: str | None, overrides: Sequence[str]) -> tuple[list[Part], str | None]:
     """What the stage of a config reads, and where its tokenizer is, if that is on this disk already."""
-    config = load_stage_config(_stage_of(path, stage), path, overrides)
+    config = load_stage_config(stage_of(path, stage), path, overrides)
     parts = []
     if isinstance(config, PPOConfig):
         prompts = config.data

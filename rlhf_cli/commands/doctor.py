@@ -32,12 +32,12 @@ from rlhf_cli.artifacts import (
     set_aside_directory,
     stage_directory,
 )
+from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, found, owner_of, what_is_wrong
 from rlhf_cli.training.identity import what_changed
-from rlhf_cli.training.launch import load_stage_config
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
+from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import command, set_options
 from rlhf_cli.training.identity import require_files
-from rlhf_cli.training.launch import Run, explained, load_stage_config, run_stage
+from rlhf_cli.training.launch import Run, explained, run_stage
 from rlhf_cli.training.progress import Display
 
 

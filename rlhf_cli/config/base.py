@@ -13,6 +13,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+FILLED = "filled"
+"""Marks a text field in which `{seed}` or another key in braces stands for that key's value."""
+
 
 class Section(BaseModel):
     """A mapping of the YAML file: unknown keys are refused and nothing changes after loading."""

@@ -1,9 +1,78 @@
-"""The schema of each stage's config file."""
+"""The schema of each stage's config file, and which stage a file is for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.yaml_tree import Tree
+from rlhf_cli.errors import ConfigError
 
 CONFIGS: dict[str, type[Stage]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
+
+
+def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
+    """The checked config of a stage. A file written for another stage is refused in one line."""
+    try:
+        config: Stage = load_config(path, CONFIGS[stage], overrides)
+    except ConfigError:
+        other = _other_stage(stage, Path(path), overrides)
+        if other is None:
+            raise
+        what = f"is a config for the stage {other}, not {stage}"
+        raise ConfigError(f"{path}: {what}. Run: rlhf {other} --config {path}") from None
+    return config
+
+
+def stage_of(file: Path, stage: str | None) -> str:
+    """`stage` if it is given, else the stage in the file's name: sft.yaml, rm_scores.yaml, my-ppo.yaml."""
+    if stage is not None:
+        return known_stage(stage)
+    named = _stages_in_name(file)
+    if len(named) != 1:
+        if not file.exists():
+            raise ConfigError(f"{file}: no such file, must be a YAML config")
+        raise ConfigError(f"{file}: its name does not say which stage it is for. Give --stage sft, rm or ppo")
+    return named[0]
+
+
+def known_stage(stage: str) -> str:
+    """`stage` if it is one of the three; raises ConfigError otherwise."""
+    if stage not in STAGES:
+        raise ConfigError(f"stage {stage}: unknown, must be one of {', '.join(STAGES)}")
+    return stage
+
+
+def _stages_in_name(file: Path) -> list[str]:
+    return [stage for stage in STAGES if stage in file.stem.replace("-", "_").split("_")]
+
+
+def _other_stage(stage: str, path: Path, overrides: Sequence[str]) -> str | None:
+    """The stage whose config this file is instead of `stage`'s, or None.
+
+    A file that is named after `stage` is one of its own, whatever is wrong with it. Another one belongs to the
+    stage that reads it without a problem, or else that has all of its top-level keys where `stage` has not.
+    """
+    if stage in _stages_in_name(path):
+        return None
+    others = [other for other in STAGES if other != stage]
+    for other in others:
+        try:
+            load_config(path, CONFIGS[other], overrides)
+        except ConfigError:
+            continue
+        return other
+    tree = Tree()
+    try:
+        tree.load(path)
+    except ConfigError:
+        return None
+    keys = set(tree.value)
+    if keys <= set(CONFIGS[stage].model_fields):
+        return None
+    fitting = [other for other in others if keys <= set(CONFIGS[other].model_fields)]
+    return fitting[0] if len(fitting) == 1 else None

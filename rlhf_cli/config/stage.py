@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import FILLED, BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import DataSource
 
 STAGES = ("sft", "rm", "ppo")
@@ -78,7 +78,7 @@ class Checkpoints(Section):
 class Stage(Section):
     """What every stage's file says."""
 
-    artifacts: Annotated[str, Field(min_length=1)]
+    artifacts: Annotated[str, Field(min_length=1), FILLED]
     """Root of the run's artifact directory; the stage writes `<artifacts>/<stage>/`."""
     seed: int = 0
     """Every random draw is counted from this."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import artifacts
-from rlhf_cli.config.by_stage import CONFIGS
-from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.program import command, set_options, torchrun
@@ -32,12 +31,6 @@ FULL_OR_UNWRITABLE = {
 }
 SHARED_KEYS = ("seed", "artifacts", "device", "precision")
 """Top-level keys that mean the same in every stage: an override of one is carried to a command for another stage."""
-
-
-def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
-    """Read and check the config of a stage."""
-    config: Stage = load_config(path, CONFIGS[stage], overrides)
-    return config
 
 
 def run_stage(

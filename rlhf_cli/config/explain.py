@@ -1,0 +1,249 @@
+"""Turn pydantic's validation errors into lines of the form ``found ..., must be ...; what to do``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rlhf_cli.config.annotations import alternatives, child_kind, fields_of, options_of, tag_values
+from rlhf_cli.config.quoting import Keys, found, plain
+from rlhf_cli.config.yaml_text import SCALARS
+
+Errors = list[tuple[Keys, Any]]
+"""Pydantic's errors, each with the part of its ``loc`` that is still to be followed."""
+
+FEW_KEYS = 12
+"""List the valid keys in a message only if there are at most this many."""
+
+KEY_SYNONYMS = {
+    "lr": "learning_rate",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "steps": "num_steps",
+    "max_steps": "num_steps",
+    "batch_size": "minibatch_size",
+    "mini_batch_size": "minibatch_size",
+    "lr_scheduler_type": "schedule",
+    "scheduler": "schedule",
+    "max_seq_length": "max_length",
+    "kl_penalty": "kl_coef",
+    "init_kl_coef": "kl_coef",
+    "beta": "kl_coef",
+    "cliprange": "clip_range",
+    "epsilon": "clip_range",
+    "lam": "gae_lambda",
+    "lambda": "gae_lambda",
+    "entropy_bonus": "entropy_coef",
+    "num_generations": "samples_per_prompt",
+    "max_tokens": "max_new_tokens",
+    "output_dir": "artifacts",
+    "dtype": "precision",
+}
+"""Names from other libraries. A name counts only where its translation is a valid key."""
+
+VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16"}
+"""Values from other libraries. A value counts only where its translation is a valid one."""
+
+
+def explain(kind: Any, value: Any, errors: Errors, keys: Keys, root: Any) -> Iterator[tuple[Keys, str]]:
+    """Yield a path and a message for each of pydantic's ``errors`` about ``value``, annotated as ``kind``.
+
+    Walks down annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a
+    union's branch from a key. For a union it explains the branch that the value was meant for. ``root`` is the
+    schema of the whole file; an unknown key that belongs to another section of it is named as such.
+    """
+    members, tag = alternatives(kind)
+    groups: dict[str | int, Errors] = {}
+    for loc, error in errors:
+        if loc[:1] == ("[key]",):
+            yield keys, f"as a key, {_message(error, None, keys[-1])}"
+        elif loc:
+            groups.setdefault(loc[0], []).append((loc[1:], error))
+        elif error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+            yield _explain_tag(members, str(tag), value, keys)
+        elif error["type"] == "missing":
+            yield keys, f"required {'item' if isinstance(keys[-1], int) else 'key'} is missing"
+        else:
+            yield keys, _message(error, members[0], value)
+    if len(members) > 1 and tag:
+        for label, group in groups.items():
+            member = next((m for m in members if label in tag_values(m, tag)), None)
+            yield from explain(member, value, group, keys, root)
+    elif len(members) > 1 and groups:
+        yield from _explain_union(members, value, groups, keys, root)
+    else:
+        for key, group in groups.items():
+            yield from _explain_child(members[0], value, key, group, keys, root)
+
+
+def _explain_child(
+    kind: Any, value: Any, key: str | int, errors: Errors, keys: Keys, root: Any
+) -> Iterator[tuple[Keys, str]]:
+    """Explain the errors below ``key`` of a section or a list."""
+    loc, error = errors[0]
+    if error["type"] == "extra_forbidden" and not loc:
+        yield (*keys, key), unknown_key(str(key), fields_of(kind), root)
+        return
+    if isinstance(key, int) and not isinstance(value, list):
+        # A validator made a list of this one value, so the value itself is at the list's place.
+        yield from explain(child_kind(kind, key), value, errors, keys, root)
+        return
+    child = error["input"]  # the right value where a validator made a mapping of another value
+    if isinstance(value, Mapping):
+        child = value.get(key)
+    elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+        child = value[key]
+    yield from explain(child_kind(kind, key), child, errors, (*keys, key), root)
+
+
+def _explain_union(
+    members: list[Any], value: Any, groups: dict[str | int, Errors], keys: Keys, root: Any
+) -> Iterator[tuple[Keys, str]]:
+    """Explain a union without a tag: the branch that matched furthest, or else all rules in one line."""
+    inside = {
+        label: group
+        for label, group in groups.items()
+        if isinstance(value, Mapping | list) and (group[0][0] or group[0][1]["type"] not in _KIND_RULES)
+    }
+    if inside:
+        label = min(inside, key=lambda label: len(inside[label]))
+        yield from explain(_named_member(members, str(label)), value, inside[label], keys, root)
+        return
+    rules, hints, messages = [], [], []
+    for label, group in groups.items():
+        kind, error = _named_member(members, str(label)), group[0][1]
+        rule = _rule(error, kind)
+        rules += [rule] if rule else []
+        messages += [] if rule else [_message(error, kind, value)]
+        hints.append(_hint(error, kind, value))
+    hint = next(filter(None, hints), "")
+    rules = list(dict.fromkeys(rules))
+    yield keys, messages[0] if messages else f"found {found(value)}, must be {' or '.join(rules)}{hint}"
+
+
+def _explain_tag(members: list[Any], tag: str, value: Any, keys: Keys) -> tuple[Keys, str]:
+    """Explain a tagged union whose tag is missing or unknown."""
+    options = [option for member in members for option in tag_values(member, tag)]
+    rule = "one of " + ", ".join(map(plain, options))
+    if not isinstance(value, Mapping) or tag not in value:
+        return (*keys, tag), f"required key is missing, must be {rule}"
+    return (*keys, tag), f"found {found(value[tag])}, must be {rule}{did_you_mean(value[tag], options)}"
+
+
+def _message(error: Any, kind: Any, value: Any) -> str:
+    """Write one of pydantic's errors as ``found ..., must be ...; what to do``."""
+    if error["type"] in ("value_error", "assertion_error"):
+        return str(error["ctx"]["error"]) or "not valid"
+    rule = _rule(error, kind)
+    if rule == "a list" and isinstance(value, list):
+        raise TypeError(f"schema: {kind} is below a mode='before' validator; use a list or mode='after'")
+    if not rule:
+        return f"found {found(value)}, {error['msg'][:1].lower()}{error['msg'][1:]}"
+    return f"found {found(value)}, must be {rule}{_hint(error, kind, value)}"
+
+
+def _rule(error: Any, kind: Any) -> str:
+    """The rule behind one of pydantic's error types, as the end of "must be"; empty if there is none."""
+    code, ctx = error["type"], dict(error.get("ctx", {}))
+    for name, bound in ctx.items():  # pydantic turns the bound of a float into 0.0; write "greater than 0"
+        ctx[name] = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+    if code in ("literal_error", "enum"):
+        options = ", ".join(map(plain, options_of(kind))) or str(ctx["expected"])
+        return f"one of {options}" if "," in options or " or " in options else options
+    if code in _KIND_RULES:
+        return _KIND_RULES[code]
+    return _BOUND_RULES[code].format(**ctx) if code in _BOUND_RULES else ""
+
+
+_KIND_RULES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("string_type", "path_type"), "text"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "mapping_type"), "a mapping"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type", "iterable_type"), "a list"),
+    "none_required": "null",
+    "literal_error": "",  # _rule words these two
+    "enum": "",
+}
+_BOUND_RULES = {
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+    "string_too_short": "at least {min_length} characters long",
+    "string_too_long": "at most {max_length} characters long",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+
+
+def _hint(error: Any, kind: Any, value: Any) -> str:
+    """What to do about a value of the wrong type, where that is clear."""
+    rule = _rule(error, kind)
+    if error["type"] in ("literal_error", "enum"):
+        return did_you_mean(value, options_of(kind))
+    if rule == "a whole number" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if isinstance(value, str) and rule in ("a whole number", "a number"):
+        is_number = SCALARS["int"].match(value) or (rule == "a number" and SCALARS["float"].match(value))
+        return "; remove the quotes" if is_number else ""
+    if isinstance(value, str) and rule == "true or false":
+        return "; remove the quotes" if SCALARS["bool"].match(value) else ""
+    if rule == "text" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    return ""
+
+
+def unknown_key(key: str, valid: Iterable[str], root: Any) -> str:
+    """The message for a key that its section does not have, with the key that was meant if there is one."""
+    valid = list(valid)
+    synonym = KEY_SYNONYMS.get(key.lower(), "")
+    if synonym in valid:
+        return f"unknown key; say {synonym}"
+    close = did_you_mean(key, valid)
+    if close or not valid:
+        return f"unknown key{close}"
+    elsewhere = _elsewhere(key, root) or _elsewhere(synonym, root)
+    if elsewhere:
+        return f"unknown key here; did you mean {elsewhere}?"
+    if len(valid) <= FEW_KEYS:
+        return f"unknown key; valid here: {', '.join(valid)}"
+    return f"unknown key; none of the {len(valid)} keys valid here is like it"
+
+
+def _elsewhere(key: str, root: Any) -> str:
+    """Where else in the file ``key`` is valid: what wrong indentation looks like after parsing. Empty if nowhere."""
+    fields = fields_of(root)
+    if key in fields:
+        return f"{key} at the top level"
+    sections = [
+        f"{name}.{key}"
+        for name, field in fields.items()
+        if any(key in fields_of(member) for member in alternatives(field.annotation)[0])
+    ]
+    return " or ".join(sections)
+
+
+def did_you_mean(value: Any, options: Iterable[Any]) -> str:
+    """The option most like ``value``, as the end of a message; ignores letter case."""
+    if not isinstance(value, str):
+        return ""
+    by_folded = {option.lower(): option for option in options if isinstance(option, str)}
+    synonym = VALUE_SYNONYMS.get(value.lower())
+    if synonym in by_folded:
+        return f"; say {synonym}"
+    close = difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
+    return f"; did you mean {by_folded[close[0]]}?" if close else ""
+
+
+def _named_member(members: list[Any], label: str) -> Any:
+    """The union's member that pydantic calls ``Name``, ``list[Name]`` or ``function-after[f(), Name]``."""
+    kinds = {getattr(alternatives(member)[0][0], "__name__", "").lower(): member for member in members}
+    first_word, *_ = label.lower().split("[")
+    words = [first_word, *re.findall(r"\w+", label.lower())[::-1]]
+    return next((kinds[word] for word in words if word in kinds), None)
