@@ -42,7 +42,9 @@ from rlhf_cli.data.records import Prompt
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
-from rlhf_cli.rewards.sources import Judged, RewardSource, load_function, load_rewards
+from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.functions import load_function
+from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, stop_ids
@@ -199,7 +201,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
         responses = [response for rollout in rollouts for response in rollout.responses]
         ended = [response.ended for response in responses]
         replies = [response_text(tokenizer, response, sampling) for response in responses]
-        judged = Judged(
+        judged = Samples(
             [p.text for p in prompts],
             replies,
             [p.ids for p in prompts],
@@ -244,7 +246,7 @@ def check_same_task(run: Path, config: dict[str, Any], trl: dict[str, Any]) -> N
         raise SystemExit(f"{run}: TRL's training prompts have other tokens than ours")
     # The score of the first prompts, each with an EOS for its reply.
     some, ends = ids[: len(trl["scores"])], [[int(tokenizer.eos_token_id)]] * len(trl["scores"])
-    judged = Judged([], [""] * len(some), some, ends, [True] * len(some), [{}] * len(some))
+    judged = Samples([], [""] * len(some), some, ends, [True] * len(some), [{}] * len(some))
     gap = (load_reward(run, tokenizer).score(judged) - torch.tensor(trl["scores"])).abs().max().item()
     if gap > 1e-4:
         raise SystemExit(f"{run}: TRL's reward model gives other scores than ours, the difference is up to {gap:.2g}")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derived_seed(seed: int, purpose: str, *counters: int) -> int:
@@ -21,6 +23,8 @@ def derived_seed(seed: int, purpose: str, *counters: int) -> int:
 
 def generator(seed: int, purpose: str, *counters: int) -> torch.Generator:
     """A CPU generator of its own for one draw, the same on every device and process."""
+    import torch  # here, so that `derived_seed` costs no import of torch
+
     return torch.Generator().manual_seed(derived_seed(seed, purpose, *counters))
 
 
@@ -28,6 +32,8 @@ def generator(seed: int, purpose: str, *counters: int) -> torch.Generator:
 def seeded(seed: int, purpose: str, *counters: int) -> Iterator[None]:
     """torch's global generators seeded for a while, for library code that draws from them on the CPU
     (weight init)."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, purpose, *counters))
         yield

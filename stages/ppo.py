@@ -72,11 +72,9 @@ from rlhf_cli.ppo.report import (
     save_value_model,
 )
 from rlhf_cli.ppo.setup import Learner, load_learner, new_health, plan
+from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.score import shaped_score
-from rlhf_cli.rewards.sources import (
-    Scores,
-    total_score,
-)
+from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, cut_responses, padded_rows
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text

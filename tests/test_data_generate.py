@@ -24,15 +24,17 @@ from conftest import WORDS, read_jsonl, write_jsonl
 from test_writer import KEY, Call, ChatServer, Reply, ask, chat_model, completion  # noqa: F401 (a fixture)
 from typer.testing import CliRunner
 
+from rlhf_cli import http_client
 from rlhf_cli.cli import app
-from rlhf_cli.commands import data_generate, data_score, writer
+from rlhf_cli.commands import chat_server, data_generate, data_score
 from rlhf_cli.commands.data_generate import Known, Output, WriterOptions, fill, generate, prompts_in, words
-from rlhf_cli.commands.writer import Drawing, LocalWriter, Written
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import demonstration, ranking
 from rlhf_cli.data.sources import Row
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.rollout.local_writer import LocalWriter
+from rlhf_cli.rollout.requests import Drawing, Written
 
 
 @pytest.fixture(autouse=True)
@@ -138,11 +140,11 @@ def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(promp
     with ChatServer(answer) as server:
         run(prompts, "demonstrations", out, remote(server), num=6)
     assert [row["response"] for row in read_jsonl(out)] == ["answer 0", "answer 4", "answer 5"]
-    host = f"127.0.0.1:{server.port}"
+    url = f"{server.url}/chat/completions"
     assert read_jsonl(out.with_name("out.jsonl.dropped")) == [
         {"reason": "empty answers", "where": f"{prompts}:2"},
-        {"reason": "no answer", "where": f"{prompts}:3", "detail": f"{host}: HTTP 400 (too long)"},
-        {"reason": "no answer", "where": f"{prompts}:4", "detail": f"{host}: the answer has no text"},
+        {"reason": "no answer", "where": f"{prompts}:3", "detail": f"{url} answered 400: 'too long'"},
+        {"reason": "no answer", "where": f"{prompts}:4", "detail": f"{url} sent an answer without text"},
     ]
 
 
@@ -161,7 +163,7 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
         assert (row["responses"], row["scores"]) == (["one", "two"], [None, None])
         run(prompts, "samples", tmp_path / "b.jsonl", remote(server, concurrency=1), num=1, num_samples=4)
         counters = itertools.count(1)
-        with pytest.raises(RunError, match=r"none of the first 1 rows was answered: 127.0.0.1:\d+: HTTP 400"):
+        with pytest.raises(RunError, match=r"none of the first 1 rows was answered: http\S+ answered 400"):
             run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, num_samples=2)
     assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
 
@@ -277,7 +279,9 @@ def test_a_model_that_has_no_new_prompt_is_stopped(tmp_path: Path) -> None:
     assert len(server.bodies) == 44
 
 
-@pytest.mark.parametrize("module", [data_generate, data_score, writer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [data_generate, data_score, chat_server, http_client], ids=lambda module: module.__name__
+)
 def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -402,7 +406,7 @@ def test_a_finished_file_is_left_alone_and_more_rows_go_behind_it(
 def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
-        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: 127.0.0.1:\d+: no connection .* command goes on"):
+        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command to resume"):
             run(prompts, "demonstrations", out, remote(server))
     written = read_jsonl(out)
     assert 8 <= len(written) <= 11
@@ -420,7 +424,7 @@ def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, t
 def test_a_server_that_was_never_there_is_said_with_the_row_that_comes_next(prompts: Path, tmp_path: Path) -> None:
     with ChatServer() as server:
         gone = remote(server, retries=0)
-    with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: 127.0.0.1:\d+: no connection"):
+    with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: http\S+ cannot be reached"):
         run(prompts, "demonstrations", tmp_path / "out.jsonl", gone)
     assert contents(tmp_path / "out.jsonl") == (b"", b"")
 
@@ -653,7 +657,7 @@ def test_the_command_says_what_it_did(prompts: Path, tmp_path: Path, monkeypatch
         (["--task", "demonstrations", "--key", "prompt"], "--key: must be OURS=THEIRS"),
         (["--task", "demonstrations", "--key", "prompt=nothing"], "`nothing` is not there"),
         (["--task", "demonstrations", "--template", "missing.txt"], "--template: missing.txt: can't be read"),
-        (["--task", "demonstrations", "--server", "http://a:secret@b/v1"], "--server: has a user or a password"),
+        (["--task", "demonstrations", "--server", "http://a:secret@b/v1"], "--server: contains a user or a password"),
         (["--task", "demonstrations", "--model", "./nowhere"], "./nowhere: no such directory"),
         (["--task", "demonstrations", "--temperature", "-1"], "--temperature"),
         (["--task", "nonsense"], "nonsense"),

@@ -217,9 +217,14 @@ def test_what_is_no_number_is_asked_again_with_another_draw_then_dropped(tmp_pat
         run(source, out, remote(server, concurrency=1))
     assert asked == {"p0": 1, "p1": 3, "p2": 3, "p3": 1}
     assert [(row["prompt"], row["score"]) for row in read_jsonl(out)] == [("p0", 4.0), ("p1", 0.0)]
+    url = f"{server.url}/chat/completions"
     assert dropped(out) == [
         {"reason": "no clear answer", "where": f"{source}:3", "answer": "I can't say, perhaps 9"},
-        {"reason": "no answer", "where": f"{source}:4", "detail": f"127.0.0.1:{server.port}: HTTP 400 (too long)"},
+        {
+            "reason": "no answer",
+            "where": f"{source}:4",
+            "detail": f"{url} answered 400: 'too long'",
+        },
     ]
     seeds = [body["seed"] for body in server.bodies if "\np1\n" in body["messages"][0]["content"]]
     assert len(set(seeds)) == 3
@@ -444,7 +449,7 @@ def test_a_judge_that_dies_and_comes_back_scores_every_row_once(tmp_path: Path) 
     source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
     calls = itertools.count()
     with ChatServer(lambda _: (200, {}, completion("1")) if next(calls) < 11 else None) as server:
-        with pytest.raises(RunError, match="no connection"):
+        with pytest.raises(RunError, match="sent no valid HTTP answer"):
             run(source, out, remote(server))
     before = len(read_jsonl(out))
     assert 8 <= before <= 11

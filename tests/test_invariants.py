@@ -49,8 +49,10 @@ from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import PackedBatch, Segment, pack
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Learner
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rewards.score import ScoreScale
-from rlhf_cli.rewards.sources import Judged, load_rewards, score_sequences, sequence_scores, total_score
+from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
@@ -928,7 +930,7 @@ def test_missing_eos_costs_only_what_did_not_end(write_config, tmp_path):
     prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
     config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
     raw = torch.tensor([1.0, 5.0, -9.0])
-    scores = total_score([Fixed([1.0, 5.0, -9.0])], Judged([p.text for p in prompts], ["a"] * 3, [], [], [], []))
+    scores = total_score([Fixed([1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], []))
     close(scores.total, raw)
     close(scores.each["fixed"], raw)
     learner = learner_of(config, models=None)

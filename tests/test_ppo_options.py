@@ -1019,7 +1019,7 @@ def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
     [
         ("[[0.5] for row in rows]", "returned 1 numbers for"),
         ("[0.5 for row in rows]", "a list of numbers is needed"),
-        ("[[float('nan')] * len(row['tokens']) for row in rows]", "a finite number is needed"),
+        ("[[float('nan')] * len(row['tokens']) for row in rows]", "it must be a finite number"),
     ],
 )
 def test_a_dense_reward_that_is_none_is_refused(watch, tmp_path, body, message):

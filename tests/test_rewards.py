@@ -26,15 +26,16 @@ from pydantic import TypeAdapter, ValidationError
 from test_stages import encoder, word_piece
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_cli import http_client
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward, Reward, reward_names
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, save
-from rlhf_cli.rewards import endpoint, models, rules
+from rlhf_cli.rewards import models, rules
+from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, named_numbers
-from rlhf_cli.rewards.judged import Judged
 from rlhf_cli.rewards.models import encode_whole, load_reward_source, score_sequences
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
 
@@ -46,7 +47,7 @@ CPU = torch.device("cpu")
 def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=()):
     """Responses as a source sees them; prompt i is `p<i>` and of row i + 3 of a file."""
     several = range(len(responses))
-    return Judged(
+    return Samples(
         prompts or [f"p{i} " for i in several],
         list(responses),
         [[7] for _ in several],
@@ -73,7 +74,7 @@ def scores_of(reward, responses, rows=None, **settings):
 # ------------------------------------------------------------------------------------------ examples
 
 
-@pytest.mark.parametrize("module", ["judged", "rules", "models", "endpoint", "functions"])
+@pytest.mark.parametrize("module", ["base", "rules", "models", "endpoint", "functions"])
 def test_the_examples_of_the_docstrings_run(module):
     found = importlib.import_module(f"rlhf_cli.rewards.{module}")
     failed, _ = doctest.testmod(found)
@@ -124,7 +125,7 @@ def test_a_pattern_that_would_take_years_is_given_up():
     reward = {"type": "regex", "pattern": "(a|aa)+$", "timeout_s": 0.2}
     texts = ["aa", "a" * 100 + "b"]
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward regex, response 2: its pattern needs longer"):
+    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward regex, response 2: its pattern took longer"):
         scores_of(reward, texts)
     scores = total_score([source_of(reward, on_error="zero")], batch(texts))
     assert scores.total.tolist() == [1.0, 0.0]
@@ -193,12 +194,12 @@ def test_the_last_match_of_a_pattern_is_the_answer():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"b": 1}, "its row has no 'a', it has b"),
-        ({"a": None}, "'a' is None, the true answer is a number or a text"),
-        ({"a": True}, "'a' is True, the true answer is a number or a text"),
+        ({"b": 1}, "its row has no column 'a'; it has b"),
+        ({"a": None}, "'a' is None, it must be a number or text"),
+        ({"a": True}, "'a' is True, it must be a number or text"),
         ({"a": [1]}, r"'a' is \[1\]"),
-        ({"a": "none"}, "'a' is 'none', there is no number"),
-        ({"a": math.nan}, "'a' is nan, there is no number"),
+        ({"a": "none"}, "'a' is 'none', it must contain a number"),
+        ({"a": math.nan}, "'a' is nan, it must contain a number"),
     ],
 )
 def test_a_row_without_the_truth_is_named(row, message):
@@ -212,7 +213,7 @@ def test_a_row_without_the_truth_is_named(row, message):
     scores = total_score([zero], batch(["1", "1"], [{"a": 1}, row]))
     assert scores.total.tolist() == [1.0, 0.0]
     assert scores.errors == {"answer_match": 1}
-    assert "1 scores counted as 0.0, the first because of rows.jsonl:4: reward answer_match" in zero.report()
+    assert "1 scores failed and counted as 0.0. First failure: rows.jsonl:4: reward answer_match" in zero.report()
 
 
 def slow_repetition(words, n):
@@ -367,7 +368,7 @@ BAD_VALUES = {
 def test_a_value_that_is_no_number_names_the_row(function, name, is_async):
     body = f"return [{BAD_VALUES[name]} if row['n'] == 4 else 1.0 for row in rows]"
     stops = source_of(function(body, is_async=is_async, batch_size=2))
-    with pytest.raises(RewardError, match=r"rows.jsonl:7: reward function f, response 5: returned .*, a finite num"):
+    with pytest.raises(RewardError, match=r"rows.jsonl:7: reward function f, response 5: returned .*, it must be"):
         stops.score(batch(["x"] * 7))
     counts = source_of(function(body, is_async=is_async, batch_size=2, on_error="zero"))
     scores = total_score([counts], batch(["x"] * 7))
@@ -399,7 +400,7 @@ def test_a_piece_that_fails_is_that_piece_alone(function, fault, message, is_asy
     assert scores.total.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert scores.errors == {"f": 2}
     assert total_score([source], batch(["x"] * 5)).errors == {"f": 2}, "of this batch"
-    assert source.report().startswith("f: 4 scores counted as 0.0, the first because of rows.jsonl:5 and 1 more")
+    assert source.report().startswith("f: 4 scores failed and counted as 0.0. First failure: rows.jsonl:5 and 1 more")
 
 
 def test_an_async_call_that_takes_too_long_is_given_up(function):
@@ -428,7 +429,7 @@ def test_the_first_failure_stops_the_other_calls(function):
 
 def test_what_a_plain_function_has_no_use_for_is_refused(function):
     for key, value in (("timeout_s", 1.0), ("concurrency", 2)):
-        with pytest.raises(ConfigError, match=rf"rewards.0.{key}: is for an `async def`"):
+        with pytest.raises(ConfigError, match=rf"rewards.0.{key}: applies to an `async def`"):
             source_of(function("return rows", batch_size=1, **{key: value}))
 
 
@@ -436,8 +437,8 @@ def test_a_dense_reward_that_fails_counts_as_zeros(function):
     body = "return [[0.5] * (len(row['tokens']) + (row['n'] == 1)) if row['n'] != 3 else 'no' for row in rows]"
     texts = ["a b", "c", "d e f", "g", "h"]
     judged = batch(texts)
-    judged = Judged(**{**vars(judged), "tokens": [["t"] * len(ids) for ids in judged.response_ids]})
-    with pytest.raises(RewardError, match=r"rows.jsonl:6: reward function f, response 4: returned 'no', a list of"):
+    judged = Samples(**{**vars(judged), "tokens": [["t"] * len(ids) for ids in judged.response_ids]})
+    with pytest.raises(RewardError, match=r"rows.jsonl:6: reward function f, response 4: returned 'no', it must be"):
         total_score([source_of(function(body, per_token=True))], judged)
     dense = source_of(function(body, per_token=True, on_error="zero", weight=2.0))
     other = source_of({"type": "length", "target": 0, "unit": "words", "weight": 10.0, "name": "words"})
@@ -536,7 +537,7 @@ def test_a_chat_template_writes_what_is_judged(chat_model, tokenizer):
     path = chat_model()
     source, notes = load_model(path, tokenizer, template="chat")
     assert not source.reads_policy_tokens
-    assert any("reads text with its own tokenizer" in note for note in notes)
+    assert any("scores text with its own tokenizer" in note for note in notes)
     turns = (
         Message("system", "be late"),
         Message("user", "lamp"),
@@ -544,7 +545,7 @@ def test_a_chat_template_writes_what_is_judged(chat_model, tokenizer):
         Message("user", "tent"),
     )
     judged = batch([" thank you", "radio"], prompts=["templated", "map is"], messages=[turns, ()])
-    judged = Judged(**{**vars(judged), "own_prompts": ["lamp ... tent", "map"]})
+    judged = Samples(**{**vars(judged), "own_prompts": ["lamp ... tent", "map"]})
     model = AutoModelForSequenceClassification.from_pretrained(path)
     own = AutoTokenizer.from_pretrained(path)
     wanted = []
@@ -563,7 +564,7 @@ def test_a_chat_template_that_refuses_a_row_is_said_of_that_row(chat_model):
     turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
     judged = batch(["tent", "lamp", "map"], messages=[(), turns, ()])
     with pytest.raises(
-        RewardError, match=r"rows.jsonl:4: reward model rm, response 2: its chat template fails: too man"
+        RewardError, match=r"rows.jsonl:4: reward model rm, response 2: its chat template failed: too man"
     ):
         load_model(path, template="chat")[0].score(judged)
     scores = total_score([load_model(path, template="chat", on_error="zero")[0]], judged)
@@ -574,7 +575,7 @@ def test_a_chat_template_that_refuses_a_row_is_said_of_that_row(chat_model):
 
 def test_chat_without_a_chat_template_is_refused(chat_model):
     path = chat_model(None)
-    with pytest.raises(ConfigError, match=r"rewards.0.template: chat, but the tokenizer of .* has no chat template"):
+    with pytest.raises(ConfigError, match=r"rewards.0.template: is chat, but the tokenizer of .* has no chat template"):
         load_model(path, template="chat")
 
 
@@ -598,7 +599,7 @@ def test_a_model_that_gives_no_number_is_named(chat_model):
     with torch.no_grad():
         source.model.get_input_embeddings().weight[source.tokenizer("lamp")["input_ids"][-1]] = math.nan
     judged = batch(["tent", "lamp", "map"], prompts=["", "", ""])
-    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward model rm, response 2: gives nan, a finite number"):
+    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward model rm, response 2: returned nan, it must be a fin"):
         source.score(judged)
     source.on_error = "zero"
     assert total_score([source], judged).errors == {"rm": 1}
@@ -649,7 +650,7 @@ def test_a_decoder_cuts_long_text_as_its_training_did_and_counts_it(chat_model, 
     assert scores.cut == {"rm": num_cut}
     assert total_score([source], batch(words[:3], prompts=[""] * 3)).cut == {"rm": 0}, "of this batch"
     side, longest = ("end" if "right" in facts.values() else "beginning"), len(keeps(whole[4]))
-    assert source.report() == f"rm: {num_cut} texts lost their {side}, the model takes {longest} tokens"
+    assert source.report() == f"rm: cut the {side} of {num_cut} texts to the model's limit of {longest} tokens"
     if len(keeps(whole[4])) == 9:
         bare = score_sequences(model, whole[:4], "float32")
         assert (scores.total[3] - bare[3]).abs() > 1e-3, "it matters"
@@ -844,25 +845,25 @@ def test_429_and_then_200(scripted):
 
 
 FAULTS = {
-    "500 always": ((500, {}, b"<h1>no\nmodel</h1>"), "answered 500: '<h1>no model</h1>', at the last of 3 ", 3),
-    "503 always": ((503, {"Retry-After": "0"}, b""), "answered 503: '', at the last of 3 attempts", 3),
-    "408 always": ((408, {}, b"late"), "answered 408: 'late', at the last of 3 attempts", 3),
-    "400": ((400, {}, b"bad"), "answered 400: 'bad'. See", 1),
-    "404": ((404, {}, b"x" * 5000), "answered 404: '" + "x" * 200 + "...'. See", 1),
-    "401": ((401, {}, b""), "answered 401: ''. See", 1),
-    "garbage": ((200, {}, b"\xff\xfe{"), "answered 200 with no JSON: '\ufffd\ufffd{'", 1),
-    "a page": ((200, {}, b"<html>hello"), "answered 200 with no JSON: '<html>hello'", 1),
-    "empty": ((200, {}, b""), "answered 200 with no JSON: ''", 1),
-    "deep": ((200, {}, b"[" * 100_000), "answered 200 with no JSON: '[[[[", 1),
-    "another object": ((200, {}, {"error": "x"}), "without a list of rewards: '{\"error\": \"x\"}'", 1),
-    "no list": ((200, {}, {"rewards": 1.0}), "without a list of rewards", 1),
-    "too few": ((200, {}, {"rewards": [1.0]}), "gave 1 rewards for 2 texts: '{\"rewards\": [1.0]}'", 1),
-    "too many": ((200, {}, [1.0] * 3), "gave 3 rewards for 2 texts", 1),
-    "204": ((204, {}, b""), "answered 204 with no JSON", 1),
-    "closed": (None, "gave no answer (", 3),
-    "no HTTP": (b"SSH-2.0\r\n\r\n", "gave no answer (", 3),
-    "half an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n[1", "gave no answer (", 3),
-    "no gzip": ((200, {"Content-Encoding": "gzip"}, b"[1, 2]"), "gave no answer (", 3),
+    "500 always": ((500, {}, b"<h1>no\nmodel</h1>"), "answered 500: '<h1>no model</h1>', after 3 attempts in ", 3),
+    "503 always": ((503, {"Retry-After": "0"}, b""), "answered 503: '', after 3 attempts", 3),
+    "408 always": ((408, {}, b"late"), "answered 408: 'late', after 3 attempts", 3),
+    "400": ((400, {}, b"bad"), "answered 400: 'bad'. Check", 1),
+    "404": ((404, {}, b"x" * 5000), "answered 404: '" + "x" * 200 + "...'. Check", 1),
+    "401": ((401, {}, b""), "answered 401: ''. Check", 1),
+    "garbage": ((200, {}, b"\xff\xfe{"), "answered 200, but the answer is not JSON: '\ufffd\ufffd{'", 1),
+    "a page": ((200, {}, b"<html>hello"), "answered 200, but the answer is not JSON: '<html>hello'", 1),
+    "empty": ((200, {}, b""), "answered 200, but the answer is not JSON: ''", 1),
+    "deep": ((200, {}, b"[" * 100_000), "answered 200, but the answer is not JSON: '[[[[", 1),
+    "another object": ((200, {}, {"error": "x"}), "has no list of rewards: '{\"error\": \"x\"}'", 1),
+    "no list": ((200, {}, {"rewards": 1.0}), "has no list of rewards", 1),
+    "too few": ((200, {}, {"rewards": [1.0]}), "has 1 rewards for 2 texts: '{\"rewards\": [1.0]}'", 1),
+    "too many": ((200, {}, [1.0] * 3), "has 3 rewards for 2 texts", 1),
+    "204": ((204, {}, b""), "answered 204, but the answer is not JSON", 1),
+    "closed": (None, "sent no valid HTTP answer (", 3),
+    "no HTTP": (b"SSH-2.0\r\n\r\n", "sent no valid HTTP answer (", 3),
+    "half an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n[1", "sent no valid HTTP answer (", 3),
+    "no gzip": ((200, {"Content-Encoding": "gzip"}, b"[1, 2]"), "sent no valid HTTP answer (", 3),
 }  # fmt: skip
 
 
@@ -887,13 +888,16 @@ def test_a_server_that_fails_is_named_with_what_it_said(scripted, name):
     scores = total_score([zero], batch(["x"] * 5))
     assert scores.total.tolist() == [4.0, 4.0, 0.0, 0.0, 4.0]
     assert scores.errors == {"http": 2}
-    assert message.split(". See")[0] in zero.report()
+    assert message.split(". Check")[0] in zero.report()
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"1.0"', "[1.0]", "1e39", "{}"])
 def test_a_reward_that_is_no_number_names_its_row(scripted, value):
     server = scripted(lambda *_: (200, {}, f'{{"rewards": [1.0, {value}, 2.0]}}'.encode()))
-    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward http, response 2: .*/get_reward returned .*a finite"):
+    with pytest.raises(
+        RewardError,
+        match=r"rows.jsonl:4: reward http, response 2: .*/get_reward returned .*, it must be a finite number",
+    ):
         asks(server).score(batch(["x"] * 3))
     scores = total_score([asks(server, on_error="zero")], batch(["x"] * 3))
     assert scores.total.tolist() == [1.0, 0.0, 2.0]
@@ -929,7 +933,7 @@ def test_a_server_that_hangs_is_given_up(how):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         source = source_of({"type": "http", "url": url, "timeout_s": 0.3, "retries": 1, "backoff_s": 0.01})
         started = time.monotonic()
-        with pytest.raises(RewardError, match=r"gave no answer within 0.3 s \(timeout_s\), at the last of 2 attempts"):
+        with pytest.raises(RewardError, match=r"did not answer within 0.3 s \(timeout_s\), after 2 attempts"):
             source.score(batch(["x"]))
         assert 0.6 <= time.monotonic() - started < 3
         for connection in open_ones:
@@ -940,14 +944,14 @@ def test_a_server_that_is_not_there():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     source = source_of({"type": "http", "url": f"http://127.0.0.1:{port}/x?key=secret", "retries": 0})
-    with pytest.raises(RewardError, match=rf"http://127.0.0.1:{port}/x can't be reached") as caught:
+    with pytest.raises(RewardError, match=rf"http://127.0.0.1:{port}/x cannot be reached") as caught:
         source.score(batch(["x"]))
     assert "secret" not in str(caught.value)
-    assert "at the last of" not in str(caught.value)
+    assert ", after" not in str(caught.value)
 
 
 def test_an_answer_without_end_is_refused(scripted, monkeypatch):
-    monkeypatch.setattr(endpoint, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
     server = scripted(lambda *_: (200, {}, b"[" + b"1," * 1000 + b"1]"))
     with pytest.raises(RewardError, match="answered 200 with more than 1000 bytes"):
         asks(server).score(batch(["x"]))
@@ -957,7 +961,9 @@ def test_an_answer_without_end_is_refused(scripted, monkeypatch):
 def test_a_redirect_is_not_followed(scripted, status):
     other = scripted(lengths)
     server = scripted(lambda *_: (status, {"Location": f"{other.url}?key=secret"}, b""))
-    with pytest.raises(RewardError, match=rf"answered {status}: '', a redirect to {other.url}, which is not foll") as e:
+    with pytest.raises(
+        RewardError, match=rf"answered {status}: '', a redirect to {other.url}. Redirects are not foll"
+    ) as e:
         asks(server).score(batch(["x"]))
     assert other.requests == []
     assert "secret" not in str(e.value)
@@ -1008,7 +1014,7 @@ def test_a_proxy_is_not_asked_for_this_machine(scripted, monkeypatch):
 
 def test_a_row_without_the_label_is_named_before_anything_is_trained(scripted):
     source = asks(scripted(lengths), label_column="answer")
-    with pytest.raises(DataError, match="x:2: reward http: its row has no 'answer', it has n"):
+    with pytest.raises(DataError, match="x:2: reward http: its row has no column 'answer'; it has n"):
         check_rows([source], [("x:1", {"answer": 1}), ("x:2", {"n": 1})])
 
 
@@ -1059,7 +1065,7 @@ def test_every_source_is_a_figure_of_its_own(scripted, function, make_model, wor
 def test_a_column_that_a_reward_needs_is_missed_before_anything_is_trained(make_model, run_stage, tmp_path):
     rewards = [{"type": "answer_match", "column": "answer"}]
     with pytest.raises(
-        DataError, match=r"prompts.jsonl:\d+: reward answer_match: its row has no 'answer', it has prompt"
+        DataError, match=r"prompts.jsonl:\d+: reward answer_match: its row has no column 'answer'; it has prompt"
     ):
         run_stage("ppo", tmp_path, policy={"path": str(make_model("llama"))}, rewards=rewards)
     number = [{"type": "answer_match", "column": "number", "name": "right"}]
@@ -1094,4 +1100,4 @@ def test_the_numbers_of_the_documentation_are_those_of_the_code():
     assert f"{serve.MAX_WAITING} may wait" in DOCS
     assert f"`--max-batch` texts ({serve.Settings('m').max_batch})" in DOCS
     assert serve.MAX_BODY_BYTES == 16 * 2**20
-    assert (endpoint.LONGEST_BACKOFF_S, endpoint.LONGEST_WAIT_S) == (60, 300)
+    assert (http_client.LONGEST_BACKOFF_S, http_client.LONGEST_WAIT_S) == (60, 600)

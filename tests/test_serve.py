@@ -272,7 +272,7 @@ def test_a_model_that_fails_is_500_and_the_server_lives(judge, capfd):
             model.score.weight[0, 0] = math.nan
         status, answer, _ = ask(at.port, QUERY)
         assert status == 500
-        assert "response 1: gives nan" in answer["error"]
+        assert "response 1: returned nan" in answer["error"]
 
 
 def test_many_ask_at_once_and_each_gets_its_own(judge):

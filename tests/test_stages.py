@@ -40,7 +40,8 @@ from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
-from rlhf_cli.rewards.sources import encode_texts, load_function, score_sequences
+from rlhf_cli.rewards.functions import load_function
+from rlhf_cli.rewards.models import encode_texts, score_sequences
 from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 

@@ -19,7 +19,9 @@ FLOORS = {
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
     "rlhf_cli.artifacts": 1,
+    "rlhf_cli.concurrency": 1,
     "rlhf_cli.data_files": 1,
+    "rlhf_cli.http_client": 1,
     "rlhf_cli.metrics": 1,
     "rlhf_cli.algorithms": 1,
     "rlhf_cli.config": 1,
@@ -42,9 +44,13 @@ WITHOUT_TORCH = (
     "environment",
     "program",
     "artifacts",
+    "concurrency",
     "data_files",
+    "http_client",
     "metrics",
     "algorithms.names",
+    "seeding",
+    "rollout.requests",
     "cli",
     "config",
     "commands",
@@ -100,14 +106,8 @@ def test_no_stage_imports_another(stage: str) -> None:
     assert not [name for name in imports(ROOT / "stages" / f"{stage}.py") if name.startswith("stages")]
 
 
-IMPORTED_LATE = ("commands.writer",)
-"""Modules of a room without torch that its commands import inside the function that needs them."""
-
-
 def answers_at_once(name: str) -> bool:
     short = name.removeprefix("rlhf_cli.")
-    if short in IMPORTED_LATE:
-        return False
     return any(short == prefix or short.startswith(prefix + ".") for prefix in WITHOUT_TORCH)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import datetime
 import email.utils
+import gzip
 import importlib.util
 import json
 import os
@@ -29,13 +30,17 @@ import torch
 from conftest import SETTINGS, WORDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_cli.commands import writer as writer_module
-from rlhf_cli.commands.writer import Drawing, Failure, LocalWriter, Request, ServerWriter, Written, retry_after
+from rlhf_cli import http_client
+from rlhf_cli.commands import chat_server
+from rlhf_cli.commands.chat_server import ServerWriter
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.http_client import retry_after
 from rlhf_cli.models.load import save
 from rlhf_cli.models.scratch import new_model
+from rlhf_cli.rollout.local_writer import LocalWriter
+from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
 
 CHAT = (
@@ -235,7 +240,7 @@ def test_a_local_model_without_room_or_template_for_a_request_fails_at_it_alone(
     first, second = LocalWriter(str(make_model("llama")), drawing, device="cpu").write([long, short])
     assert isinstance(first, Failure)
     assert not first.fatal
-    assert "100 new ones, the model has 128 positions" in first.reason
+    assert "100 new tokens do not fit the model's 128 positions" in first.reason
     assert isinstance(second, Written)
 
     local = LocalWriter(str(chat_model), Drawing(max_new_tokens=4), device="cpu")
@@ -314,30 +319,33 @@ def test_answers_stand_in_the_order_of_the_requests_and_so_many_are_under_way() 
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        ((500, {}, b"boom"), "HTTP 500 (boom)"),
-        ((503, {}, b""), "HTTP 503 (nothing else)"),
-        ((429, {}, b'{"error": "slow down"}'), 'HTTP 429 ({"error": "slow down"})'),
-        ((408, {}, b"late"), "HTTP 408 (late)"),
-        (None, "no connection (Server disconnected"),
-        ((200, {}, b"<html>hello</html>"), "answered what is no chat completion (Expecting value"),
-        ((200, {}, b"\xff\xfe\x00"), "answered what is no chat completion ('utf-8' codec"),
-        ((200, {}, b""), "answered what is no chat completion (Expecting value"),
-        ((200, {}, b"[" * 100_000), "answered what is no chat completion (maximum recursion"),
-        ((200, {}, b"{}"), "answered what is no chat completion (there is no choices[0].message in it)"),
-        ((200, {}, b"[]"), "answered what is no chat completion"),
-        ((200, {}, b"null"), "answered what is no chat completion"),
-        ((200, {}, b"[{}]"), "answered what is no chat completion"),
-        ((200, {}, b'{"choices": []}'), "answered what is no chat completion (there is no choices[0].message in it)"),
-        ((200, {}, b'{"choices": [null]}'), "answered what is no chat completion"),
-        ((200, {}, b'{"choices": 3}'), "answered what is no chat completion (there is no choices[0].message in it)"),
-        ((200, {}, b'{"choices": ["hello"]}'), "answered what is no chat completion"),
+        ((500, {}, b"boom"), "answered 500: 'boom'"),
+        ((503, {}, b""), "answered 503: ''"),
+        ((429, {}, b'{"error": "slow down"}'), 'answered 429: \'{"error": "slow down"}\''),
+        ((408, {}, b"late"), "answered 408: 'late'"),
+        (None, "sent no valid HTTP answer (Server disconnected"),
+        ((200, {}, b"<html>hello</html>"), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b"\xff\xfe\x00"), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b""), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b"[" * 100_000), "answered 200, but the answer is not JSON: '[[["),
+        ((200, {}, b"{}"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"[]"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"null"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"[{}]"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": []}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": [null]}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": 3}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": ["hello"]}'), "answered 200, but the answer has no choices[0].message: "),
         (
             (200, {}, b'{"choices": [{"message": "hello"}]}'),
-            "answered what is no chat completion (there is no choices[0].message in it)",
+            "answered 200, but the answer has no choices[0].message: ",
         ),
-        ((200, {}, completion(["a"])), "answered what is no chat completion (choices[0].message.content is a list)"),
-        ((200, {"content-length": "99", "connection": "close"}, b"{"), "no connection (peer closed"),
-        ((200, {"content-encoding": "gzip"}, b"not gzip"), "no connection (Error -3"),
+        (
+            (200, {}, completion(["a"])),
+            "answered 200, but the answer has a list in choices[0].message.content",
+        ),
+        ((200, {"content-length": "99", "connection": "close"}, b"{"), "sent no valid HTTP answer (peer closed"),
+        ((200, {"content-encoding": "gzip"}, b"not gzip"), "sent no valid HTTP answer (Error -3"),
     ],
 )
 def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> None:
@@ -349,8 +357,10 @@ def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> 
         [failure] = server_writer(server).write([ask("hi")])
     assert isinstance(failure, Failure)
     assert failure.fatal
-    assert failure.reason.startswith(f"127.0.0.1:{server.port}: {said}"), failure.reason
-    assert failure.reason.endswith("3 tries in 0 s. What is written stands, and the same command goes on")
+    assert failure.reason.startswith(f"{server.url}/chat/completions {said}"), failure.reason
+    assert failure.reason.endswith(
+        ", after 3 attempts in 0 s. Rows written so far are kept; run the same command to resume"
+    )
     assert "\n" not in failure.reason
     assert len(server.bodies) == 3
 
@@ -365,11 +375,11 @@ def test_a_server_that_says_nothing_and_one_that_is_not_there() -> None:
     with ChatServer(hang) as server:
         [failure] = server_writer(server, timeout_s=0.2, retries=1).write([ask("hi")])
     assert isinstance(failure, Failure)
-    assert f"127.0.0.1:{server.port}: said nothing for 0.2 s, 2 tries" in failure.reason
+    assert f"{server.url}/chat/completions did not answer within 0.2 s (--timeout), after 2 attempts" in failure.reason
     [failure] = server_writer(server, retries=0).write([ask("hi")])  # Nobody listens there any more.
     assert isinstance(failure, Failure)
     assert failure.fatal
-    assert "no connection ([Errno 111] Connection refused), 1 tries" in failure.reason
+    assert "cannot be reached (Connection refused). Rows written" in failure.reason
 
 
 def test_waiting_grows_and_is_never_shorter_than_the_server_asks() -> None:
@@ -407,14 +417,14 @@ def test_a_pause_of_hours_is_said_and_not_waited_for() -> None:
         [failure] = server_writer(server).write([ask("hi")])
     assert isinstance(failure, Failure)
     assert failure.fatal
-    assert "HTTP 429 (quota), asks for a pause of 7200 s" in failure.reason
+    assert "answered 429: 'quota', and asks for a pause of 7200 s (Retry-After). Rows written" in failure.reason
     assert len(server.bodies) == 1
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
     assert retry_after("7") == 7.0
-    assert 25 < (retry_after(email.utils.format_datetime(soon, usegmt=True)) or 0) <= 30
+    assert 25 < retry_after(email.utils.format_datetime(soon, usegmt=True)) <= 30
     assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     for odd in (
         None,
@@ -426,9 +436,8 @@ def test_retry_after_is_seconds_or_a_date() -> None:
         "nan",
         "Fri, 31 Dec 9999 23:59:59 -2359",
     ):
-        found = retry_after(odd)
-        assert found is None or found >= 0, odd
-    assert retry_after("soon") is None
+        assert retry_after(odd) >= 0, odd
+    assert retry_after("soon") == 0.0
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -440,7 +449,7 @@ def test_a_request_that_is_refused_fails_alone(status: int) -> None:
 
     with ChatServer(refuse) as server:
         answers = server_writer(server).write([ask("short"), ask("long"), ask("short")])
-    reason = f'127.0.0.1:{server.port}: HTTP {status} ({{"error": "too long"}})'
+    reason = f'{server.url}/chat/completions answered {status}: \'{{"error": "too long"}}\''
     assert answers == [Written("fine", True), Failure(reason), Written("fine", True)]
     assert len(server.bodies) == 3
 
@@ -448,16 +457,16 @@ def test_a_request_that_is_refused_fails_alone(status: int) -> None:
 def test_an_answer_without_text_fails_alone() -> None:
     with ChatServer(lambda _: (200, {}, completion(None))) as server:
         [failure] = server_writer(server).write([ask("hi")])
-    assert failure == Failure(f"127.0.0.1:{server.port}: the answer has no text")
+    assert failure == Failure(f"{server.url}/chat/completions sent an answer without text")
 
 
 @pytest.mark.parametrize(
     ("status", "hint"),
     [
-        (401, "Is the key in $MY_KEY right?"),
-        (403, "Is the key in $MY_KEY right?"),
-        (404, "Is --server the base URL (it often ends in /v1), and is a model called some-model there?"),
-        (405, ""),
+        (401, "Check the key in $MY_KEY"),
+        (403, "Check the key in $MY_KEY"),
+        (404, "Check that --server is the base URL (often it ends in /v1) and serves a model named some-model"),
+        (405, "run the same command to resume"),
     ],
 )
 def test_what_no_retry_mends_ends_at_once_and_the_rest_is_not_sent(
@@ -473,10 +482,47 @@ def test_what_no_retry_mends_ends_at_once_and_the_rest_is_not_sent(
     for answer in answers:
         assert answer == answers[0]
     [reason] = {answer.reason for answer in answers if isinstance(answer, Failure)}
-    assert reason.startswith(f"127.0.0.1:{server.port}: HTTP {status} (wrong key: Bearer *** [31mred [0m)")
+    assert reason.startswith(f"{server.url}/chat/completions answered {status}: 'wrong key: Bearer *** [31mred [0m'")
     assert reason.endswith(hint)
     assert KEY not in reason
     assert reason.isprintable()
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    with ChatServer() as other, ChatServer(lambda _: (status, {"Location": f"{other.url}?x={KEY}"}, b"")) as server:
+        [failure] = server_writer(server, api_key_env="MY_KEY").write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert f"answered {status}: '', a redirect to {other.url}. Redirects are not followed" in failure.reason
+    assert KEY not in failure.reason
+    assert other.bodies == []
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_an_answer_without_end_is_refused(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100_000)
+    body = completion("x" * 200_000)
+    if encoding == "gzip":
+        body = gzip.compress(body)
+        assert len(body) < 1000
+    with ChatServer(lambda _: (200, {"Content-Encoding": encoding}, body)) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert "answered 200 with more than 100000 bytes" in failure.reason
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [("", "/v1/chat/completions"), ("/v1/", "/v1/chat/completions"), ("/api", "/api/v1/chat/completions")],
+)
+def test_the_base_url_may_end_before_or_after_v1(base: str, path: str) -> None:
+    with ChatServer() as server:
+        server_writer(server.url.removesuffix("/v1") + base).write([ask("hi")])
+    assert server.paths == [path]
 
 
 def test_a_writer_that_gave_up_may_be_asked_again() -> None:
@@ -489,19 +535,19 @@ def test_a_writer_that_gave_up_may_be_asked_again() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("http://me:hidden@127.0.0.1/v1", "has a user or a password in it"),
-        ("http://hidden@127.0.0.1/v1", "has a user or a password in it"),
-        ("http://:hidden@127.0.0.1/v1", "has a user or a password in it"),
-        ("http://127.0.0.1/v1?key=hidden", "has a ? or a # in it"),
-        ("http://127.0.0.1/v1#hidden", "has a ? or a # in it"),
-        ("ftp://hidden/v1", "is no http or https URL"),
-        ("hidden/model", "is no http or https URL"),
-        ("http://", "is no http or https URL"),
-        ("http://[::1", "is no URL"),
-        ("http://127.0.0.1:hidden/v1", "is no URL"),
-        ("http://127.0.0.1:99999/v1", "is no URL"),
-        ("http://127.0.0.1/hidden\x00", "is no URL"),
-        ("http://a hidden/v1", "is no"),
+        ("http://me:hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://:hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://127.0.0.1/v1?key=hidden", "contains a ? or a #"),
+        ("http://127.0.0.1/v1#hidden", "contains a ? or a #"),
+        ("ftp://hidden/v1", "is not an http or https URL"),
+        ("hidden/model", "is not an http or https URL"),
+        ("http://", "is not an http or https URL"),
+        ("http://[::1", "is not a URL"),
+        ("http://127.0.0.1:hidden/v1", "is not a URL"),
+        ("http://127.0.0.1:99999/v1", "is not a URL"),
+        ("http://127.0.0.1/hidden\x00", "is not a URL"),
+        ("http://a hidden/v1", "is not"),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused_and_not_repeated(url: str, said: str) -> None:
@@ -528,7 +574,7 @@ def test_a_bug_in_a_thread_is_raised_and_not_an_answer(monkeypatch: pytest.Monke
     def broken(_output: dict[str, Any]) -> Written:
         raise KeyError("ours")
 
-    monkeypatch.setattr(writer_module, "_written", broken)
+    monkeypatch.setattr(chat_server, "completion_in", broken)
     with ChatServer() as server:
         with pytest.raises(KeyError, match="ours"):
             server_writer(server, concurrency=2).write([ask(str(n)) for n in range(20)])
@@ -583,5 +629,5 @@ def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
 
         [failure] = ServerWriter(url, "another", greedy, retries=0).write([ask("hi")])
         assert isinstance(failure, Failure)
-        assert "HTTP 400" in failure.reason
+        assert "answered 400" in failure.reason
         assert "pinned" in failure.reason

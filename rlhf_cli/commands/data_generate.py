@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from rlhf_cli.artifacts import differences, digest_file, fingerprint, model_directory
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.rollout.requests import Drawing, Failure, Request, Writer, Written
 from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
-    from rlhf_cli.commands.writer import Failure, LocalWriter, ServerWriter, Written
     from rlhf_cli.data.formats import Purpose
     from rlhf_cli.data.records import Message, Record
 
@@ -98,13 +98,15 @@ class WriterOptions:
     def _digest(self) -> str:
         return fingerprint(model_directory(self.model))
 
-    def open(self) -> LocalWriter | ServerWriter:
+    def open(self) -> Writer:
         """The writer; a local model is loaded now."""
-        from rlhf_cli.commands.writer import Drawing, LocalWriter, ServerWriter
-
         drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
         if self.server is None:
+            from rlhf_cli.rollout.local_writer import LocalWriter
+
             return LocalWriter(self.model, drawing, batch_size=self.batch_size, device=self.device)
+        from rlhf_cli.commands.chat_server import ServerWriter
+
         return ServerWriter(
             self.server,
             self.model,
@@ -185,7 +187,6 @@ def _write_answers(
     on_bad_row: OnBadRow,
     display: Display,
 ) -> None:
-    from rlhf_cli.commands.writer import Failure, Request, Written
     from rlhf_cli.data.records import Message
 
     drawn = {"model": options.model, "temperature": options.temperature, "seed": options.seed}
@@ -205,9 +206,7 @@ def _write_answers(
             return Dropped("empty answers")
         return _row(task, record, written) | drawn
 
-    def answer(
-        writer: LocalWriter | ServerWriter, numbered: Sequence[tuple[int, Record]]
-    ) -> list[Row | Dropped | Failure]:
+    def answer(writer: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Row | Dropped | Failure]:
         requests = [Request(messages(record), (n, k)) for n, record in numbered for k in range(num_answers)]
         answers = iter(writer.write(requests))
         return [outcome(record, list(islice(answers, num_answers))) for _, record in numbered]
@@ -278,7 +277,6 @@ def _write_prompts(
 
     import torch
 
-    from rlhf_cli.commands.writer import Failure, Request
     from rlhf_cli.data.records import Message
     from rlhf_cli.seeding import generator
 
@@ -433,7 +431,7 @@ def each_item(
     read: Callable[[], Iterator[Record | Dropped]],
     num: int | None,
     options: WriterOptions,
-    answer: Callable[[LocalWriter | ServerWriter, Sequence[tuple[int, Record]]], list[Row | Dropped | Failure]],
+    answer: Callable[[Writer, Sequence[tuple[int, Record]]], list[Row | Dropped | Failure]],
     display: Display,
 ) -> None:
     """Bring each of the first `num` items to a line of the output, behind those that are there.
@@ -622,8 +620,6 @@ class Output:
 
     def refuse_all_failed(self, outcomes: Sequence[Any]) -> None:
         """Raise RunError where nothing is written yet and none of these was answered: it is not about one row."""
-        from rlhf_cli.commands.writer import Failure
-
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if any(failure.fatal for failure in failures):
             return  # `take` says what it is.

@@ -30,10 +30,10 @@ from rlhf_cli.commands.data_generate import (
 )
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.rollout.requests import Failure, Request, Writer
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
-    from rlhf_cli.commands.writer import Failure, LocalWriter, ServerWriter
     from rlhf_cli.data.records import Record
 
 Ties = Literal["drop", "keep"]
@@ -130,9 +130,7 @@ def score(
     with Output(out, {**settings, **writer.settings()}, restart=restart) as output:
         judge = _Comparison(text, ties, writer.model) if compare else _Scoring(text, lowest, highest, writer.model)
 
-        def answer(
-            model: LocalWriter | ServerWriter, numbered: Sequence[tuple[int, Record]]
-        ) -> list[Row | Dropped | Failure]:
+        def answer(model: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Row | Dropped | Failure]:
             questions = [judge.questions(n, record) for n, record in numbered]
             answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
             return [
@@ -146,7 +144,7 @@ def score(
 
 
 def ask(
-    writer: LocalWriter | ServerWriter,
+    writer: Writer,
     questions: Sequence[Question],
     parse: Callable[[str], Any],
     attempts: int,
@@ -155,7 +153,6 @@ def ask(
 
     A Failure stays one, and what is None after the last attempt is Unclear.
     """
-    from rlhf_cli.commands.writer import Failure, Request
     from rlhf_cli.data.records import Message
 
     found: list[Any] = [None] * len(questions)
@@ -372,8 +369,6 @@ def _text(record: Record, answer: str) -> str:
 
 def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:
     """Why a row can't be written, where the judge's answers are not `enough` or the run has to stop."""
-    from rlhf_cli.commands.writer import Failure
-
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if any(failure.fatal for failure in failures) or (failures and not enough):
         return max(failures, key=lambda failure: failure.fatal)

@@ -101,14 +101,14 @@ class Server(ThreadingHTTPServer):
 
     def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
         """The model's scores of prompts and responses, one batch at a time."""
-        from rlhf_cli.rewards.judged import Judged
+        from rlhf_cli.rewards.base import Samples
 
         if not queries:
             return []
         # A query is prompt and response; without its prompt it is a response to nothing.
         pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
         before, responses = map(list, zip(*pairs, strict=True))
-        judged = Judged(before, responses, [], [], ended, [{} for _ in queries])
+        judged = Samples(before, responses, [], [], ended, [{} for _ in queries])
         with self.model_lock:
             found: list[float] = self.source.score(judged).tolist()
         return found
@@ -272,12 +272,12 @@ def start(settings: Settings) -> Server:
 
     Raises ConfigError where it could be reached from elsewhere without a token, or the port can't be had.
     """
-    from rlhf_cli.rewards.endpoint import is_loopback, token_from
+    from rlhf_cli.http_client import is_loopback, key_from_environment
     from rlhf_cli.rewards.models import load_reward_source
     from rlhf_cli.training import distributed
 
     host, port, variable = settings.host, settings.port, settings.token_env
-    token = token_from(variable, "--token-env") if variable is not None else None
+    token = key_from_environment(variable, "--token-env") if variable is not None else None
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: others could ask this model without a token. Name the environment variable that holds "

@@ -23,15 +23,9 @@ from rlhf_cli.models.load import (
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.evaluation import Evaluation, evaluate
 from rlhf_cli.ppo.setup import Learner
-from rlhf_cli.rewards.sources import (
-    Judged,
-    PythonFunction,
-    Scores,
-    call,
-    load_function,
-    named_numbers,
-    total_score,
-)
+from rlhf_cli.rewards.base import Samples, Scores
+from rlhf_cli.rewards.functions import PythonFunction, call, load_function, named_numbers
+from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
@@ -39,9 +33,9 @@ from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training.best import Best
 
 
-def judged(learner: Learner, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Judged:
+def judged(learner: Learner, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Samples:
     dense = any(isinstance(source, PythonFunction) and source.per_token for source in learner.rewards)
-    return Judged(
+    return Samples(
         [p.text for p in prompts],
         texts,
         [p.ids for p in prompts],
@@ -184,7 +178,7 @@ def measurement(learner: Learner) -> Callable[[], Evaluation]:
     def judge(prompts: Sequence[PromptRow], texts: list[str], ended: list[bool]) -> list[dict[str, float]]:
         assert gold is not None
         columns, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
-        judged = Judged([p.text for p in prompts], texts, [], [], ended, columns, where=where)
+        judged = Samples([p.text for p in prompts], texts, [], [], ended, columns, where=where)
         return call(str(gold_name), gold, judged, named_numbers)
 
     def measure() -> Evaluation:

@@ -53,13 +53,10 @@ from rlhf_cli.models.load import (
     scalar_weight,
 )
 from rlhf_cli.models.passes import set_up_passes
+from rlhf_cli.rewards.base import RewardSource
+from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.score import ScoreScale
-from rlhf_cli.rewards.sources import (
-    RewardModel,
-    RewardSource,
-    check_rows,
-    load_rewards,
-)
+from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import stop_ids, why_not_fast
 from rlhf_cli.rollout.scoring import Models, PromptRow

@@ -1,4 +1,4 @@
-"""Functions of the user's that score texts, or each of their tokens. They are run as code."""
+"""Your own Python functions as rewards: one score per response, or one per token."""
 
 from __future__ import annotations
 
@@ -17,109 +17,112 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_cli.artifacts import fingerprint
+from rlhf_cli.concurrency import for_each
 from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.rewards.judged import Judged, RewardSource, finite, in_pieces, shown
+from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
 
 CONCURRENCY = 8
 
 
 @dataclass(kw_only=True)
 class PythonFunction(RewardSource):
-    """A function that is given prompts, responses and rows, and gives a number for each, or for each token."""
+    """A function of (prompts, responses, rows) that returns one number per response, or one list per response."""
 
     kind: ClassVar[str] = "reward function"
     function: Callable[..., Any]
     per_token: bool = False
     batch_size: int | None = None
-    """Rows of a call; None gives all at once."""
+    """Rows per call; None passes all rows in one call."""
     concurrency: int = CONCURRENCY
-    """Calls of an async function under way at once."""
+    """Maximum concurrent calls of an async function."""
     timeout_s: float | None = None
     runner: asyncio.Runner | None = field(default=None, repr=False)
-    """The event loop of an async function, one for the whole run, so that it can keep a client open."""
+    """One event loop for all calls of an async function, so that it can keep a client open."""
 
-    def score(self, judged: Judged) -> torch.Tensor:
-        """Its numbers, [B] float32."""
-        assert not self.per_token, "a dense reward has no number a row; see score_per_token"
-        return torch.tensor([math.nan if value is None else value for value in self.values(judged, finite)])
+    def score(self, samples: Samples) -> torch.Tensor:
+        """The function's scores, [B] float32."""
+        assert not self.per_token, "a per-token reward has no single score; use score_per_token"
+        return torch.tensor([math.nan if value is None else value for value in self.values(samples, finite)])
 
-    def score_per_token(self, judged: Judged) -> list[list[float] | None]:
-        """Its numbers for each token of each response; None for a row that it has none for."""
-        rows: list[list[float] | None] = self.values(judged, finite_list)
-        for number, (row, ids) in enumerate(zip(rows, judged.response_ids, strict=True)):
+    def score_per_token(self, samples: Samples) -> list[list[float] | None]:
+        """One number per token of each response; None for a row that failed."""
+        rows: list[list[float] | None] = self.values(samples, finite_list)
+        for number, (row, ids) in enumerate(zip(rows, samples.response_ids, strict=True)):
             if row is not None and len(row) != len(ids):
-                wanted = f"{len(ids)} tokens. Return one for each of row['tokens']"
-                self.fail(judged, [number], f"returned {len(row)} numbers for {wanted}")
+                rule = f"{len(ids)} tokens. Return one number for each of row['tokens']"
+                self.fail(samples, [number], f"returned {len(row)} numbers for {rule}")
                 rows[number] = None
         return rows
 
-    def values(self, judged: Judged, check: Callable[[Any], Any]) -> list[Any]:
-        """What `check` makes of the function's value for each row, None where there is none."""
-        found: list[Any] = [None] * len(judged.responses)
-        pieces = list(chunks(range(len(found)), self.batch_size))
+    def values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
+        """`check` of the function's value for each row; None for a row that failed."""
+        found: list[Any] = [None] * len(samples.responses)
+        batches = list(chunks(range(len(found)), self.batch_size))
         if not inspect.iscoroutinefunction(self.function):
-            for piece in pieces:
+            for batch in batches:
                 try:
-                    values = list(self.function(*arguments(judged, piece)))
+                    values = list(self.function(*arguments(samples, batch)))
                 except Exception as error:
-                    self.fail(judged, piece, raised(error), error)
+                    self.fail(samples, batch, raised(error), error)
                 else:
-                    self._keep(found, judged, piece, values, check)
+                    self._keep(found, samples, batch, values, check)
             return found
 
-        async def ask(piece: Sequence[int]) -> None:
+        async def call_async(batch: Sequence[int]) -> None:
             clock = asyncio.timeout(self.timeout_s)
             try:
                 async with clock:
-                    values = list(await self.function(*arguments(judged, piece)))
+                    values = list(await self.function(*arguments(samples, batch)))
             except Exception as error:
-                late = f"did not return within {self.timeout_s} s (timeout_s)" if clock.expired() else raised(error)
-                self.fail(judged, piece, late, error)
+                problem = f"did not return within {self.timeout_s} s (timeout_s)" if clock.expired() else raised(error)
+                self.fail(samples, batch, problem, error)
             else:
-                self._keep(found, judged, piece, values, check)
+                self._keep(found, samples, batch, values, check)
 
         if self.runner is None:
             self.runner = asyncio.Runner()
             atexit.register(self.runner.close)
-        self.runner.run(in_pieces(pieces, ask, self.concurrency))
+        self.runner.run(for_each(batches, call_async, self.concurrency))
         return found
 
     def _keep(
-        self, found: list[Any], judged: Judged, piece: Sequence[int], values: list[Any], check: Callable[[Any], Any]
+        self, found: list[Any], samples: Samples, batch: Sequence[int], values: list[Any], check: Callable[[Any], Any]
     ) -> None:
-        if len(values) != len(piece):
-            self.fail(judged, piece, f"returned {len(values)} values for {len(piece)} responses")
+        if len(values) != len(batch):
+            self.fail(samples, batch, f"returned {len(values)} values for {len(batch)} responses")
             return
-        for row, value in zip(piece, values, strict=True):
+        for row, value in zip(batch, values, strict=True):
             try:
                 found[row] = check(value)
             except ValueError as error:
-                self.fail(judged, [row], str(error))
+                self.fail(samples, [row], str(error))
 
 
-def arguments(judged: Judged, piece: Sequence[int]) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """What a function is called with for these rows: prompts, responses and the columns of the prompts' rows, which
-    also carry whether the response `ended` and, for a dense reward, the text of its `tokens`."""
+def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """The function's arguments for these rows: prompts, responses and the columns of the prompts' rows.
+
+    Each row also has `ended` and, for a per-token reward, `tokens`: the text of each response token.
+    """
     rows = []
-    for i in piece:
-        row = {**judged.rows[i], "ended": judged.ended[i]}
-        rows.append(row if judged.tokens is None else {**row, "tokens": judged.tokens[i]})
-    return [judged.prompts[i] for i in piece], [judged.responses[i] for i in piece], rows
+    for i in batch:
+        row = {**samples.rows[i], "ended": samples.ended[i]}
+        rows.append(row if samples.tokens is None else {**row, "tokens": samples.tokens[i]})
+    return [samples.prompts[i] for i in batch], [samples.responses[i] for i in batch], rows
 
 
 def raised(error: Exception) -> str:
-    """What a function raised, and where."""
+    """The exception of a user's function with its file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = shown(str(error))
     return f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(last.filename).name}:{last.lineno})"
 
 
 def finite_list(value: Any) -> list[float]:
-    """A list of finite floats, or ValueError."""
+    """The value as a list of finite floats; raises ValueError for anything else."""
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__iter__"):
-        raise ValueError(f"returned {shown(repr(value))}, a list of numbers is needed, one for each of row['tokens']")
+        raise ValueError(f"returned {shown(repr(value))}, it must be a list with one number for each of row['tokens']")
     numbers = []
     for number, item in enumerate(value, 1):
         try:
@@ -130,7 +133,7 @@ def finite_list(value: Any) -> list[float]:
 
 
 def named_numbers(value: Any) -> dict[str, float]:
-    """A judge's row, a number (called gold) or a mapping of names to numbers, or ValueError."""
+    """One row of `evaluation.gold`: a number (named gold) or a mapping of names to numbers; else raises ValueError."""
     if not isinstance(value, dict):
         return {"gold": finite(value)}
     found = {}
@@ -142,21 +145,21 @@ def named_numbers(value: Any) -> dict[str, float]:
     return found
 
 
-def call(name: str, function: Callable[..., Any], judged: Judged, check: Callable[[Any], Any]) -> list[Any]:
-    """Call a judge of the user's once; what `check` makes of its value for each row.
+def call(name: str, function: Callable[..., Any], samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
+    """Call a user's function on all samples; `check` of its value for each row.
 
-    Raises RewardError, with the row and the value, where it fails or does not give one good value a row.
+    Raises RewardError, with the row and the value, when it fails or returns a wrong value.
     """
-    return PythonFunction(name=name, function=function, advice="Mend it").values(judged, check)
+    return PythonFunction(name=name, function=function, advice="Fix the function").values(samples, check)
 
 
 def load_function_reward(reward: FunctionReward, name: str, key: str) -> PythonFunction:
-    """The source that a config names; raises ConfigError for keys that its function has no use for."""
+    """The source for one entry of `rewards`; raises ConfigError for keys that do not apply to its function."""
     function = load_function(reward.function)
     for name_of, value in (("concurrency", reward.concurrency), ("timeout_s", reward.timeout_s)):
         if value is not None and not inspect.iscoroutinefunction(function):
             raise ConfigError(
-                f"{key}.{name_of}: is for an `async def`, {reward.function} is a plain function. Remove it"
+                f"{key}.{name_of}: applies to an `async def` only, and {reward.function} is a plain function. Remove it"
             )
     return PythonFunction(
         name=name,
@@ -171,22 +174,22 @@ def load_function_reward(reward: FunctionReward, name: str, key: str) -> PythonF
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. The file is run as code."""
+    """The function at `path/to/file.py:name`. The file is executed."""
     path, _, name = reference.rpartition(":")
     if not Path(path).is_file():
-        raise ConfigError(f"{reference}: no such file (looked from {Path.cwd()})")
-    place = Path(path).resolve()
-    spec = importlib.util.spec_from_file_location(f"rlhf_user_{place.stem}_{fingerprint(path)[:8]}", place)
+        raise ConfigError(f"{reference}: no such file (relative to {Path.cwd()})")
+    file = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"rlhf_user_{file.stem}_{fingerprint(path)[:8]}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up, and the file may import its neighbours.
+    # Dataclasses look up their module, and the file may import modules beside it.
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(place.parent))
+    sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{path}: can't be imported ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
     finally:
         sys.path.pop(0)
     function = getattr(module, name, None)

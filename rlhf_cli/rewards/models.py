@@ -29,7 +29,7 @@ from rlhf_cli.models.load import (
     same_tokenizer,
 )
 from rlhf_cli.packing import common_prefix, pack
-from rlhf_cli.rewards.judged import Judged, RewardSource, shown
+from rlhf_cli.rewards.base import RewardSource, Samples, shown
 
 Side = Literal["left", "right"]
 AT_A_TIME = Budget(CPU_TOKENS)
@@ -43,87 +43,87 @@ class RewardModel(RewardSource):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     reads_policy_tokens: bool
-    """The policy's ids go in as they are; else the text is encoded anew with the model's own tokenizer."""
+    """Score the policy's token ids directly; otherwise encode the text with the model's own tokenizer."""
     reads_prompt: bool
     template: str | None
-    """How the text is written; None gives prompt and response as the policy read and wrote them."""
+    """How the text is rendered; None uses prompt and response as the policy read and wrote them."""
     label: int
     as_probability: bool
     mean: float
     std: float
     precision: str
     budget: Budget = AT_A_TIME
-    """How much of a batch is scored at a time."""
+    """Maximum tokens per forward pass."""
     num_cut: int = 0
-    """Texts so far that were longer than the model takes, or than it was trained on, and were cut."""
+    """Texts cut so far because they were longer than the model accepts or was trained on."""
 
     def report(self) -> str:
-        """A line about what was cut and what went wrong, or ""."""
+        """One line about cut texts and failed scores, or ""."""
         longest, side = length_limit(self.model, self.tokenizer)
         lost = "beginning" if side == "left" else "end"
-        cut = f"{self.name}: {self.num_cut} texts lost their {lost}, the model takes {longest} tokens"
+        cut = f"{self.name}: cut the {lost} of {self.num_cut} texts to the model's limit of {longest} tokens"
         return "; ".join(line for line in (cut if self.num_cut else "", super().report()) if line)
 
-    def score(self, judged: Judged) -> torch.Tensor:
-        """Normalised scores, [B] float32 on the CPU, each read at the last token of its response."""
-        scores = torch.full((len(judged.responses),), torch.nan)
-        rows, sequences = self._sequences(judged)
+    def score(self, samples: Samples) -> torch.Tensor:
+        """Normalized scores, [B] float32 on the CPU, each read at the last token of its response."""
+        scores = torch.full((len(samples.responses),), torch.nan)
+        rows, sequences = self._sequences(samples)
         if rows:
             found = score_sequences(
                 self.model,
                 sequences,
                 self.precision,
                 self.budget,
-                groups=[judged.prompts[i] for i in rows] if judged.prompts and self.reads_prompt else None,
+                groups=[samples.prompts[i] for i in rows] if samples.prompts and self.reads_prompt else None,
                 label=self.label,
                 as_probability=self.as_probability,
             )
             scores[rows] = (found - self.mean) / self.std
         for row in rows:
             if not scores[row].isfinite():
-                self.fail(judged, [row], f"gives {scores[row].item()}, a finite number is needed")
+                self.fail(samples, [row], f"returned {scores[row].item()}, it must be a finite number")
                 scores[row] = torch.nan
         return scores
 
-    def _sequences(self, judged: Judged) -> tuple[list[int], list[list[int]]]:
-        """The rows that it can read, and their ids."""
+    def _sequences(self, samples: Samples) -> tuple[list[int], list[list[int]]]:
+        """The rows that the model can score, and their token ids."""
         if self.reads_policy_tokens:
-            prompts = judged.prompt_ids if self.reads_prompt else [[]] * len(judged.responses)
-            whole = [p + r for p, r in zip(prompts, judged.response_ids, strict=True)]
+            prompts = samples.prompt_ids if self.reads_prompt else [[]] * len(samples.responses)
+            whole = [p + r for p, r in zip(prompts, samples.response_ids, strict=True)]
             sequences, num_cut = cut_all(whole, *trained_limit(self.model), self.tokenizer.bos_token_id)
             rows = list(range(len(sequences)))
         else:
-            texts = self._texts(judged)
+            texts = self._texts(samples)
             rows = list(texts)
             sequences, num_cut = encode_whole(
                 self.model,
                 self.tokenizer,
                 list(texts.values()),
-                [judged.ended[i] for i in rows],
+                [samples.ended[i] for i in rows],
                 is_chat=self.template == "chat",
             )
         self.num_cut += num_cut
         return rows, sequences
 
-    def _texts(self, judged: Judged) -> dict[int, str]:
-        """What it reads of each row, by the row's number; one that its chat template refuses has nothing."""
+    def _texts(self, samples: Samples) -> dict[int, str]:
+        """The text to score for each row, by row number; a row that the chat template refuses is missing."""
         texts = {}
-        for i, response in enumerate(judged.responses):
-            prompt = judged.prompts[i] if judged.prompts and self.reads_prompt else ""
-            own = judged.own_prompts[i] if judged.own_prompts else prompt
+        for i, response in enumerate(samples.responses):
+            prompt = samples.prompts[i] if samples.prompts and self.reads_prompt else ""
+            own = samples.own_prompts[i] if samples.own_prompts else prompt
             if self.template is None:
                 texts[i] = prompt + response
             elif self.template != "chat":
                 texts[i] = written(self.template, own, response)
             else:
-                before = (judged.messages[i] if judged.messages else ()) or (Message("user", own),)
+                before = (samples.messages[i] if samples.messages else ()) or (Message("user", own),)
                 turns = [{"role": m.role, "content": m.content} for m in (*before, Message("assistant", response))]
                 try:
                     texts[i] = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
                 except Exception as error:
-                    # The template is the tokenizer's own program, run in a sandbox; what it raises is not ours.
-                    what = shown(str(error)) or type(error).__name__
-                    self.fail(judged, [i], f"its chat template fails: {what}", error)
+                    # The template is the tokenizer's program and runs in a sandbox; it can raise anything.
+                    reason = shown(str(error)) or type(error).__name__
+                    self.fail(samples, [i], f"its chat template failed: {reason}", error)
         return texts
 
 
@@ -137,15 +137,15 @@ def load_reward_source(
     name: str,
     key: str,
 ) -> tuple[RewardModel, list[str]]:
-    """The reward model at `path`, ready to score, and the lines that the user should read about it.
+    """The reward model at `path`, ready to score, and notes for the user.
 
-    It reads the policy's tokens where `policy_tokenizer` is its own, and text otherwise.
+    It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise.
     """
     path = model_directory(path)
     model, tokenizer = load_reward_model(path, reward.revision), load_tokenizer(path, reward.revision)
     check_vocabulary(model, tokenizer, path)
     if reward.template == "chat" and not tokenizer.chat_template:
-        raise ConfigError(f"{key}.template: chat, but the tokenizer of {path} has no chat template. Write one")
+        raise ConfigError(f"{key}.template: is chat, but the tokenizer of {path} has no chat template. Write one")
     notes = [prepare(model, device)]
     shares = (
         reward.template is None
@@ -154,11 +154,11 @@ def load_reward_source(
         and same_tokenizer(policy_tokenizer, tokenizer)
     )
     if not shares:
-        notes.append(f"{path}: reads text with its own tokenizer")
+        notes.append(f"{path}: scores text with its own tokenizer")
     mean, std = (getattr(model.config, figure, None) for figure in ("score_mean", "score_std"))
     if reward.normalize and (mean is None or std is None):
-        notes.append(f"{path}: no stored mean and standard deviation of the score, it is used as it is")
-    # The stored figures are those of the logit.
+        notes.append(f"{path}: has no stored score mean and standard deviation, scores are not normalized")
+    # The stored mean and standard deviation are those of the logit.
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
     source = RewardModel(
         name=name,
@@ -180,15 +180,15 @@ def load_reward_source(
 
 
 def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
-    """Which logit is the score; raises ConfigError where that is not clear."""
+    """The index of the logit that is the score; raises ConfigError if it is ambiguous."""
     labels = {str(name): int(i) for i, name in (model.config.id2label or {}).items()}
     if model.config.num_labels == 1:
         if label is not None:
-            raise ConfigError(f"{key}: the model has a single score, no label is needed. Remove it")
+            raise ConfigError(f"{key}: the model has a single score, so a label does not apply. Remove it")
         return 0
     if label is None or label not in labels:
-        found = "none is given" if label is None else f"found {label!r}"
-        raise ConfigError(f"{key}: {found}, the model has the labels {', '.join(labels)}. Name the good one")
+        found = "is missing" if label is None else f"found {label!r}"
+        raise ConfigError(f"{key}: {found}, the model has the labels {', '.join(labels)}. Name the one to reward")
     return labels[label]
 
 
@@ -206,9 +206,9 @@ def score_sequences(
     label: int = 0,
     as_probability: bool = False,
 ) -> torch.Tensor:
-    """Scores of token sequences, [B] float32 on the CPU: a label's logit, or its probability.
+    """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability.
 
-    `groups` are those of `sequence_scores`.
+    See `sequence_scores` for `groups`.
     """
     if not sequences:
         return torch.zeros(0)
@@ -234,11 +234,11 @@ def score_sequences(
 def sequence_scores(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None
 ) -> torch.Tensor:
-    """All labels' scores of token sequences with gradient, [B, labels] float32.
+    """The scores of all labels for token sequences, with gradient, [B, labels] float32.
 
-    Sequences of one name in `groups` have a prompt in common, which is computed once; the scores are the same.
-    A causal backbone is read at the last token of each sequence, whatever that token is; an encoder pools as
-    it was built to. The head runs in float32: in bfloat16 it would round margins away.
+    Sequences with the same value in `groups` share a prompt, which is computed once; the scores do not change.
+    A causal backbone is read at the last token of each sequence. An encoder uses its own pooling. The head runs in
+    float32: bfloat16 would round margins away.
     """
     device = next(model.parameters()).device
     if reads_last_token(model):
@@ -251,7 +251,7 @@ def sequence_scores(
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence)
         mask[row, : len(sequence)] = 1
-    # Whole in float32: its head can't be told from its backbone as a causal model's can.
+    # Float32 throughout: unlike a causal model's, an encoder's head cannot be separated from its backbone.
     with torch.autocast(device.type, enabled=False):
         output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
     return output.logits.float()
@@ -261,20 +261,20 @@ def sequence_scores(
 
 
 def written(template: str, prompt: str, response: str) -> str:
-    """A template with its two places filled; what stands in a text is not taken for a place.
+    """The template with `{prompt}` and `{response}` filled in; braces within the texts are left alone.
 
     >>> written("Q: {prompt} A: {response}", "a {response}?", "b")
     'Q: a {response}? A: b'
     """
     texts = {"{prompt}": prompt, "{response}": response}
-    return re.sub(r"\{prompt\}|\{response\}", lambda place: texts[place.group()], template)
+    return re.sub(r"\{prompt\}|\{response\}", lambda match: texts[match.group()], template)
 
 
 def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
-    """(longest sequence, side that is cut) of the model's training, where that cut anything.
+    """(longest sequence, side that is cut) from the model's training; no limit if training did not cut.
 
-    The RM stage stores them with the model as `rlhf_max_length` and `rlhf_truncation`. With "drop" no sequence was
-    cut, so none is here.
+    The RM stage stores both in the model's config as `rlhf_max_length` and `rlhf_truncation`. With truncation "drop"
+    training cut no sequence, so scoring cuts none.
     """
     longest, side = (getattr(model.config, figure, None) for figure in ("rlhf_max_length", "rlhf_truncation"))
     if isinstance(longest, int) and longest > 0 and side in ("left", "right"):
@@ -283,15 +283,15 @@ def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
 
 
 def length_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, Side]:
-    """`trained_limit`, or what the model takes at all where that is less."""
+    """`trained_limit`, or the longest input of the model if that is shorter."""
     longest, side = trained_limit(model)
     return min(longest, longest_input(model, tokenizer)), side
 
 
 def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int | None) -> tuple[list[list[int]], int]:
-    """Sequences of at most `longest` tokens, and how many were cut to that.
+    """The sequences cut to at most `longest` tokens, and how many were cut.
 
-    A first token that is `bos` stays, as it does in training.
+    A leading `bos` token is kept, as in training.
 
     >>> cut_all([[1, 2, 3, 4], [1, 2]], 3, "left", None)
     ([[2, 3, 4], [1, 2]], 1)
@@ -313,7 +313,7 @@ def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int |
 def encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
 ) -> list[list[int]]:
-    """Texts for a reward model with its own tokenizer; a causal one gets EOS where the response ended."""
+    """The ids of texts for a reward model's own tokenizer; a causal model gets EOS after a response that ended."""
     return encode_whole(model, tokenizer, texts, ended)[0]
 
 
@@ -325,10 +325,10 @@ def encode_whole(
     *,
     is_chat: bool = False,
 ) -> tuple[list[list[int]], int]:
-    """(ids of each text, how many texts were cut), within what the model takes and was trained on.
+    """(ids of each text, number of texts cut), within the lengths that the model accepts and was trained on.
 
-    A causal model's response gets its EOS where it ended, and one of an encoder the special tokens around it that
-    its tokenizer puts there. What a chat template wrote has all of that in it.
+    A causal model gets EOS after a response that ended. An encoder gets its tokenizer's special tokens. A text from
+    a chat template already contains them.
     """
     if not texts:
         return [], 0
@@ -339,7 +339,7 @@ def encode_whole(
         return cut_all([list(ids) for ids in encoded], longest, side, bos)
     sequences = encode_for_classifier(tokenizer, texts, None)
     if not reads_last_token(model) or eos is None:
-        # Cut by the tokenizer, which leaves its special tokens where they are.
+        # The tokenizer cuts, so that it keeps its special tokens.
         long = [i for i, ids in enumerate(sequences) if len(ids) > longest]
         shorter = encode_for_classifier(tokenizer, [texts[i] for i in long], longest, side)
         for i, ids in zip(long, shorter, strict=True):

@@ -1,6 +1,6 @@
-"""Rewards that need no model and no code: length, regular expressions, answers, repetition, JSON.
+"""Rewards by rule, without a model or code: length, regular expressions, answers, repetition, JSON.
 
-Every function here is pure; `Rule` is the source that a config makes of them.
+The functions are pure. `Rule` makes one of them a reward source.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, assert_never
 
 import regex
 import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.config.rewards import AnswerReward, LengthReward, RegexReward, RepetitionReward, RuleReward
-from rlhf_cli.rewards.judged import Judged, RewardSource, shown
+from rlhf_cli.config.rewards import AnswerReward, JSONReward, LengthReward, RegexReward, RepetitionReward, RuleReward
+from rlhf_cli.rewards.base import RewardSource, Samples, shown
 
 MARK = "####"
-"""What GSM8K writes before the answer."""
+"""GSM8K writes this before the answer."""
 NUMBER = re.compile(
-    r"(?P<minus>(?<![\w)\]])[-−])?"  # a minus, where it stands between no two numbers
+    r"(?P<minus>(?<![\w)\]])[-−])?"  # a minus sign, unless it is between two numbers or words
     r"(?:[$€£¥] ?(?P<inner_minus>[-−])?)?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
     r"(?:/(?P<divisor>[0-9]+(?:\.[0-9]+)?))?"
 )
-DIGITS = 1000
-"""A number that is longer is none: Python takes quadratic time for it."""
+MAX_NUMBER_LENGTH = 1000
+"""Longest number in characters that is read; Python takes quadratic time for longer ones."""
 
 
 # ------------------------------------------------------------------------------------------- length
 
 
 def length_score(length: int, shortest: int, longest: int | None) -> float:
-    """0 within a range of lengths, and minus the distance to it outside.
+    """0 within a range of lengths; outside, minus the distance to it.
 
     ``min(length - shortest, longest - length, 0)``
 
-    With one length as the range it is the length term that L1 adds to correctness, its weight being alpha
-    (Aggarwal and Welleck 2025, arXiv 2503.04697).
+    If the range is a single length, this is the length term that L1 adds to correctness, and the reward's weight is
+    its alpha (Aggarwal and Welleck 2025, arXiv 2503.04697).
 
     >>> [length_score(n, 3, 5) for n in (1, 3, 5, 9)]
     [-2.0, 0.0, 0.0, -4.0]
@@ -56,9 +56,9 @@ def length_score(length: int, shortest: int, longest: int | None) -> float:
 
 
 def is_found(pattern: str, text: str, *, full: bool, timeout_s: float) -> bool:
-    """Is a regular expression found in a text, or, with `full`, does all of the text fit it?
+    """Does a regular expression match somewhere in a text or, with `full`, all of the text?
 
-    Raises TimeoutError where that is not known after `timeout_s` seconds: some patterns take exponential time.
+    Raises TimeoutError after `timeout_s` seconds: some patterns take exponential time.
 
     >>> is_found("[0-9]+", "in 7 days", full=False, timeout_s=1), is_found("[0-9]+", "7 days", full=True, timeout_s=1)
     (True, False)
@@ -71,12 +71,12 @@ def is_found(pattern: str, text: str, *, full: bool, timeout_s: float) -> bool:
 
 
 def number_of(match: re.Match[str]) -> Fraction | None:
-    """The exact value of a match of NUMBER; None for a division by 0 and for what is too long to be meant.
+    """The exact value of a match of NUMBER; None for a division by 0 and for an overlong number.
 
     >>> [str(number_of(m)) for m in NUMBER.finditer("-$1,200.50, 3/4, 1e3 and 2/0")]
     ['-2401/2', '3/4', '1000', 'None']
     """
-    if len(match.group()) > DIGITS:
+    if len(match.group()) > MAX_NUMBER_LENGTH:
         return None
     divisor = Fraction(match["divisor"] or 1)
     if divisor == 0:
@@ -86,10 +86,10 @@ def number_of(match: re.Match[str]) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; None where there is none.
+    """The exact value of the last number in a text; None if there is no number.
 
-    Commas between thousands, currency signs and a sentence's full stop are no part of it; a minus is, unless it
-    stands between two numbers or words; a fraction is one number.
+    Thousands separators, currency signs and a final full stop are ignored. A minus sign counts unless it is between
+    two numbers or words. A fraction is one number.
 
     >>> [str(last_number(text)) for text in ("It costs $1,234.50.", "10-3", "x = -3", "1/2", ".5 kg", "none")]
     ['2469/2', '3', '-3', '1/2', '1/2', 'None']
@@ -99,7 +99,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def numeric_answer(text: str) -> Fraction | None:
-    """The number that follows the last `####` that has one on its line, else the last number; None without any.
+    """The number after the last `####` with one on its line, else the last number of the text; None without any.
 
     >>> str(numeric_answer("3 + 4 = 7. #### 7 apples for 2")), str(numeric_answer("So 3, or rather 4."))
     ('7', '4')
@@ -112,7 +112,7 @@ def numeric_answer(text: str) -> Fraction | None:
 
 
 def text_answer(text: str) -> str:
-    """What follows the last `####` on its line, or without one all of the text; without blanks at its ends.
+    """The rest of the line after the last `####`, or the whole text without one; stripped.
 
     >>> text_answer("Because. #### Paris \\nNext"), text_answer(" Paris ")
     ('Paris', 'Paris')
@@ -122,9 +122,9 @@ def text_answer(text: str) -> str:
 
 
 def last_match(pattern: str, text: str, *, timeout_s: float) -> str | None:
-    """The first group of the last match of a regular expression, or all of the match where it has no group.
+    """The first group of the last match of a regular expression, or the whole match if the pattern has no group.
 
-    None where nothing is found. Raises TimeoutError after `timeout_s` seconds.
+    None without a match. Raises TimeoutError after `timeout_s` seconds.
 
     >>> last_match("answer is (.+?)[.]", "The answer is 3. No, the answer is 4.", timeout_s=1)
     '4'
@@ -136,19 +136,20 @@ def last_match(pattern: str, text: str, *, timeout_s: float) -> str | None:
 
 
 def truth_of(row: Mapping[str, Any], column: str, mode: Literal["numeric", "exact"]) -> Fraction | str:
-    """The answer that a row's column holds; raises ValueError where it holds none.
+    """The correct answer in a row's column; raises ValueError if there is none.
 
     >>> truth_of({"answer": "5 - 3 = 2 #### 2"}, "answer", "numeric"), truth_of({"answer": 2}, "answer", "exact")
     (Fraction(2, 1), '2')
     """
     if column not in row:
-        raise ValueError(f"its row has no {column!r}, it has {shown(', '.join(map(str, row)) or 'no columns')}")
+        raise ValueError(f"its row has no column {column!r}; it has {shown(', '.join(map(str, row)) or 'no columns')}")
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{column!r} is {shown(repr(value))}, the true answer is a number or a text")
+        raise ValueError(f"{column!r} is {shown(repr(value))}, it must be a number or text")
     answer = numeric_answer(str(value)) if mode == "numeric" else text_answer(str(value))
     if answer is None or answer == "":
-        raise ValueError(f"{column!r} is {shown(repr(value))}, there is no {'number' if mode == 'numeric' else 'text'}")
+        needed = "a number" if mode == "numeric" else "text"
+        raise ValueError(f"{column!r} is {shown(repr(value))}, it must contain {needed}")
     return answer
 
 
@@ -156,13 +157,13 @@ def truth_of(row: Mapping[str, Any], column: str, mode: Literal["numeric", "exac
 
 
 def repeated(items: Sequence[Hashable], n: int) -> float:
-    """The share of n-grams that have come before.
+    """The fraction of n-grams that repeat an earlier one.
 
-    ``1 - number of different n-grams / number of n-grams``
+    ``1 - number of distinct n-grams / number of n-grams``
 
-    0 without a repetition, and for fewer than n items. It is seq-rep-n of Welleck et al. 2019 (arXiv 1908.04319).
+    0 without a repetition and for fewer than n items. This is seq-rep-n of Welleck et al. 2019 (arXiv 1908.04319).
 
-    >>> repeated("a b a b a".split(), 2)  # ab ba ab ba: two of four are new
+    >>> repeated("a b a b a".split(), 2)  # ab ba ab ba: two of four are distinct
     0.5
     >>> repeated(["a"], 2)
     0.0
@@ -171,13 +172,13 @@ def repeated(items: Sequence[Hashable], n: int) -> float:
 
 
 def is_json(text: str, required: Sequence[str] = ()) -> bool:
-    """Is a text valid JSON (RFC 8259: no NaN, no comments), and an object with these keys where some are required?
+    """Is a text valid JSON (RFC 8259: no NaN, no comments) and, if keys are required, an object with all of them?
 
     >>> is_json('{"a": 1}', ["a"]), is_json('{"a": 1}', ["b"]), is_json("[1, 2]"), is_json("[1, 2"), is_json("NaN")
     (True, False, True, False, False)
     """
     try:
-        # Its numbers are not looked at, so that a long one costs nothing.
+        # Numbers are kept as text: converting a very long one takes quadratic time.
         value = json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
         return False
@@ -193,38 +194,40 @@ def _no_constant(name: str) -> None:
 
 @dataclass(kw_only=True)
 class Rule(RewardSource):
-    """One of these rules as a source."""
+    """A reward source that applies one rule."""
 
     kind: ClassVar[str] = "reward"
     rule: RuleReward
 
-    def score(self, judged: Judged) -> torch.Tensor:
-        scores = torch.full((len(judged.responses),), math.nan)
-        for i in range(len(judged.responses)):
+    def score(self, samples: Samples) -> torch.Tensor:
+        scores = torch.full((len(samples.responses),), math.nan)
+        for i in range(len(samples.responses)):
             try:
-                scores[i] = self.of_row(judged, i)
+                scores[i] = self.of_row(samples, i)
             except TimeoutError as error:
-                self.fail(judged, [i], "its pattern needs longer than timeout_s for this response", error)
+                self.fail(samples, [i], "its pattern took longer than timeout_s on this response", error)
             except ValueError as error:
-                self.fail(judged, [i], str(error), error)
+                self.fail(samples, [i], str(error), error)
         return scores
 
-    def of_row(self, judged: Judged, i: int) -> float:
-        """The score of one response; raises TimeoutError or ValueError where there is none."""
-        rule, text = self.rule, judged.responses[i]
+    def of_row(self, samples: Samples, i: int) -> float:
+        """The score of one response; raises TimeoutError or ValueError if it cannot be computed."""
+        rule, text = self.rule, samples.responses[i]
         if isinstance(rule, LengthReward):
-            length = len(text) if rule.unit == "characters" else len(units(judged, i, rule.unit))
+            length = len(text) if rule.unit == "characters" else len(units(samples, i, rule.unit))
             return length_score(length, *rule.bounds)
         if isinstance(rule, RegexReward):
             return float(is_found(rule.pattern, text, full=rule.full, timeout_s=rule.timeout_s))
         if isinstance(rule, AnswerReward):
-            return float(self.answer(text) == truth_of(judged.rows[i], rule.column, rule.mode))
+            return float(self.answer(text) == truth_of(samples.rows[i], rule.column, rule.mode))
         if isinstance(rule, RepetitionReward):
-            return 0.0 - repeated(units(judged, i, rule.unit), rule.n)
-        return float(is_json(text, rule.required))
+            return 0.0 - repeated(units(samples, i, rule.unit), rule.n)
+        if isinstance(rule, JSONReward):
+            return float(is_json(text, rule.required))
+        assert_never(rule)
 
     def answer(self, text: str) -> Fraction | str | None:
-        """What a response answers; None where it answers nothing."""
+        """The answer in a response; None if there is none."""
         assert isinstance(self.rule, AnswerReward)
         is_numeric = self.rule.mode == "numeric"
         if self.rule.pattern is None:
@@ -239,11 +242,11 @@ class Rule(RewardSource):
         return isinstance(self.rule, AnswerReward)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row of the data that no response to it could be judged by."""
+        """Raise ValueError for a row of the data without a correct answer."""
         if isinstance(self.rule, AnswerReward):
             truth_of(row, self.rule.column, self.rule.mode)
 
 
-def units(judged: Judged, i: int, unit: Literal["words", "tokens"]) -> Sequence[Hashable]:
-    """The words of a response, or the policy's tokens, EOS included."""
-    return judged.response_ids[i] if unit == "tokens" else judged.responses[i].split()
+def units(samples: Samples, i: int, unit: Literal["words", "tokens"]) -> Sequence[Hashable]:
+    """The words of a response, or its token ids, including EOS."""
+    return samples.response_ids[i] if unit == "tokens" else samples.responses[i].split()

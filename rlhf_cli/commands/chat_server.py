@@ -1,0 +1,149 @@
+"""Answers from an OpenAI-compatible server, for `rlhf data generate` and `rlhf data score`. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx2
+
+from rlhf_cli.concurrency import for_each
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
+from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
+from rlhf_cli.seeding import derived_seed
+
+REFUSED = (400, 413, 422)
+"""Statuses about a single request, for example a prompt that is too long. The other requests continue."""
+
+
+class ServerWriter:
+    """A model behind an OpenAI-compatible `chat/completions` endpoint.
+
+    `url` is the base URL (http://localhost:8000/v1) and `model` the model's name on the server. The environment
+    variable `api_key_env` holds the key. At most `concurrency` requests are under way; `rlhf_cli.http_client` says
+    how they are retried and limited. After a request that used up its retries, or a status that no retry can mend,
+    nothing more is sent, and every missing answer is a fatal Failure.
+
+    Raises ConfigError for an unusable URL or key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        drawing: Drawing,
+        *,
+        api_key_env: str | None = None,
+        concurrency: int = 8,
+        timeout_s: float = 120.0,
+        retries: int = 5,
+        backoff_s: float = 1.0,
+    ):
+        check_base_url(url)
+        self.name, self.drawing, self.concurrency = model, drawing, concurrency
+        self._api_key_env = api_key_env
+        self._client = JSONClient(
+            completions_url(url),
+            key=None if api_key_env is None else key_from_environment(api_key_env, "--api-key-env"),
+            timeout_s=timeout_s,
+            retries=retries,
+            backoff_s=backoff_s,
+            retry_malformed=True,  # a proxy's error page, or an answer that was cut
+            timeout_option="--timeout",
+        )
+
+    def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        """One answer for each request, in order; a Failure for a request that the server refuses."""
+        return asyncio.run(self._write(requests))
+
+    async def _write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        answers: dict[int, Written | Failure] = {}
+
+        async def answer(n: int) -> None:
+            answers[n] = await self._answer(requests[n])
+
+        async with self._client:
+            await for_each(range(len(requests)), answer, self.concurrency)
+        return [answers[n] for n in range(len(requests))]
+
+    async def _answer(self, request: Request) -> Written | Failure:
+        drawing = self.drawing
+        body = {
+            "model": self.name,
+            "messages": [{"role": m.role, "content": m.content} for m in request.messages],
+            "temperature": drawing.temperature,
+            "max_tokens": drawing.max_new_tokens,
+            "seed": derived_seed(drawing.seed, "writer", *request.counters) >> 32,
+            "stream": False,
+        }
+        if drawing.top_p is not None:
+            body["top_p"] = drawing.top_p
+        try:
+            written = await self._client.ask(body, completion_in)
+        except NoAnswer as error:
+            if error.status in REFUSED:
+                return Failure(str(error))
+            return Failure(self._client.stop(f"{error}. {self._hint(error.status)}"), fatal=True)
+        if written is None:
+            return Failure(f"{self._client.url} sent an answer without text")
+        return written
+
+    def _hint(self, status: int | None) -> str:
+        if status in (401, 403):
+            return f"Check the key in ${self._api_key_env}" if self._api_key_env else "Give a key with --api-key-env"
+        if status == 404:
+            return f"Check that --server is the base URL (often it ends in /v1) and serves a model named {self.name}"
+        return "Rows written so far are kept; run the same command to resume"
+
+
+def completion_in(answer: Any) -> Written | None:
+    """The text of a chat completion, None if it has none (a refusal or a tool call); raises Malformed otherwise.
+
+    >>> completion_in({"choices": [{"message": {"content": "Hi"}, "finish_reason": "length"}]})
+    Written(text='Hi', ended=False)
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
+        raise Malformed("has no choices[0].message")
+    content = message.get("content")
+    if content is None:
+        return None
+    if not isinstance(content, str):
+        raise Malformed(f"has a {type(content).__name__} in choices[0].message.content, it must be text")
+    # JSON can hold lone surrogates, a UTF-8 file cannot.
+    return Written(content.encode("utf-8", "replace").decode(), choice.get("finish_reason") != "length")
+
+
+def completions_url(base_url: str) -> str:
+    """The endpoint below a base URL, given with or without `/v1` or the whole path.
+
+    >>> completions_url("http://localhost:8000"), completions_url("https://host/api/v1/")
+    ('http://localhost:8000/v1/chat/completions', 'https://host/api/v1/chat/completions')
+    """
+    parts = urlsplit(base_url)
+    path = parts.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path += "/chat/completions" if path.endswith("/v1") else "/v1/chat/completions"
+    return urlunsplit(parts._replace(path=path))
+
+
+def check_base_url(url: str) -> None:
+    """Raise ConfigError, without the URL, for one that is invalid or may contain a secret."""
+    example = "Give one like http://localhost:8000/v1"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (raises for an invalid port)
+        httpx2.URL(url)
+    except (ValueError, httpx2.InvalidURL):
+        raise ConfigError(f"--server: is not a URL. {example}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("--server: contains a user or a password, which messages would show. Use --api-key-env NAME")
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
+        raise ConfigError(f"--server: is not an http or https URL. {example}")
+    if parts.query or parts.fragment:
+        raise ConfigError("--server: contains a ? or a #, a base URL has neither. Give a key with --api-key-env NAME")

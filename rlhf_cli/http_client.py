@@ -1,0 +1,286 @@
+"""The one HTTP client: JSON in, JSON out, with retries. `type: http` rewards, `data generate` and `data score` use it.
+
+- A request has one time limit, from connecting to the last byte of the answer.
+- Connection errors, time-outs and status 408, 429 and 5xx are retried, with a wait that doubles each time.
+- Retry-After pauses every request of the client. A server that asks for a very long pause is given up.
+- Redirects are not followed: they would carry texts and the key to a host that the user did not name.
+- Answers are limited in size, counted after decompression.
+- The API key comes from the environment and appears in no message.
+- Proxies of the environment are used, except for servers on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import email.utils
+import ipaddress
+import json
+import os
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+
+from rlhf_cli.errors import ConfigError
+
+LONGEST_BACKOFF_S = 60.0
+LONGEST_WAIT_S = 600.0
+"""Longest Retry-After that is waited for."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_QUOTED = 200
+"""Characters of a server's answer that a message quotes."""
+
+T = TypeVar("T")
+
+
+class NoAnswer(Exception):
+    """The server gave no usable answer. The text names the URL and the problem."""
+
+    def __init__(self, text: str, status: int | None = None):
+        super().__init__(text)
+        self.status = status
+
+
+class Malformed(Exception):
+    """Raised by a parser for JSON of the wrong shape; the text follows "the answer "."""
+
+
+class _Problem(Exception):
+    """A failed attempt: what happened, and whether another attempt may help."""
+
+    def __init__(self, text: str, *, transient: bool, status: int | None = None):
+        super().__init__(text)
+        self.transient, self.status = transient, status
+
+
+class JSONClient:
+    """Posts JSON to one URL and parses the answer. Use as `async with client:` around calls of `ask`.
+
+    `retry_malformed` also retries answers with status 2xx that the parser refuses. `timeout_option` is the name of
+    the option or config key that sets `timeout_s`, for messages.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        timeout_s: float,
+        retries: int,
+        backoff_s: float,
+        retry_malformed: bool = False,
+        timeout_option: str = "timeout_s",
+    ):
+        self.url, self._key = url, key
+        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        self.retry_malformed, self.timeout_option = retry_malformed, timeout_option
+        self._not_before = 0.0  # on the monotonic clock: Retry-After of any answer
+        self._stop_reason: str | None = None
+        self._stopped = asyncio.Event()
+        self._http: httpx2.AsyncClient | None = None
+
+    async def __aenter__(self) -> JSONClient:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._stop_reason, self._stopped = None, asyncio.Event()
+        self._http = httpx2.AsyncClient(
+            headers=headers,
+            timeout=None,  # `ask` limits the whole request
+            limits=httpx2.Limits(max_connections=None),  # the caller limits concurrency
+            follow_redirects=False,
+            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._http is not None
+        await self._http.aclose()
+        self._http = None
+
+    async def ask(self, body: dict[str, Any], parse: Callable[[Any], T]) -> T:
+        """Post `body` and return `parse` of the answer's JSON; raises NoAnswer when the retries are used up.
+
+        `parse` raises Malformed for JSON that it cannot use.
+        """
+        content = json.dumps(body, default=str).encode()
+        started, wait = time.monotonic(), 0.0
+        # Not tenacity: the pause is shared by all requests of the client, and Retry-After and the status decide
+        # about each attempt, so that only this `for` would be left to it. httpx2's own retries cover connecting only.
+        for attempt in range(self.retries + 1):
+            await self._pause(wait)
+            wait = min(self.backoff_s * 2.0 ** min(attempt, 60), LONGEST_BACKOFF_S)
+            try:
+                return await self._attempt(content, parse)
+            except _Problem as error:
+                problem = error
+            if not problem.transient:
+                break
+        tries = f", after {attempt + 1} attempts in {time.monotonic() - started:.0f} s" if attempt else ""
+        raise NoAnswer(f"{without_secrets(self.url)} {problem}{tries}", problem.status)
+
+    def stop(self, reason: str) -> str:
+        """Send nothing more: requests under way continue, all others raise NoAnswer. Returns the first reason given."""
+        self._stop_reason = self._stop_reason or reason
+        self._stopped.set()
+        return self._stop_reason
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait at least `seconds`, and until the server's Retry-After has passed; raises after `stop`."""
+        until = time.monotonic() + seconds
+        while not self._stopped.is_set():
+            left = max(until, self._not_before) - time.monotonic()
+            if left <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), left)
+        raise NoAnswer(str(self._stop_reason))
+
+    async def _attempt(self, content: bytes, parse: Callable[[Any], T]) -> T:
+        """Send one request; raises _Problem."""
+        clock = asyncio.timeout(self.timeout_s)
+        try:
+            async with clock:
+                response, answer = await self._post(content)
+        except (TimeoutError, httpx2.HTTPError) as error:
+            text = f"sent no valid HTTP answer ({self.quote(str(error)) or type(error).__name__})"
+            if isinstance(error, httpx2.ConnectError):
+                text = f"cannot be reached ({self.quote(connect_reason(error))})"
+            if clock.expired():
+                text = f"did not answer within {self.timeout_s:g} s ({self.timeout_option})"
+            raise _Problem(text, transient=True) from None
+        except httpx2.InvalidURL as error:
+            raise _Problem(f"is not a valid URL ({self.quote(str(error))})", transient=False) from None
+        if response.is_success:
+            return self._parsed(answer, parse, response.status_code)
+        raise self._refusal(response, answer)
+
+    async def _post(self, content: bytes) -> tuple[httpx2.Response, bytes]:
+        assert self._http is not None, "use `async with`"
+        async with self._http.stream("POST", self.url, content=content) as response:
+            answer = bytearray()
+            async for piece in response.aiter_bytes():  # decompressed
+                answer += piece
+                if len(answer) > MAX_ANSWER_BYTES:
+                    text = f"answered {response.status_code} with more than {MAX_ANSWER_BYTES} bytes"
+                    raise _Problem(text, transient=False, status=response.status_code)
+        return response, bytes(answer)
+
+    def _parsed(self, answer: bytes, parse: Callable[[Any], T], status: int) -> T:
+        problem = "is not JSON"
+        try:
+            value = json.loads(answer)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            try:
+                return parse(value)
+            except Malformed as error:
+                problem = str(error)
+        text = f"answered {status}, but the answer {problem}: {self.quote(answer)!r}"
+        raise _Problem(text, transient=self.retry_malformed, status=status)
+
+    def _refusal(self, response: httpx2.Response, answer: bytes) -> _Problem:
+        """The problem of a status that is not 2xx. A Retry-After delays every request of this client."""
+        status = response.status_code
+        text = f"answered {status}: {self.quote(answer)!r}"
+        if response.is_redirect:
+            target = self.quote(without_secrets(response.headers.get("Location", "")))
+            text += f", a redirect to {target}. Redirects are not followed: give that URL"
+        transient = status in (408, 429) or status >= 500
+        wait = retry_after(response.headers.get("Retry-After")) if transient else 0.0
+        if wait > LONGEST_WAIT_S:
+            transient = False
+            text += f", and asks for a pause of {wait:.0f} s (Retry-After)"
+        self._not_before = max(self._not_before, time.monotonic() + min(wait, LONGEST_WAIT_S))
+        return _Problem(text, transient=transient, status=status)
+
+    def quote(self, text: str | bytes) -> str:
+        """Text from a server, safe to print: on one line, shortened, without control characters and without the key."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        if self._key is not None:
+            text = text.replace(self._key, "***")
+        text = " ".join("".join(c if c.isprintable() else " " for c in text[: 5 * MAX_QUOTED]).split())
+        return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
+
+
+def key_from_environment(variable: str, option: str) -> str:
+    """The API key or token in an environment variable.
+
+    Raises ConfigError, which never shows the value, for a missing one and one that no header can carry. `option` is
+    the option or config key that named the variable.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"{option}: the environment variable {variable} is not set or is empty. Set it to the key")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{option}: the value of {variable} contains spaces or characters that an HTTP header cannot carry. Set "
+            "it to the key alone"
+        )
+    return key
+
+
+def retry_after(value: str | None, now: datetime.datetime | None = None) -> float:
+    """Seconds that a Retry-After header asks to wait (RFC 9110, section 10.2.3: a number or a date); else 0.
+
+    >>> retry_after("7"), retry_after("soon"), retry_after(None)
+    (7.0, 0.0, 0.0)
+    >>> noon = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
+    >>> retry_after("Thu, 01 Jan 2026 12:00:30 GMT", noon)
+    30.0
+    """
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        date = email.utils.parsedate_to_datetime(text)
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=datetime.UTC)
+        return max(0.0, (date - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def connect_reason(error: BaseException) -> str:
+    """The operating system's reason at the root of a connection error."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    if isinstance(error, BaseExceptionGroup):  # one error for each address of the host
+        error = error.exceptions[0]
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error)
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user, password, query and fragment, which may be secret.
+
+    >>> without_secrets("http://user:password@[::1]:5000/score?key=secret")
+    'http://[::1]:5000/score'
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an invalid URL"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else parts.path
+
+
+def is_loopback(host: str) -> bool:
+    """Does this host name stay on this machine?
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
