@@ -1,83 +1,51 @@
-"""Tiny models, tiny data and a way to run the stages on them."""
+"""Fixtures that several folders use: tiny data, tiny models, and functions that run the stages on them."""
 
 from __future__ import annotations
 
-import copy
-import json
 import os
-import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from rlhf_cli.environment import DEFAULTS
 
 os.environ.update(DEFAULTS, HF_HUB_OFFLINE="1")
 
+import copy
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, BertTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.models.load import save
+from rlhf_cli.models.load import load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-
-ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
-_LLAMA_LIKE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA_LIKE,
-    "qwen2": _LLAMA_LIKE,
-    # Dropout stays in the config files, so that whatever forgets to turn it off is found out.
-    "gpt2": {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "initializer_range": 0.2,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-    },
-    "gpt_neox": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-    },
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "hidden_dropout": 0.1},
-    "gemma2": {**_LLAMA_LIKE, "head_dim": 8, "sliding_window": 6},
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 48,
-        "max_position_embeddings": 128,
-        "init_std": 0.2,
-        "dropout": 0.1,
-    },
-}
-TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
-WORDS = TEXT.split()
-GOOD, BAD = "thank", "sorry"
-"""Every chosen answer has the one, every rejected answer the other."""
+from rlhf_cli.rollout.sampling import draw_uniforms
+from support.projects import write_project
+from support.rewards import CHAT
+from support.tiny import (
+    ARCHITECTURES,
+    BAD,
+    CPU,
+    GOOD,
+    LONGEST,
+    PROMPTS,
+    SETTINGS,
+    WORDS,
+    merged,
+    read_jsonl,
+    sentence,
+    write_jsonl,
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,19 +58,6 @@ def _own_cache(tmp_path_factory):
 def _one_thread():
     """Tiny matrices: more threads cost more than they give, and the other core is somebody else's."""
     torch.set_num_threads(1)
-
-
-def sentence(rng: random.Random, low: int, high: int) -> str:
-    return " ".join(rng.choice(WORDS[:10]) for _ in range(rng.randint(low, high)))
-
-
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="session")
@@ -215,15 +170,6 @@ def configs(data) -> dict[str, dict[str, Any]]:
     }
 
 
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, mapping by mapping; a key changed to None is set to null."""
-    whole = copy.deepcopy(base)
-    for key, value in changes.items():
-        old = whole.get(key)
-        whole[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return whole
-
-
 @pytest.fixture(scope="session")
 def write_config(configs) -> Callable[..., Path]:
     """A function: stage, artifact root, changes -> the YAML file."""
@@ -270,3 +216,70 @@ def pipeline(tmp_path_factory, make_model, run_stage) -> Callable[[str], Path]:
         return roots[architecture]
 
     return run_all
+
+
+@pytest.fixture(scope="module")
+def word_piece(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("word_piece")
+    letters = [chr(c) for c in range(33, 127)]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS[:12]]
+    (folder / "vocab.txt").write_text("\n".join(dict.fromkeys(vocabulary)) + "\n", encoding="utf-8")
+    return BertTokenizer(str(folder / "vocab.txt"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def arch(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(arch, make_model):
+    """As transformers loads it, one forward a sequence: what everything is compared to."""
+    return load_policy(str(make_model(arch)))
+
+
+@pytest.fixture(scope="module")
+def policy(arch, make_model):
+    model = load_policy(str(make_model(arch)))
+    assert prepare(model, CPU) is None, "this architecture runs on packed rows"
+    return model
+
+
+@pytest.fixture(scope="module")
+def table():
+    return draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
+
+
+@pytest.fixture
+def chat_reward_model(make_model, tmp_path):
+    """A directory of a decoder that judges, whose tokenizer has a chat template."""
+
+    def make(template=CHAT):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(make_model("llama"), num_labels=1).eval()
+        tokenizer = load_tokenizer(str(make_model("llama")))
+        model.config.pad_token_id = tokenizer.pad_token_id
+        tokenizer.chat_template = template
+        save(model, tokenizer, tmp_path / "chat")
+        return tmp_path / "chat"
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, configs and all three stages finished."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_project(folder)
+    result = CliRunner().invoke(app, ["pipeline", str(folder), "--quiet"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def project(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    shutil.copytree(finished, tmp_path / "p")
+    for path in (tmp_path / "p").glob("*.yaml"):
+        path.write_text(path.read_text().replace(str(finished), str(tmp_path / "p")), encoding="utf-8")
+    return tmp_path / "p"

@@ -1,0 +1,878 @@
+"""The mathematics against slow, obvious loops in plain Python floats, and the properties it must have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
+from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
+from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
+from rlhf_cli.algorithms.value import explained_variance, value_loss
+from rlhf_cli.tensor_ops import (
+    flatten_rows,
+    length_mask,
+    masked_mean,
+    masked_sum,
+    pad_rows,
+    token_entropy,
+    token_logprobs,
+)
+from support.formulas import (
+    GARBAGE,
+    LENGTHS,
+    close,
+    draw,
+    finite_differences,
+    gae_by_sums,
+    gradient_of,
+    padded_with,
+    real_tokens,
+    response_batch,
+)
+
+CLIP_RANGE = 0.2
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_masked_sum_and_mean_read_real_tokens_only(garbage):
+    batch, mask = response_batch(["x"])
+    tokens = [float(batch["x"][index]) for index in real_tokens(mask)]
+    batch, mask = padded_with(batch, mask, garbage)
+    close(masked_sum(batch["x"], mask), sum(tokens))
+    close(masked_mean(batch["x"], mask), sum(tokens) / len(tokens))
+    gradient = gradient_of(lambda x: masked_mean(x, mask), batch["x"])
+    close(gradient, mask.double() / mask.sum())
+
+
+def test_a_mean_over_tokens_is_not_the_mean_of_the_means_of_rows():
+    x, mask = torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]), length_mask([3, 1])
+    assert masked_mean(x, mask) == 2.0  # not (1 + 5) / 2
+
+
+def test_without_a_real_token_the_sum_is_0_and_the_mean_is_nan():
+    x, mask = torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool)
+    assert masked_sum(x, mask) == 0
+    assert masked_mean(x, mask).isnan()
+
+
+def whiten_by_loops(x, mask, shift_mean, bessel, eps):
+    tokens = [float(x[index]) for index in real_tokens(mask)]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - (1 if bessel else 0))
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for index in real_tokens(mask):
+        result[index] = (float(x[index]) - mean) / math.sqrt(variance + eps) + (0 if shift_mean else mean)
+    return result
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("bessel", [True, False])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_masked_whiten(shift_mean, bessel, garbage):
+    batch, mask = response_batch(["x"])
+    x = 3 * batch["x"] + 7
+    wanted = whiten_by_loops(x, mask, shift_mean, bessel, eps=0.01)
+    wide, wide_mask = padded_with({"x": x}, mask, garbage)
+    found = masked_whiten(wide["x"], wide_mask, shift_mean=shift_mean, bessel=bessel, eps=0.01)
+    close(found[:, : x.shape[1]], wanted)
+    assert (found[~wide_mask] == 0).all()
+
+
+@pytest.mark.parametrize("bessel", [True, False])
+@pytest.mark.parametrize("token", [3.0, -1e4])
+def test_whitening_a_single_real_token_gives_zero_and_not_nan(token, bessel):
+    x, mask = torch.tensor([[token, math.nan]]), length_mask([1], width=2)
+    assert masked_whiten(x, mask, bessel=bessel).tolist() == [[0, 0]]
+    assert masked_whiten(x, mask, bessel=bessel, shift_mean=False).tolist() == [[token, 0]]
+    assert masked_whiten(x, ~(mask | True), bessel=bessel).tolist() == [[0, 0]]  # no real token at all
+
+
+def test_whitening_keeps_its_digits_at_a_large_mean():
+    x = 1e4 + torch.tensor([[-0.5, 0.5, -0.5, 0.5]])  # float32: E[x^2] - E[x]^2 would be 0 or 8
+    close(masked_whiten(x, length_mask([4]), bessel=False), [[-1, 1, -1, 1]], 1e-6)
+
+
+@pytest.mark.parametrize("bessel", [True, False])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whitening_over_processes_is_whitening_of_the_whole_batch(shift_mean, bessel):
+    batch, mask = response_batch(["x"])
+    options = {"shift_mean": shift_mean, "bessel": bessel}
+    wanted = masked_whiten(batch["x"], mask, **options)
+    parts = [(batch["x"][rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 4))]
+
+    # What the processes add up, found one call after the other: first (count, sum), then the squares.
+    sums: list[torch.Tensor] = []
+    for call in range(2):
+        given = []
+        for x, part_mask in parts:
+            calls: list[torch.Tensor] = []
+
+            def reduce(statistic, calls=calls):
+                calls.append(statistic.clone())
+                return sums[len(calls) - 1] if len(calls) <= len(sums) else statistic
+
+            masked_whiten(x, part_mask, **options, reduce=reduce)
+            assert len(calls) == 2
+            given.append(calls[call])
+        sums.append(sum(given))
+
+    found = []
+    for x, part_mask in parts:
+        answers = iter(sums)
+        found.append(masked_whiten(x, part_mask, **options, reduce=lambda _, answers=answers: next(answers)))
+    close(torch.cat(found), wanted)
+
+
+# ---- log-probabilities
+
+
+def softmax_by_loops(logits, temperature):
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / temperature) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_token_logprobs_and_entropy(temperature):
+    logits = draw(2, 3, 5, seed=1, scale=2.0)
+    ids = torch.tensor([[0, 4, 2], [3, 3, 1]])
+    logprobs = token_logprobs(logits, ids, temperature=temperature)
+    entropy = token_entropy(logits, temperature=temperature)
+    assert logprobs.shape == entropy.shape == (2, 3)
+    for b, t in itertools.product(range(2), range(3)):
+        p = softmax_by_loops(logits[b, t].tolist(), temperature)
+        close(logprobs[b, t], math.log(p[ids[b, t]]))
+        close(entropy[b, t], -sum(x * math.log(x) for x in p))
+
+    def weighted(x):
+        weights = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, 1.0]], dtype=torch.float64)
+        both = token_logprobs(x, ids, temperature=temperature) + token_entropy(x, temperature=temperature)
+        return (weights * both).sum()
+
+    close(gradient_of(weighted, logits), finite_differences(weighted, logits), 1e-7)
+
+
+def test_entropy_of_a_uniform_distribution_is_the_logarithm_of_its_size():
+    close(token_entropy(torch.zeros(7, dtype=torch.float64)), math.log(7))
+
+
+def test_logprobs_and_entropy_survive_extreme_logits():
+    logits = torch.tensor([1000.0, 0.0, -1000.0])
+    assert token_logprobs(logits.expand(3, 3), torch.arange(3)).tolist() == [0.0, -1000.0, -2000.0]
+    assert token_entropy(logits) == 0
+    filtered = torch.tensor([math.log(2), 0.0, -math.inf], dtype=torch.float64)
+    close(token_logprobs(filtered, torch.tensor(0)), math.log(2 / 3))
+    close(token_entropy(filtered), math.log(3) - 2 / 3 * math.log(2))
+    assert gradient_of(token_entropy, filtered).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_logprobs_are_computed_in_float32_at_least(dtype):
+    logits = (4 * draw(3, 6, seed=2)).to(dtype)
+    ids = torch.tensor([0, 5, 2])
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    for found, wanted in [
+        (token_logprobs(logits, ids, temperature=0.9), token_logprobs(logits.double(), ids, temperature=0.9)),
+        (token_entropy(logits, temperature=0.9), token_entropy(logits.double(), temperature=0.9)),
+    ]:
+        assert found.dtype == precise
+        close(found, wanted, 3e-6)  # 3e-3 and more when computed in half precision
+
+
+# ---- packed and padded rows
+
+
+@pytest.mark.parametrize("lengths", [[2, 3, 1], [3], [0, 2, 0], [1, 1], []])
+@pytest.mark.parametrize("extra", [(), (4,)])
+def test_pad_rows_and_flatten_rows_are_inverse(lengths, extra):
+    flat = draw(sum(lengths), *extra, seed=3)
+    padded = pad_rows(flat, lengths, value=-9.0)
+    assert padded.shape == (len(lengths), max(lengths, default=0), *extra)
+    rows = iter(flat)
+    for b, t in itertools.product(*map(range, padded.shape[:2])):
+        wanted = next(rows) if t < lengths[b] else torch.full(extra, -9.0, dtype=torch.float64)
+        assert torch.equal(padded[b, t], wanted)
+    mask = length_mask(lengths)
+    assert torch.equal(flatten_rows(padded, mask), flat)
+    assert torch.equal(pad_rows(flat, torch.tensor(lengths)), padded.where(padded != -9.0, 0))
+
+
+def test_gradients_pass_through_padding_and_flattening():
+    lengths, weights = [2, 1], torch.tensor([[1.0, 2.0], [3.0, math.nan]], dtype=torch.float64)
+    mask = length_mask(lengths)
+
+    def there_and_back(flat):
+        return flatten_rows(pad_rows(flat, lengths) * weights, mask).square().sum()
+
+    assert gradient_of(there_and_back, torch.ones(3, dtype=torch.float64)).tolist() == [2.0, 8.0, 18.0]
+    ids = pad_rows(torch.tensor([5, 6, 7]), lengths, value=1)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [[5, 6], [7, 1]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+def test_lengths_that_do_not_add_up_are_refused(num_tokens):
+    with pytest.raises(ValueError, match=f"add up to 3 but there are {num_tokens} tokens"):
+        pad_rows(torch.ones(num_tokens), [2, 1])
+
+
+def test_length_mask_of_a_given_width():
+    assert length_mask([1, 3], width=2).tolist() == [[True, False], [True, True]]
+    assert length_mask(torch.tensor([0]), width=1).tolist() == [[False]]
+
+
+# ---- token losses: policy, value, language model
+
+
+def weight_of(batch, index, num_tokens):
+    return float(batch["weights"][index]) if "weights" in batch else 1 / num_tokens
+
+
+def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, dual_clip=math.inf):
+    """The loss and stats of a batch, and its gradient: -A * ratio times the weight where nothing cuts it."""
+    high = clip_range if clip_range_high is None else clip_range_high
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = kl = clipped = capped = ratios = 0.0
+    num_tokens = len(real_tokens(mask))
+    for index in real_tokens(mask):
+        advantage = float(batch["advantages"][index])
+        weight = weight_of(batch, index, num_tokens)
+        ratio = math.exp(float(batch["new_logprobs"][index] - batch["logprobs"][index]))
+        is_clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - clip_range
+        is_capped = advantage < 0 and ratio > dual_clip
+        kept = (1 + high if advantage > 0 else 1 - clip_range) if is_clipped else dual_clip if is_capped else ratio
+        loss += weight * -advantage * kept
+        gradient[index] = 0.0 if is_clipped or is_capped else weight * -advantage * ratio
+        kl += ratio - 1 - math.log(ratio)
+        clipped += is_clipped
+        capped += is_capped
+        ratios += ratio
+    stats = {
+        "policy/approx_kl": kl,
+        "policy/clip_fraction": clipped,
+        "policy/dual_clip_fraction": capped,
+        "policy/ratio": ratios,
+    }
+    return loss, {key: value / num_tokens for key, value in stats.items()}, gradient
+
+
+def penalty_by_loops(batch, mask, policy_kl_coef=0.7):
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = 0.0
+    num_tokens = len(real_tokens(mask))
+    for index in real_tokens(mask):
+        advantage = float(batch["advantages"][index])
+        weight = weight_of(batch, index, num_tokens)
+        ratio = math.exp(float(batch["new_logprobs"][index] - batch["logprobs"][index]))
+        loss += weight * (-advantage * ratio + policy_kl_coef * (ratio - 1 - math.log(ratio)))
+        gradient[index] = weight * (-advantage * ratio + policy_kl_coef * (ratio - 1))
+    stats = policy_by_loops(batch, mask)[1] | {"policy/clip_fraction": 0.0, "policy/dual_clip_fraction": 0.0}
+    return loss, stats, gradient
+
+
+def entropy_bonus_by_loops(batch, mask):
+    num_tokens = len(real_tokens(mask))
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    bonus = 0.0
+    for index in real_tokens(mask):
+        gradient[index] = weight_of(batch, index, num_tokens)
+        bonus += weight_of(batch, index, num_tokens) * float(batch["entropy"][index])
+    mean = sum(float(batch["entropy"][index]) for index in real_tokens(mask)) / num_tokens
+    return bonus, {"policy/full_entropy": mean}, gradient
+
+
+def kl_loss_by_loops(batch, mask):
+    loss, stats, gradient = entropy_bonus_by_loops(batch | {"entropy": batch["kl"]}, mask)
+    return loss, {"policy/ref_kl": stats["policy/full_entropy"]}, gradient
+
+
+def sequence_k2_by_loops(batch, mask):
+    num_tokens = len(real_tokens(mask))
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = total = 0.0
+    for b, row in enumerate(mask):
+        places = [(b, t) for t in range(len(row)) if row[t]]
+        log_ratio = sum(float(batch["new_logprobs"][index] - batch["ref_logprobs"][index]) for index in places)
+        weight = sum(weight_of(batch, index, num_tokens) for index in places) / len(places)
+        loss += weight * log_ratio**2 / 2
+        total += log_ratio
+        for index in places:
+            gradient[index] = weight * log_ratio
+    return loss, {"policy/ref_kl": total / num_tokens}, gradient
+
+
+def value_by_loops(batch, mask, value_clip_range):
+    gradient = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = error = clipped = 0.0
+    num_tokens = len(real_tokens(mask))
+    for index in real_tokens(mask):
+        new, old, wanted = (float(batch[name][index]) for name in ("new_values", "values", "returns"))
+        weight = weight_of(batch, index, num_tokens)
+        kept = new if value_clip_range is None else min(max(new, old - value_clip_range), old + value_clip_range)
+        is_clipped = (kept - wanted) ** 2 > (new - wanted) ** 2
+        loss += weight * 0.5 * ((kept if is_clipped else new) - wanted) ** 2
+        gradient[index] = 0.0 if is_clipped else weight * (new - wanted)
+        error += (new - wanted) ** 2
+        clipped += is_clipped
+    stats = {"value/clip_fraction": clipped / num_tokens, "value/error": error / num_tokens}
+    return loss, stats, gradient
+
+
+def lm_by_loops(batch, mask):
+    nll = [-float(batch["token_logprobs"][index]) for index in real_tokens(mask)]
+    loss = sum(nll) / len(nll)
+    return loss, {"lm/nll": loss}, -mask.double() / len(nll)
+
+
+POLICY, VALUE = ["new_logprobs", "logprobs", "advantages"], ["new_values", "values", "returns"]
+ALL_CLIPS = {"clip_range": CLIP_RANGE, "clip_range_high": 0.5, "dual_clip": 1.7}
+TOKEN_LOSSES = {
+    "policy": (policy_loss, {"clip_range": CLIP_RANGE}, POLICY, policy_by_loops),
+    "policy, all clips": (policy_loss, ALL_CLIPS, POLICY, partial(policy_by_loops, **ALL_CLIPS)),
+    "weighted policy": (policy_loss, ALL_CLIPS, [*POLICY, "weights"], partial(policy_by_loops, **ALL_CLIPS)),
+    "penalty": (penalty_loss, {"policy_kl_coef": 0.7}, POLICY, penalty_by_loops),
+    "weighted penalty": (penalty_loss, {"policy_kl_coef": 0.7}, [*POLICY, "weights"], penalty_by_loops),
+    "entropy": (entropy_bonus, {}, ["entropy"], entropy_bonus_by_loops),
+    "weighted entropy": (entropy_bonus, {}, ["entropy", "weights"], entropy_bonus_by_loops),
+    "kl": (kl_loss, {}, ["kl"], kl_loss_by_loops),
+    "weighted kl": (kl_loss, {}, ["kl", "weights"], kl_loss_by_loops),
+    "sequence k2": (sequence_k2_loss, {}, ["new_logprobs", "ref_logprobs"], sequence_k2_by_loops),
+    "weighted sequence k2": (
+        sequence_k2_loss,
+        {},
+        ["new_logprobs", "ref_logprobs", "weights"],
+        sequence_k2_by_loops,
+    ),
+    "value": (value_loss, {"value_clip_range": 0.5}, VALUE, partial(value_by_loops, value_clip_range=0.5)),
+    "unclipped value": (value_loss, {"value_clip_range": None}, VALUE, partial(value_by_loops, value_clip_range=None)),
+    "weighted value": (
+        value_loss,
+        {"value_clip_range": 0.5},
+        [*VALUE, "weights"],
+        partial(value_by_loops, value_clip_range=0.5),
+    ),
+    "language model": (lm_loss, {}, ["token_logprobs"], lm_by_loops),
+}
+
+
+@pytest.fixture(params=TOKEN_LOSSES)
+def token_loss(request):
+    """(function of a batch, a mask and num_tokens; names of the tensors; oracle)."""
+    function, options, names, oracle = TOKEN_LOSSES[request.param]
+
+    def loss(batch, mask, num_tokens=None):
+        weights = {"weights": batch["weights"]} if "weights" in names else {}
+        tensors = [batch[name] for name in names if name != "weights"]
+        return function(*tensors, mask, **options, **weights, num_tokens=num_tokens)
+
+    return loss, names, oracle
+
+
+def loss_and_gradient(loss, batch, mask, num_tokens=None):
+    """Loss, stats, and the gradient of the first tensor of the batch."""
+    name, x = next(iter(batch.items()))
+    x = x.detach().clone().requires_grad_()
+    value, stats = loss(batch | {name: x}, mask, num_tokens)
+    assert value.dtype == torch.float64
+    assert all(stat.dtype == torch.float64 and not stat.requires_grad for stat in stats.values())
+    return value.detach(), stats, torch.autograd.grad(value, x)[0]
+
+
+def same(found, wanted):
+    close(found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    for key in wanted[1]:
+        close(found[1][key], wanted[1][key])
+    close(found[2], wanted[2])
+
+
+def test_a_token_loss_is_that_of_the_loops(token_loss):
+    loss, names, oracle = token_loss
+    batch, mask = response_batch(names)
+    same(loss_and_gradient(loss, batch, mask), oracle(batch, mask))
+
+
+def test_a_token_loss_has_the_gradient_of_finite_differences(token_loss):
+    loss, names, _ = token_loss
+    batch, mask = response_batch(names)
+    first = names[0]
+    wanted = finite_differences(lambda x: loss(batch | {first: x}, mask)[0], batch[first])
+    close(loss_and_gradient(loss, batch, mask)[2], wanted, 1e-7)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_padding_changes_no_token_loss_nor_its_stats_nor_its_gradient(token_loss, garbage):
+    loss, names, _ = token_loss
+    batch, mask = response_batch(names)
+    wanted = loss_and_gradient(loss, batch, mask)
+    wide, wide_mask = padded_with(batch, mask, garbage)
+    found = loss_and_gradient(loss, wide, wide_mask)
+    assert (found[2][~wide_mask] == 0).all()
+    same((*found[:2], found[2][:, : mask.shape[1]]), wanted)
+
+
+@pytest.mark.parametrize("order", [[3, 1, 0, 2], [1, 3, 2, 0]])
+def test_the_order_of_a_batch_changes_no_token_loss(token_loss, order):
+    loss, names, _ = token_loss
+    batch, mask = response_batch(names)
+    value, stats, gradient = loss_and_gradient(loss, batch, mask)
+    shuffled = {name: x[order] for name, x in batch.items()}
+    same(loss_and_gradient(loss, shuffled, mask[order]), (value, stats, gradient[order]))
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [2, 2], [1, 3], [3, 1, 0]])
+def test_microbatches_of_a_token_loss_add_up(token_loss, sizes):
+    loss, names, _ = token_loss
+    batch, mask = response_batch(names)
+    parts = []
+    for rows in torch.arange(len(LENGTHS)).split(sizes):
+        part = {name: x[rows] for name, x in batch.items()}
+        parts.append(loss_and_gradient(loss, part, mask[rows], mask.sum()))
+    summed = {key: sum(stats[key] for _, stats, _ in parts) for key in parts[0][1]}
+    found = sum(part[0] for part in parts), summed, torch.cat([part[2] for part in parts])
+    same(found, loss_and_gradient(loss, batch, mask))
+    same(found, loss_and_gradient(loss, batch, mask, num_tokens=sum(LENGTHS)))
+
+
+def test_a_token_loss_without_real_tokens_is_0_with_num_tokens_and_nan_without(token_loss):
+    loss, names, _ = token_loss
+    batch, mask = response_batch(names)
+    value, stats, gradient = loss_and_gradient(loss, batch, mask & False, num_tokens=7)
+    assert value == 0
+    assert not gradient.any()
+    assert not any(stats.values())
+    value, stats = loss(batch, mask & False)
+    assert value == 0 if "weights" in names else value.isnan()
+    assert all(stat.isnan() for stat in stats.values())
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "wanted_loss", "wanted_gradient"),
+    [
+        (+2.0, 1.5, -2.4, 0.0),  # further up than the range: cut
+        (+2.0, 1.1, -2.2, -2.2),
+        (+2.0, 0.5, -1.0, -1.0),  # far down, where it shouldn't be: not cut
+        (-2.0, 0.5, +1.6, 0.0),  # further down than the range: cut
+        (-2.0, 0.9, +1.8, +1.8),
+        (-2.0, 1.5, +3.0, +3.0),  # far up, where it shouldn't be: not cut
+        (0.0, 1.5, 0.0, 0.0),
+    ],
+)
+def test_ppo_cuts_the_gradient_on_one_side_only(advantage, ratio, wanted_loss, wanted_gradient):
+    mask = torch.tensor([[True]])
+    batch = {
+        "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
+        "logprobs": torch.tensor([[-1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([[advantage]], dtype=torch.float64),
+    }
+    loss, stats, gradient = loss_and_gradient(
+        lambda batch, mask, _: policy_loss(*batch.values(), mask, clip_range=0.2), batch, mask
+    )
+    close(loss, wanted_loss)
+    close(gradient, [[wanted_gradient]])
+    assert stats["policy/clip_fraction"] == (advantage != 0 and wanted_gradient == 0)
+    close(stats["policy/ratio"], ratio)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "wanted_loss", "wanted_gradient", "cut_by"),
+    [
+        (+2.0, 1.4, -2.8, -2.8, None),  # above 1 + clip_range, but the range upwards is wider
+        (+2.0, 1.6, -3.0, 0.0, "policy/clip_fraction"),
+        (+2.0, 4.0, -3.0, 0.0, "policy/clip_fraction"),  # the dual clip is for negative advantages
+        (+2.0, 0.7, -1.4, -1.4, None),
+        (-2.0, 0.7, +1.6, 0.0, "policy/clip_fraction"),  # the range downwards is as narrow as ever
+        (-2.0, 0.9, +1.8, +1.8, None),
+        (-2.0, 1.6, +3.2, +3.2, None),
+        (-2.0, 2.9, +5.8, +5.8, None),
+        (-2.0, 4.0, +6.0, 0.0, "policy/dual_clip_fraction"),
+        (0.0, 4.0, 0.0, 0.0, None),
+    ],
+)
+def test_the_wider_range_upwards_and_the_dual_clip(advantage, ratio, wanted_loss, wanted_gradient, cut_by):
+    mask = torch.tensor([[True]])
+    batch = {
+        "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
+        "logprobs": torch.tensor([[-1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([[advantage]], dtype=torch.float64),
+    }
+    options = {"clip_range": 0.2, "clip_range_high": 0.5, "dual_clip": 3.0}
+    loss, stats, gradient = loss_and_gradient(
+        lambda batch, mask, _: policy_loss(*batch.values(), mask, **options), batch, mask
+    )
+    close(loss, wanted_loss)
+    close(gradient, [[wanted_gradient]])
+    for key in ("policy/clip_fraction", "policy/dual_clip_fraction"):
+        assert stats[key] == (key == cut_by)
+
+
+def test_a_range_upwards_of_0_is_not_taken_for_none():
+    mask, zero = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
+    loss, _ = policy_loss(zero + 0.1, zero, zero + 1, mask, clip_range=0.2, clip_range_high=0.0)
+    assert loss == -1.0
+
+
+def test_before_any_update_the_ratio_is_1_and_the_gradient_is_that_of_the_policy():
+    batch, mask = response_batch(["new_logprobs", "advantages"])
+    batch["logprobs"] = batch["new_logprobs"]
+
+    def loss_of(batch, mask, _):
+        return policy_loss(batch["new_logprobs"], batch["logprobs"], batch["advantages"], mask, clip_range=CLIP_RANGE)
+
+    _, stats, gradient = loss_and_gradient(loss_of, batch, mask)
+    assert {key: value.item() for key, value in stats.items()} == {
+        "policy/approx_kl": 0,
+        "policy/clip_fraction": 0,
+        "policy/dual_clip_fraction": 0,
+        "policy/ratio": 1,
+    }
+    close(gradient, -batch["advantages"].where(mask, 0) / mask.sum())
+
+
+def test_approx_kl_is_k3_from_the_old_policy_to_the_new_one():
+    batch, mask = response_batch(["new_logprobs", "logprobs", "advantages"], scale=0.3)
+    stats = policy_loss(*batch.values(), mask, clip_range=CLIP_RANGE)[1]
+    close(
+        stats["policy/approx_kl"],
+        masked_mean(kl_estimate(batch["logprobs"], batch["new_logprobs"], estimator="k3"), mask),
+    )
+
+
+def test_small_kl_keeps_its_digits_in_float32():
+    logprobs, new_logprobs = torch.zeros(1, 1), torch.full((1, 1), 1e-3)
+    stats = policy_loss(new_logprobs, logprobs, logprobs, length_mask([1]), clip_range=CLIP_RANGE)[1]
+    wanted = 1e-3**2 / 2 + 1e-3**3 / 6
+    assert float(stats["policy/approx_kl"]) == pytest.approx(wanted, rel=1e-3)
+    assert float(kl_estimate(-new_logprobs, logprobs, estimator="k3")) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("new_value", "wanted_loss", "wanted_gradient"),
+    [
+        (0.4, 0.5 * 0.6**2, -0.6),  # within the range
+        (0.8, 0.5 * 0.5**2, 0.0),  # moved further towards the return than the range: cut
+        (-0.8, 0.5 * 1.8**2, -1.8),  # moved away from it: not cut
+        (1.8, 0.5 * 0.8**2, 0.8),  # overshot, and further from the return than the clipped value
+    ],
+)
+def test_value_clipping_takes_the_larger_error(new_value, wanted_loss, wanted_gradient):
+    batch = {
+        "new_values": torch.tensor([[new_value]], dtype=torch.float64),
+        "values": torch.zeros(1, 1, dtype=torch.float64),
+        "returns": torch.ones(1, 1, dtype=torch.float64),
+    }
+    loss, stats, gradient = loss_and_gradient(
+        lambda batch, mask, _: value_loss(*batch.values(), mask, value_clip_range=0.5),
+        batch,
+        length_mask([1]),
+    )
+    close(loss, wanted_loss)
+    close(gradient, [[wanted_gradient]])
+    assert stats["value/clip_fraction"] == (wanted_gradient == 0)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_explained_variance(garbage):
+    batch, mask = response_batch(["values", "returns"])
+    pairs = [(float(batch["values"][index]), float(batch["returns"][index])) for index in real_tokens(mask)]
+
+    def variance(numbers):
+        mean = sum(numbers) / len(numbers)
+        return sum((number - mean) ** 2 for number in numbers)
+
+    wanted = 1 - variance([r - v for v, r in pairs]) / variance([r for _, r in pairs])
+    wide, wide_mask = padded_with(batch, mask, garbage)
+    close(explained_variance(wide["values"], wide["returns"], wide_mask), wanted)
+    close(explained_variance(wide["returns"] + 5, wide["returns"], wide_mask), 1.0)
+    close(
+        explained_variance(wide["returns"] * 0 + 2, wide["returns"], wide_mask & wide["returns"].isfinite()),
+        0,
+    )
+
+
+def test_explained_variance_of_equal_returns_or_of_none_is_0():
+    values, mask = draw(2, 3, seed=1).float(), length_mask([3, 2])
+    equal = torch.full((2, 3), 0.1)  # their float32 mean isn't exactly 0.1
+    assert explained_variance(values, equal, mask) == 0
+    assert explained_variance(values, values, mask & False) == 0
+    assert explained_variance(values, values, length_mask([1, 0], width=3)) == 0
+
+
+# ---- rewards and advantages
+
+
+@pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
+def test_the_score_is_at_the_last_real_token_and_nowhere_else(garbage):
+    batch, mask = response_batch(["kl"])
+    score = torch.tensor([10.0, -20.0, 30.0, 0.0], dtype=torch.float64)
+    wide, wide_mask = padded_with(batch, mask, garbage)
+    rewards = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1)
+    wanted = torch.zeros_like(rewards)
+    for b, t in real_tokens(wide_mask):
+        wanted[b, t] = -0.1 * batch["kl"][b, t] + (score[b] if t == LENGTHS[b] - 1 else 0)
+    close(rewards, wanted)
+    close(rewards.sum(-1), score - 0.1 * batch["kl"].where(mask, 0).sum(-1))
+    without_kl = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.0)
+    assert without_kl.abs().argmax(-1).tolist()[:3] == [length - 1 for length in LENGTHS[:3]]
+
+
+def test_the_score_is_at_the_last_real_token_whatever_holes_come_before_it():
+    mask = torch.tensor([[True, False, True, False], [False, True, False, False]])
+    rewards = token_rewards(torch.tensor([1.0, 2.0]), torch.ones(2, 4), mask, kl_coef=0.5)
+    assert rewards.tolist() == [[-0.5, 0, 0.5, 0], [0, 1.5, 0, 0]]
+
+
+def test_a_row_without_a_real_token_has_no_place_for_its_score():
+    with pytest.raises(ValueError, match=r"no real token in rows \[1, 3\] of 4"):
+        token_rewards(torch.ones(4), torch.ones(4, 2), length_mask([1, 0, 2, 0]), kl_coef=0.1)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (0.9, 1.0), (0.9, 0.0), (1.0, 1.0)])
+def test_gae(gamma, gae_lambda, garbage):
+    batch, mask = response_batch(["rewards", "values"])
+    wanted = gae_by_sums(batch["rewards"], batch["values"], mask, gamma, gae_lambda)
+    wide, wide_mask = padded_with(batch, mask, garbage)
+    advantages, returns = gae(wide["rewards"], wide["values"], wide_mask, gamma=gamma, gae_lambda=gae_lambda)
+    assert not advantages[~wide_mask].any()
+    assert not returns[~wide_mask].any()
+    close(advantages[:, : mask.shape[1]], wanted)
+    close(returns[:, : mask.shape[1]], wanted + batch["values"].where(mask, 0))
+
+
+def test_gae_over_a_hole_is_that_of_the_row_without_it():
+    batch, _ = response_batch(["rewards", "values"])
+    mask = torch.tensor([[True, False, True, True, False]]).expand(4, 5)
+    options = {"gamma": 0.9, "gae_lambda": 0.8}
+    found = gae(batch["rewards"], batch["values"], mask, **options)
+    short = [batch[name][:, [0, 2, 3]] for name in ("rewards", "values")]
+    for x, wanted in zip(found, gae(*short, torch.ones(4, 3, dtype=torch.bool), **options), strict=True):
+        close(x[:, [0, 2, 3]], wanted)
+        assert not x[~mask].any()
+
+
+def test_with_lambda_1_the_return_is_the_sum_of_the_rewards_to_come():
+    batch, mask = response_batch(["rewards", "values"])
+    returns = gae(batch["rewards"], batch["values"], mask, gamma=1.0, gae_lambda=1.0)[1]
+    rewards = batch["rewards"].where(mask, 0)
+    close(returns, rewards.flip(-1).cumsum(-1).flip(-1).where(mask, 0))
+
+
+def test_no_gradient_leaks_through_rewards_advantages_or_returns():
+    batch, mask = response_batch(["kl", "values"])
+    kl, values = (x.requires_grad_() for x in batch.values())
+    rewards = token_rewards(torch.ones(4, requires_grad=True), kl, mask, kl_coef=0.1)
+    targets = gae(kl, values, mask, gamma=1.0, gae_lambda=0.95)
+    assert not any(x.requires_grad for x in (rewards, *targets))
+
+
+# ---- KL
+
+
+def test_kl_estimates():
+    logprobs, ref_logprobs = draw(3, 4, seed=1), draw(3, 4, seed=2)
+    found = {name: kl_estimate(logprobs, ref_logprobs, estimator=name) for name in ("k1", "k2", "k3", "abs")}
+    for index in itertools.product(range(3), range(4)):
+        difference = float(logprobs[index] - ref_logprobs[index])
+        close(found["k1"][index], difference)
+        close(found["k2"][index], difference * difference / 2)
+        close(found["k3"][index], math.exp(-difference) - 1 + difference)
+        close(found["abs"][index], abs(difference))
+
+
+def test_k1_and_k3_are_the_kl_on_average_over_tokens_of_the_policy():
+    p, q = (draw(5, seed=seed).log_softmax(-1) for seed in (1, 2))
+    kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    for name in ("k1", "k3"):
+        close((p.exp() * kl_estimate(p, q, estimator=name)).sum(), kl)
+    assert abs(float((q.exp() * kl_estimate(p, q, estimator="k3")).sum()) - kl) > 0.1  # not of the reference
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(AssertionError, match="got: 'k4'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k4")
+
+
+# ---- reward model
+
+
+def pairwise_by_loops(chosen, rejected, margin, zero_mean_coef):
+    n = len(chosen)
+    total = wins = 0.0
+    for c, r, m in zip(chosen, rejected, margin, strict=True):
+        total += -math.log(1 / (1 + math.exp(-(c - r - m)))) + zero_mean_coef * (c + r) ** 2
+        wins += 1.0 if c > r else 0.5 if c == r else 0.0
+    difference = (sum(chosen) - sum(rejected)) / n
+    stats = {
+        "rm/accuracy": wins / n,
+        "rm/margin": difference,
+        "rm/chosen_score": sum(chosen) / n,
+        "rm/rejected_score": sum(rejected) / n,
+    }
+    return total / n, stats
+
+
+@pytest.mark.parametrize("kind", ["logsigmoid", "logexp"])
+@pytest.mark.parametrize("zero_mean_coef", [0.0, 0.3])
+@pytest.mark.parametrize("with_margin", [False, True])
+def test_pairwise_loss(kind, zero_mean_coef, with_margin):
+    chosen, rejected = draw(7, seed=1), draw(7, seed=2)
+    chosen[3] = rejected[3]  # a tie
+    margin = draw(7, seed=3).abs() if with_margin else None
+    wanted, wanted_stats = pairwise_by_loops(
+        chosen.tolist(), rejected.tolist(), margin.tolist() if with_margin else [0.0] * 7, zero_mean_coef
+    )
+
+    def loss_of(chosen, rejected, rows=slice(None), num_pairs=None):
+        return pairwise_loss(
+            chosen[rows],
+            rejected[rows],
+            margin=margin[rows] if with_margin else None,
+            loss=kind,
+            zero_mean_coef=zero_mean_coef,
+            num_pairs=num_pairs,
+        )
+
+    loss, stats = loss_of(chosen.requires_grad_(), rejected)
+    close(loss, wanted)
+    assert stats.keys() == wanted_stats.keys()
+    assert not any(stat.requires_grad for stat in stats.values())
+    for key, value in wanted_stats.items():
+        assert stats[key].dtype == torch.float64
+        close(stats[key], value)
+    for of_chosen, x in ((True, chosen), (False, rejected)):
+
+        def loss_at(x, of_chosen=of_chosen):
+            return loss_of(x, rejected)[0] if of_chosen else loss_of(chosen, x)[0]
+
+        close(gradient_of(loss_at, x), finite_differences(loss_at, x), 1e-7)
+    parts = [loss_of(chosen, rejected, rows, num_pairs=7) for rows in (slice(0, 3), slice(3, 4), slice(4, 7))]
+    close(sum(part[0] for part in parts), wanted)
+    for key, value in wanted_stats.items():
+        close(sum(part[1][key] for part in parts), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["logsigmoid", "logexp"])
+def test_a_pair_that_is_wrong_by_far_has_a_finite_loss_and_a_gradient(kind, dtype):
+    for difference, wanted, wanted_gradient in (
+        (-200.0, 200.0, -1.0),
+        (-2000.0, 2000.0, -1.0),
+        (2000.0, 0.0, 0.0),
+    ):
+        chosen = torch.tensor([difference], dtype=dtype)
+        rejected = torch.zeros(1, dtype=dtype)
+        assert pairwise_loss(chosen, rejected, loss=kind)[0] == wanted
+        gradient = gradient_of(lambda x, zero=rejected: pairwise_loss(x, zero, loss=kind)[0], chosen)
+        assert gradient.tolist() == [wanted_gradient]
+
+
+def test_swapping_all_pairs_gives_one_minus_the_accuracy():
+    chosen, rejected = torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 1.0, 5.0])
+    accuracy = pairwise_loss(chosen, rejected, margin=torch.full((4,), 1.5))[1]["rm/accuracy"]
+    assert accuracy == 0.625
+    assert pairwise_loss(rejected, chosen)[1]["rm/accuracy"] == 1 - accuracy
+
+
+def test_an_unknown_pairwise_loss_is_refused():
+    with pytest.raises(AssertionError, match="got: 'hinge'"):
+        pairwise_loss(torch.zeros(1), torch.zeros(1), loss="hinge")
+
+
+def test_score_loss():
+    score, target = draw(6, seed=1), draw(6, seed=2)
+    wanted = sum((s - t) ** 2 for s, t in zip(score.tolist(), target.tolist(), strict=True)) / 6
+    loss, stats = score_loss(score.clone().requires_grad_(), target)
+    close(loss, wanted)
+    close(stats["rm/mse"], wanted)
+    close(stats["rm/score"], sum(score.tolist()) / 6)
+    assert not any(stat.requires_grad for stat in stats.values())
+    close(gradient_of(lambda x: score_loss(x, target)[0], score), (score - target) / 3)
+    parts = [score_loss(score[rows], target[rows], num_rows=6) for rows in (slice(0, 1), slice(1, 6))]
+    close(sum(part[0] for part in parts), wanted)
+    close(sum(part[1]["rm/score"] for part in parts), stats["rm/score"])
+
+
+# ---- statistics
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (5, 10), (3.5, 8), (1, 1), (700, 1000)])
+@pytest.mark.parametrize("z", [1.0, 1.96])
+def test_wilson_interval_ends_where_the_rate_is_z_standard_errors_off(successes, n, z):
+    low, high = wilson_interval(successes, n, z=z)
+    rate = successes / n
+    assert 0 <= low <= rate + 1e-12
+    assert rate - 1e-12 <= high <= 1
+    for end in (low, high):  # solves |rate - end| = z * sqrt(end * (1 - end) / n), unless it is 0 or 1
+        close((rate - end) ** 2, z**2 * end * (1 - end) / n, 1e-9)
+    assert high - low > 0.001
+
+
+def test_wilson_interval_published_numbers_and_no_trials():
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    close(wilson_interval(81, 263), [0.2553, 0.3662], 1e-4)  # Newcombe 1998, table I, method 3
+    close(wilson_interval(0, 20), [0.0, 0.1611], 1e-4)
+
+
+def pearson_by_loops(x, y):
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    xy = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return xy / math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
+
+
+def rank_by_loops(x):
+    return [sum(b < a for b in x) + (sum(b == a for b in x) + 1) / 2 for a in x]
+
+
+def test_pearson_and_spearman():
+    x, y = draw(30, seed=1), draw(30, seed=2)
+    y = y + 0.5 * x
+    close(pearson(x, y), pearson_by_loops(x.tolist(), y.tolist()))
+    tied_x, tied_y = (2 * x).round(), y.round()
+    for a, b in ((x, y), (tied_x, y), (tied_x, tied_y)):
+        ranks = rank_by_loops(a.tolist()), rank_by_loops(b.tolist())
+        close(spearman(a, b), pearson_by_loops(*ranks))
+    close(spearman(x, x.exp()), 1.0)
+    close(spearman(x, -(x**3)), -1.0)
+    close(pearson(x + 1e6, y), pearson(x, y), 1e-8)
+    close(pearson(torch.tensor([1, 2, 4]), torch.tensor([1.0, 2.0, 4.0])), 1.0)
+
+
+@pytest.mark.parametrize("correlation", [pearson, spearman])
+def test_correlation_of_a_constant_is_0_and_of_nan_is_nan(correlation):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for other in (torch.full((3,), 0.1), torch.zeros(3)):
+        assert correlation(x, other) == 0.0
+        assert correlation(other, x) == 0.0
+    assert correlation(x[:1], x[:1]) == 0.0
+    assert correlation(x[:0], x[:0]) == 0.0
+    assert math.isnan(correlation(x, torch.tensor([1.0, math.nan, 2.0])))
+
+
+def test_distinct_n():
+    sequences = [[1, 2, 3], [1, 2], [7], []]
+    assert distinct_n(sequences, 1) == 4 / 6
+    assert distinct_n(sequences, 2) == 2 / 3  # 12 23, 12; none runs from one sequence into the next
+    assert distinct_n(sequences, 3) == 1.0
+    assert distinct_n(sequences, 4) == 0.0
+    assert distinct_n([], 1) == 0.0
+
+
+def test_pair_accuracy_counts_the_pairs_that_the_targets_tell_apart() -> None:
+    x = torch.tensor([0.3, 0.1, 0.4, 0.4, -2.0], dtype=torch.float64)
+    y = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    right = sum(1.0 if x[i] > x[j] else 0.5 if x[i] == x[j] else 0.0 for i in range(5) for j in range(5) if y[i] > y[j])
+    assert pair_accuracy(x, y) == pytest.approx(right / 6)
+    assert pair_accuracy(-x, y) == pytest.approx(1 - right / 6)
+    assert pair_accuracy(x, torch.ones(5)) == 0.5

@@ -1,0 +1,460 @@
+"""The formulas against numbers from public implementations (golden/golden.json names each source).
+
+A case is either checked by a function below or listed in NOT_OFFERED; a case in neither fails the suite.
+Every key of a case's outputs is checked, unless it is in NOT_A_TARGET.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.aggregation import loss_weights
+from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.moments import Moments, merge, moments_of
+from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
+from rlhf_cli.algorithms.shaping import clip_score
+from rlhf_cli.algorithms.value import value_loss
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
+from rlhf_cli.training.ema import ema
+from rlhf_cli.training.optimizer import build_stepper
+from support.paths import TESTS
+
+CASES = {case["name"]: case for case in json.loads((TESTS / "golden/golden.json").read_text())["cases"]}
+NOT_OFFERED = {
+    "variant_trl_score_one_later": "the score stands at the last real token, as in TRL <= 0.11 and OpenRLHF",
+    "clip_fraction_by_ratio_only": "policy/clip_fraction counts the tokens whose gradient is cut, not all out of range",
+    "remax_advantages": "its baseline is the score of a greedy response, which the rollout doesn't sample",
+    "rm_kwise_instructgpt": "the reward model learns from pairs and from scores, not from rankings of K responses",
+    "rm_softmax_best_of_k": "the reward model learns from pairs and from scores, not from the best of K responses",
+    "rm_tokenwise_deepspeed_chat": "the reward model scores whole responses; the source counts padding, too",
+    "best_of_n_kl": "nothing here samples the best of n",
+    "bradley_terry_and_calibration": "a report on a reward model, not a formula of the training",
+}
+"""Case -> why it isn't a formula of ours."""
+NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # the wrong number, given for contrast
+BOOLS, INTS = {"mask"}, {"labels", "sequence", "actions", "ptx_labels"}
+
+
+def tensors(case):
+    """The inputs of a case: float64 tensors that carry a gradient, bool masks, int ids, plain numbers."""
+    result = {}
+    for key, value in case["inputs"].items():
+        if not isinstance(value, list):
+            result[key] = value
+        elif key in BOOLS:
+            result[key] = torch.tensor(value, dtype=torch.bool)
+        elif key in INTS:
+            result[key] = torch.tensor(value)
+        elif key in ("microbatches", "split", "batches", "kls"):
+            result[key] = value
+        else:
+            result[key] = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    return result
+
+
+def gradient(loss, of):
+    return torch.autograd.grad(loss, of, retain_graph=True)[0]
+
+
+def check_token_logprobs_entropy(x):
+    logprobs = token_logprobs(x["logits"], x["labels"], temperature=x["temperature"])
+    entropy = token_entropy(x["logits"], temperature=x["temperature"])
+    return {
+        "logprobs": logprobs,
+        "entropy": entropy,
+        "grad_logits_of_weighted_logprob": gradient((x["w"] * logprobs).sum(), x["logits"]),
+        "grad_logits_of_weighted_entropy": gradient((x["w"] * entropy).sum(), x["logits"]),
+    }
+
+
+def check_response_logprobs_shift(x):
+    start = x["context_length"]
+    return {"logprobs": token_logprobs(x["logits"][:, start - 1 : -1], x["sequence"][:, start:])}
+
+
+def check_kl(estimator):
+    def check(x):
+        kl = kl_estimate(x["logprobs"], x["ref_logprobs"], estimator=estimator)
+        token_mean = masked_mean(kl, x["mask"])
+        return {
+            "per_token": kl.where(x["mask"], 0),
+            "token_mean": token_mean,
+            "seq_sum_mean": masked_sum(kl, x["mask"]) / len(kl),
+            "grad_logprobs_of_token_mean": gradient(token_mean, x["logprobs"]),
+        }
+
+    return check
+
+
+def check_kl_full(x):
+    kl = kl_full(x["logits"], x["ref_logits"])
+    return {"per_token": kl.where(x["mask"], 0), "token_mean": masked_mean(kl, x["mask"])}
+
+
+def check_token_rewards(x):
+    kl = kl_estimate(x["logprobs"], x["ref_logprobs"], estimator="k1")
+    score = x["scores"]
+    if "clip_high" in x:
+        assert x["clip_low"] == -x["clip_high"]
+        score = clip_score(score, x["clip_high"])
+    return {"rewards": token_rewards(score, kl, x["mask"], kl_coef=x["kl_coef"])}
+
+
+def check_gae(x):
+    advantages, returns = gae(x["rewards"], x["values"], x["mask"], gamma=x["gamma"], gae_lambda=x["lam"])
+    whitened = masked_whiten(advantages, x["mask"])
+    return {"advantages": advantages, "returns": returns, "advantages_whitened": whitened}
+
+
+def check_monte_carlo_returns(x):
+    values = torch.full_like(x["rewards"], 123.0)  # with lambda = 1 the returns don't depend on them
+    return {"returns": gae(x["rewards"], values, x["mask"], gamma=x["gamma"], gae_lambda=1.0)[1]}
+
+
+def check_masked_whiten(bessel):
+    def check(x):
+        return {"whitened": masked_whiten(x["x"], x["mask"], shift_mean=x["shift_mean"], bessel=bessel)}
+
+    return check
+
+
+def policy_inputs(x):
+    return x["logprobs"], x["old_logprobs"], x["advantages"], x["mask"]
+
+
+def check_policy_loss(x):
+    loss, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
+    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"])}
+
+
+def weights_of(mask, aggregation, max_new_tokens=1):
+    """`loss_weights` where this mask is the whole minibatch."""
+    return loss_weights(
+        mask,
+        aggregation=aggregation,
+        num_tokens=mask.sum(),
+        num_sequences=len(mask),
+        max_new_tokens=max_new_tokens,
+        dtype=torch.float64,
+    )
+
+
+def check_aggregated_policy_loss(aggregation):
+    def check(x):
+        weights = weights_of(x["mask"], aggregation, x.get("constant", 1))
+        loss, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"], weights=weights)
+        return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"])}
+
+    return check
+
+
+def check_dual_clip(x):
+    loss, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"], dual_clip=x["dual_clip"])
+    fraction = stats["policy/dual_clip_fraction"]
+    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"]), "capped_fraction": fraction}
+
+
+def check_asymmetric_clip(x):
+    loss, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_low"], clip_range_high=x["clip_high"])
+    fraction = stats["policy/clip_fraction"]
+    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"]), "clip_fraction": fraction}
+
+
+def check_policy_loss_with_entropy_and_kl(x):
+    logprobs, mask = token_logprobs(x["logits"], x["actions"]), x["mask"]
+    policy, _ = policy_loss(logprobs, x["old_logprobs"], x["advantages"], mask, clip_range=x["clip_eps"])
+    bonus, _ = entropy_bonus(token_entropy(x["logits"]), mask)
+    kl, _ = kl_loss(kl_estimate(logprobs, x["ref_logprobs"], estimator="k3"), mask)
+    loss = policy - x["entropy_coef"] * bonus + x["kl_coef"] * kl
+    return {
+        "loss": loss,
+        "policy_loss": policy,
+        "entropy": bonus,
+        "kl_k3": kl,
+        "grad_logits": gradient(loss, x["logits"]),
+    }
+
+
+def check_ptx(x):
+    policy, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
+    lm, _ = lm_loss(*next_token_logprobs(x["ptx_logits"], x["ptx_labels"]))
+    return {
+        "policy_loss": policy,
+        "lm_loss": lm,
+        "convex": mixed_loss(policy, lm, ptx_coef=x["convex_coef"], ptx_mode="convex"),
+        "additive": mixed_loss(policy, lm, ptx_coef=x["additive_coef"], ptx_mode="additive"),
+    }
+
+
+def check_adaptive_kl(x):
+    kl_coef, coefs = x["init"], []
+    for kl in x["kls"]:
+        kl_coef = adaptive_kl_coef(kl_coef, kl, target=x["target"], horizon=x["horizon"], num_episodes=x["n_steps"])
+        coefs.append(kl_coef)
+    return {"betas": torch.tensor(coefs, dtype=torch.float64)}
+
+
+def check_adaptive_policy_kl(x):
+    coef, coefs = x["init"], []
+    for kl in x["kls"]:
+        coef = adaptive_policy_kl_coef(coef, kl, target=x["target"])
+        coefs.append(coef)
+    return {"betas": torch.tensor(coefs, dtype=torch.float64)}
+
+
+def group_size(x):
+    """The cases have groups of one size, whose rows stand together."""
+    groups = x["group"].tolist()
+    size = groups.count(groups[0])
+    assert groups == [i // size for i in range(len(groups))]
+    return size
+
+
+def check_group(kind):
+    def check(x):
+        options = {"eps": x["eps"]} if "eps" in x else {}
+        advantages = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline=kind, **options)
+        return {"per_sequence": advantages, "advantages": spread(advantages, x["mask"])}
+
+    return check
+
+
+def check_reinforce_pp(bessel):
+    def check(x):
+        if "token_rewards" in x:
+            rewards = x["token_rewards"]
+        else:
+            rewards = token_rewards(x["scores"], x["kl"], x["mask"], kl_coef=x["kl_coef"])
+        returns = reward_to_go(rewards, x["mask"], gamma=x["gamma"])
+        return {"returns": returns, "advantages": masked_whiten(returns, x["mask"], bessel=bessel)}
+
+    return check
+
+
+def check_reinforce_pp_baseline_with_kl(x):
+    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
+    rewards = token_rewards(score, x["kl"], x["mask"], kl_coef=x["kl_coef"])
+    returns = reward_to_go(rewards, x["mask"], gamma=x["gamma"])
+    return {"returns": returns, "advantages": masked_whiten(returns, x["mask"], bessel=False)}
+
+
+def check_reinforce_pp_baseline(x):
+    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
+    return {"advantages": masked_whiten(spread(score, x["mask"]), x["mask"])}
+
+
+def check_ema(x):
+    average, trajectory = x["init"], []
+    for params in x["params"]:
+        average = ema(average, params, decay=x["beta"])
+        trajectory.append(average)
+    return {"trajectory": torch.stack(trajectory)}
+
+
+def check_running_moments(x):
+    seen, rows = Moments(), []
+    for batch in x["batches"]:
+        new = moments_of(torch.tensor(batch, dtype=torch.float64))
+        seen = merge(seen, new.count, new.mean, new.squared_deviations)
+        rows.append([seen.mean, seen.var, seen.std, seen.count, new.mean, new.std])
+    columns = torch.tensor(rows, dtype=torch.float64).T
+    return dict(zip(["mean", "var", "std", "count", "batch_mean", "batch_std"], columns, strict=True))
+
+
+def check_learning_rate(schedule):
+    def check(x):
+        config = Optimizer(
+            learning_rate=x["base_lr"],
+            schedule=schedule,
+            warmup_steps=x["warmup_steps"],
+            min_lr_ratio=x.get("min_lr", 0.0) / x["base_lr"],
+        )
+        stepper = build_stepper(torch.nn.Linear(1, 1), config, x["total_steps"])
+        rates = []
+        for _ in range(x["total_steps"]):
+            rates.append(stepper.learning_rate)
+            stepper.optimizer.step()
+            stepper.scheduler.step()
+        return {"lrs": torch.tensor(rates, dtype=torch.float64)}
+
+    return check
+
+
+def check_policy_microbatches(x):
+    parts = zip(*(tensor.split(x["split"]) for tensor in policy_inputs(x)), strict=True)
+    losses = [policy_loss(*part, clip_range=x["clip_eps"], num_tokens=x["batch_num_tokens"])[0] for part in parts]
+    return {"micro_losses": torch.stack(losses), "total": sum(losses)}
+
+
+def check_policy_stats(x):
+    _, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
+    k1, k2 = (
+        masked_mean(kl_estimate(x["old_logprobs"], x["logprobs"], estimator=name), x["mask"]) for name in ("k1", "k2")
+    )
+    return {"clip_fraction": stats["policy/clip_fraction"], "approx_kl_k2": k2, "policy_kl_k1": k1}
+
+
+def check_approx_kl(x):
+    return {"approx_kl": policy_loss(*policy_inputs(x), clip_range=0.2)[1]["policy/approx_kl"]}
+
+
+def check_value_loss(x):
+    loss, stats = value_loss(x["values"], x["old_values"], x["returns"], x["mask"], value_clip_range=x.get("clip_eps"))
+    result = {"loss": loss, "grad_values": gradient(loss, x["values"])}
+    return result | ({"clip_fraction": stats["value/clip_fraction"]} if "clip_eps" in x else {})
+
+
+def check_value_loss_of_sequences(x):
+    weights = weights_of(x["mask"], "sequence")
+    loss, _ = value_loss(
+        x["values"], x["old_values"], x["returns"], x["mask"], value_clip_range=x["clip_eps"], weights=weights
+    )
+    return {"loss": loss, "grad_values": gradient(loss, x["values"])}
+
+
+def check_pairwise(kind):
+    def check(x):
+        loss, _ = pairwise_loss(
+            x["chosen"],
+            x["rejected"],
+            margin=x.get("margin"),
+            loss=kind,
+            zero_mean_coef=x.get("centre_coef", 0.0),
+        )
+        return {
+            "loss": loss,
+            "grad_chosen": gradient(loss, x["chosen"]),
+            "grad_rejected": gradient(loss, x["rejected"]),
+        }
+
+    return check
+
+
+def check_score_loss(x):
+    loss, _ = score_loss(x["predictions"], x["targets"])
+    return {"loss": loss, "grad_predictions": gradient(loss, x["predictions"])}
+
+
+def next_token_logprobs(logits, labels):
+    """Log-probabilities of the labels, which stand one to the right of their logits; -100 is masked."""
+    targets = labels[:, 1:]
+    mask = targets != -100
+    return token_logprobs(logits[:, :-1], targets.where(mask, 0)), mask
+
+
+def check_lm_loss(x):
+    logprobs, mask = next_token_logprobs(x["logits"], x["labels"])
+    loss, _ = lm_loss(logprobs, mask)
+    packed_loss, _ = lm_loss(logprobs[mask])
+    torch.testing.assert_close(packed_loss, loss)
+    return {"loss": loss, "grad_logits": gradient(loss, x["logits"]), "n_tokens": mask.sum()}
+
+
+def check_lm_microbatches(x):
+    num_tokens = next_token_logprobs(x["logits"], x["labels"])[1].sum()
+    losses = [
+        lm_loss(*next_token_logprobs(x["logits"][rows], x["labels"][rows]), num_tokens=num_tokens)[0]
+        for rows in x["microbatches"]
+    ]
+    return {"micro_losses": torch.stack(losses), "total": sum(losses), "n_tokens": num_tokens}
+
+
+CHECKS = {
+    "token_logprobs_entropy_T1.0": check_token_logprobs_entropy,
+    "token_logprobs_entropy_T0.7": check_token_logprobs_entropy,
+    "response_logprobs_shift": check_response_logprobs_shift,
+    "kl_k1": check_kl("k1"),
+    "kl_k2": check_kl("k2"),
+    "kl_k3": check_kl("k3"),
+    "kl_abs": check_kl("abs"),
+    "kl_full": check_kl_full,
+    "token_rewards_last_token": check_token_rewards,
+    "token_rewards_score_clip": check_token_rewards,
+    "gae_gamma1.0_lam0.95": check_gae,
+    "gae_gamma0.97_lam0.95": check_gae,
+    "gae_gamma1.0_lam1.0": check_gae,
+    "gae_gamma0.97_lam1.0": check_gae,
+    "gae_gamma1.0_lam0.0": check_gae,
+    "gae_gamma0.97_lam0.0": check_gae,
+    "mc_returns_gamma1.0": check_monte_carlo_returns,
+    "mc_returns_gamma0.97": check_monte_carlo_returns,
+    "masked_whiten_bessel_shift_True": check_masked_whiten(bessel=True),
+    "masked_whiten_population_shift_True": check_masked_whiten(bessel=False),
+    "masked_whiten_bessel_shift_False": check_masked_whiten(bessel=True),
+    "masked_whiten_population_shift_False": check_masked_whiten(bessel=False),
+    "ppo_policy_loss_token_mean": check_policy_loss,
+    "ppo_policy_loss_seq_mean_token_mean": check_aggregated_policy_loss("sequence"),
+    "ppo_policy_loss_seq_mean_token_sum": check_aggregated_policy_loss("constant"),
+    "ppo_policy_loss_seq_mean_token_sum_norm": check_aggregated_policy_loss("constant"),
+    "ppo_policy_loss_dual_clip": check_dual_clip,
+    "ppo_policy_loss_asymmetric_clip": check_asymmetric_clip,
+    "ppo_policy_loss_microbatches": check_policy_microbatches,
+    "ppo_clip_fraction_and_approx_kl": check_policy_stats,
+    "ppo_approx_kl_k3": check_approx_kl,
+    "value_loss_clipped": check_value_loss,
+    "value_loss_unclipped": check_value_loss,
+    "value_loss_clipped_seq_mean": check_value_loss_of_sequences,
+    "policy_loss_with_entropy_bonus_and_kl_term": check_policy_loss_with_entropy_and_kl,
+    "adaptive_kl_ziegler": check_adaptive_kl,
+    "ppo_penalty_adaptive_beta": check_adaptive_policy_kl,
+    "rloo_advantages": check_group("rloo"),
+    "grpo_advantages_eps1e-6": check_group("grpo"),
+    "grpo_advantages_eps1e-4": check_group("grpo"),
+    "grpo_advantages_eps1e-9": check_group("grpo"),
+    "dr_grpo_advantages": check_group("dr_grpo"),
+    "reinforce_pp_bessel_gamma1.0": check_reinforce_pp(bessel=True),
+    "reinforce_pp_bessel_gamma0.97": check_reinforce_pp(bessel=True),
+    "reinforce_pp_population_gamma1.0": check_reinforce_pp(bessel=False),
+    "reinforce_pp_population_gamma0.97": check_reinforce_pp(bessel=False),
+    "reinforce_pp_baseline_population_gamma1.0": check_reinforce_pp_baseline_with_kl,
+    "reinforce_pp_baseline_bessel": check_reinforce_pp_baseline,
+    "rm_pairwise_logsigmoid": check_pairwise("logsigmoid"),
+    "rm_pairwise_margin": check_pairwise("logsigmoid"),
+    "rm_logexp": check_pairwise("logexp"),
+    "rm_centre_regulariser": check_pairwise("logsigmoid"),
+    "rm_margin_and_centre": check_pairwise("logsigmoid"),
+    "rm_mse": check_score_loss,
+    "sft_cross_entropy": check_lm_loss,
+    "sft_global_token_mean": check_lm_microbatches,
+    "sft_global_token_mean_hf_float32": check_lm_microbatches,
+    "ptx_combined": check_ptx,
+    "ema_update": check_ema,
+    "running_moments": check_running_moments,
+    "running_moments_trl_float32": check_running_moments,
+    "lr_cosine": check_learning_rate("cosine"),
+    "lr_cosine_with_min_lr": check_learning_rate("cosine"),
+    "lr_linear": check_learning_rate("linear"),
+    "lr_constant_with_warmup": check_learning_rate("constant"),
+}
+
+
+def test_every_case_is_checked_or_listed_as_not_offered():
+    assert len(CASES) == 73
+    assert not set(NOT_OFFERED) & set(CHECKS)
+    assert set(NOT_OFFERED) | set(CHECKS) == set(CASES)
+    assert all(NOT_OFFERED.values())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_golden(name):
+    case = CASES[name]
+    x = tensors(case)
+    found = CHECKS[name](x)
+    targets = {key: value for key, value in case["outputs"].items() if (name, key) not in NOT_A_TARGET}
+    assert not set(targets) - set(found), "an output of the case that isn't checked"
+    for key, value in targets.items():
+        wanted = torch.tensor(value, dtype=torch.float64)
+        assert found[key].shape == wanted.shape, key
+        assert key == "n_tokens" or found[key].dtype == torch.float64, key
+        if wanted.ndim == 2 and "mask" in x:
+            assert (found[key][~x["mask"]] == 0).all(), f"{key}: not 0 under padding"
+        tolerance = 1e-6 if key.startswith("grad_") else case["tol"]
+        excess = (found[key] - wanted).abs() - tolerance * wanted.abs().clamp(min=1)
+        assert excess.max() <= 0, f"{key}: {found[key]} is not {wanted}"

@@ -1,0 +1,377 @@
+"""The command line: quick answers without torch, skipping, status, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.program import program
+from support.paths import ROOT
+from support.projects import PREFERENCES, digests, write_project, write_rows
+
+
+def rlhf(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlhf_cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload]
+
+
+ANSWERED_AT_ONCE = {
+    "help": (["--help"], 0),
+    "stage help": (["ppo", "--help"], 0),
+    "wrong key": (["sft", "--config", "configs/support/sft.yaml", "--set", "traning.num_steps=1"], 2),
+    "wrong option": (["sft", "--confg", "x"], 2),
+    "config check": (["config", "check", "configs/support"], 0),
+    "config show": (["config", "show", "configs/support/ppo.yaml"], 0),
+    "config schema": (["config", "schema", "rm"], 0),
+    "status": (["status", "configs"], 0),
+    "missing stage": (["ppo", "--config", "configs/support/ppo.yaml", "--set", "artifacts=/nowhere/run"], 2),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED_AT_ONCE)
+def test_answers_without_importing_torch(name: str) -> None:
+    arguments, code = ANSWERED_AT_ONCE[name]
+    check = (
+        "import sys, runpy\n"
+        f"sys.argv = ['rlhf', *{arguments!r}]\n"
+        "try:\n    runpy.run_module('rlhf_cli', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "    print('HEAVY', sorted(heavy), stop.code or 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert f"HEAVY [] {code}" in result.stdout, result.stdout + result.stderr
+
+
+def test_help_takes_less_than_a_third_of_a_second() -> None:
+    """Of the processor's own seconds, the best of a few: on a loaded machine the clock says nothing."""
+    seconds = []
+    for _ in range(5):
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert rlhf("--help").returncode == 0
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime)
+    assert min(seconds) < 0.33
+
+
+def test_config_show_can_be_run_again(tmp_path: Path) -> None:
+    shown = rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7", cwd=ROOT)
+    (tmp_path / "sft.yaml").write_text(shown.stdout)
+    again = rlhf("config", "show", str(tmp_path / "sft.yaml"))
+    assert again.stdout == shown.stdout
+    assert "seed: 7" in shown.stdout
+
+
+def test_config_check_reports_every_file(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("artifacts: a\nmodl: 1\n")
+    (tmp_path / "rm.yaml").write_text("artifacts: a\nlos: mse\n")
+    result = rlhf("config", "check", str(tmp_path))
+    assert result.returncode == 2
+    assert "did you mean model?" in result.stderr
+    assert "did you mean loss?" in result.stderr
+    (tmp_path / "other.yaml").write_text("artifacts: a\n")
+    assert "does not say which stage" in rlhf("config", "check", str(tmp_path / "other.yaml")).stderr
+
+
+def test_schema_is_json() -> None:
+    schema = json.loads(rlhf("config", "schema", "ppo").stdout)
+    assert "num_iterations" in json.dumps(schema)
+    assert rlhf("config", "schema", "ppoo").returncode == 2
+
+
+# ------------------------------------------------------------------------------- skipping, status
+
+
+def pipeline(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["pipeline", str(folder), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> None:
+    # The project was copied to another path, so the first run here starts over. The second has nothing to do.
+    pipeline(project)
+    before = digests(project)
+    output = pipeline(project)
+    assert output.count("is finished and its config, data and inputs are unchanged") == 3
+    assert "SFT against PPO" in output
+    assert digests(project) == before
+
+
+def test_a_changed_stage_and_all_behind_it_run_again(project: Path) -> None:
+    pipeline(project)
+    output = pipeline(project, "--set", "rm:zero_mean_coef=0.05")
+    assert "sft: " in output
+    assert output.count(": skipped, ") == 1
+    assert "runs again (changed: config.zero_mean_coef)" in output
+    assert "changed: inputs.rewards.0" in output
+
+
+def test_changed_data_runs_again(project: Path) -> None:
+    pipeline(project)
+    with (project / "pref.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "a new", "chosen": " one", "rejected": " two"}) + "\n")
+    output = pipeline(project)
+    assert output.count(": skipped, ") == 1
+    assert "changed: data.train" in output
+
+
+def test_restart_runs_again_to_the_same_weights(project: Path) -> None:
+    pipeline(project)
+    weights = {k: v for k, v in digests(project).items() if k.endswith(".safetensors")}
+    output = pipeline(project, "--restart")
+    assert ": skipped, " not in output
+    assert {k: v for k, v in digests(project).items() if k.endswith(".safetensors")} == weights
+
+
+def test_the_resolved_config_of_an_artifact_runs_the_stage_again(project: Path) -> None:
+    pipeline(project)
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "run" / "sft" / "config.yaml")])
+    assert result.exit_code == 0
+    assert "skipped" in result.stdout
+
+
+def test_all_configs_are_checked_before_the_first_stage_runs(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    (tmp_path / "ppo.yaml").write_text("artifacts: a\n")
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path)])
+    assert result.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_status(project: Path) -> None:
+    run = str(project / "run")
+    pipeline(project)
+    rows = {line.split()[0]: line for line in rlhf("status", run).stdout.splitlines() if line.split()}
+    assert all("finished" in rows[stage] for stage in ("sft", "rm", "ppo"))
+    with (project / "pref.jsonl").open("a") as file:
+        file.write("\n")
+    shutil.rmtree(project / "run" / "ppo")
+    (project / "run" / ".ppo.partial").mkdir()
+    rows = {line.split()[0]: line for line in rlhf("status", run).stdout.splitlines() if line.split()}
+    assert "finished" in rows["sft"]
+    assert "stale" in rows["rm"]
+    assert "interrupted" in rows["ppo"]
+    assert rlhf("status", str(project / "nowhere")).returncode == 2
+
+
+def states(root: str, cwd: Path) -> dict[str, str]:
+    """What status says of each stage."""
+    env = {**os.environ, "COLUMNS": "400"}
+    command = [sys.executable, "-m", "rlhf_cli", "status", root]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**env, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines() if line.split()]
+    return {line.split()[0]: line for line in lines if line.split()[0] in ("sft", "rm", "ppo")}
+
+
+def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
+    """Configs have relative paths: they are seen from where the run was started, wherever that is now."""
+    for path in project.glob("*.yaml"):
+        path.write_text(path.read_text().replace(f"{project}/", ""), encoding="utf-8")
+    shutil.rmtree(project / "run")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rlhf_cli", "pipeline", ".", "--quiet"]
+    assert subprocess.run(command, cwd=project, env=env, check=False).returncode == 0
+    (tmp_path / "away").mkdir()
+    # A file of the same name is another one.
+    write_rows(tmp_path / "away/sft.jsonl", PREFERENCES)
+
+    def all_are(word: str, seen: dict[str, str]) -> None:
+        assert set(seen) == {"sft", "rm", "ppo"}
+        assert all(f" {word} " in line and ";" not in line and "stale" not in line for line in seen.values()), seen
+
+    for cwd in (project, project / "run", tmp_path / "away"):
+        for root in (str(project / "run"), os.path.relpath(project / "run", cwd)):
+            all_are("finished", states(root, cwd))
+    (tmp_path / "link").symlink_to(project, target_is_directory=True)
+    all_are("finished", states("link/run", tmp_path))
+    project.rename(tmp_path / "moved")
+    all_are("finished", states("moved/run", tmp_path))
+
+    # Without its data, or under another name, it can't be known; changed data is stale, from anywhere too.
+    shutil.copytree(tmp_path / "moved/run", tmp_path / "copies/another")
+    seen = states("copies/another", tmp_path)
+    assert all("finished; not found from" in line and "stale" not in line for line in seen.values()), seen
+    assert f"not found from {tmp_path}: data train (pref.jsonl)" in seen["rm"]
+    assert all("input" not in line for line in seen.values()), "the stages that they stand on are in the copy"
+    with (tmp_path / "moved/pref.jsonl").open("a") as file:
+        file.write("\n")
+    seen = states("moved/run", tmp_path)
+    assert "stale, changed since: data train" in seen["rm"]
+    assert "stale" not in seen["sft"] + seen["ppo"]
+    (tmp_path / "moved/sft.jsonl").unlink()
+    assert "finished; not found from" in states("moved/run", tmp_path)["sft"]
+    (tmp_path / "moved/run/sft/manifest.json").unlink()
+    assert "input model" in states("moved/run", tmp_path)["rm"]
+
+
+def test_quiet_prints_nothing(project: Path) -> None:
+    assert pipeline(project, "--quiet", "--restart") == ""
+
+
+def test_interrupted(project: Path) -> None:
+    before = digests(project)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(project / "sft.yaml"), "--restart"]
+        + ["--set", "training.num_steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = project / "run" / ".sft.partial" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.is_file() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "SIGINT: stopped after step" in errors
+    assert f"To resume: {program()} sft --config" in errors
+    assert digests(project) == before
+    shown = " ".join(rlhf("status", str(project / "run"), env={**os.environ, "COLUMNS": "300"}).stdout.split())
+    assert "a new run of it is interrupted" in " ".join(shown.split())
+
+
+def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "__init__.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import rlhf_cli.cli as cli\n"
+        "from rlhf_cli.errors import ConfigError\n"
+        "try:\n    cli._load_stage('sft')\nexcept ConfigError as error:\n    print('REFUSED', error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "REFUSED" in result.stdout, result.stderr
+
+
+# ------------------------------------------------------------------------------- found by review
+
+
+def test_a_broken_manifest_is_said_and_restart_mends_it(project: Path) -> None:
+    pipeline(project)
+    manifest = project / "run" / "sft" / "manifest.json"
+    manifest.write_text("{")
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml")])
+    assert result.exit_code == 2
+    assert "--restart" in result.stderr
+    assert "broken" in rlhf("status", str(project / "run")).stdout
+    assert CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--restart"]).exit_code == 0
+    assert json.loads(manifest.read_text())["stage"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo:data.train=nowhere.jsonl", "no such file"),
+        ("ppo:evaluation.gold=nowhere.py:f", "no such file"),
+        ("rm:model.path=out/other/sft", "out/other: no finished 'sft' stage. Run: "),
+        ("sfft:seed=1", "the prefix is sft:, rm: or ppo:"),
+    ],
+)
+def test_what_a_later_stage_misses_is_said_before_the_first_runs(tmp_path: Path, override: str, message: str) -> None:
+    write_project(tmp_path)
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", override])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_restart_of_what_never_ran_does_not_speak_of_an_old_one(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    result = CliRunner().invoke(app, ["sft", "--config", str(tmp_path / "sft.yaml"), "--restart"])
+    assert result.exit_code == 0
+    assert "runs again" not in result.stdout
+
+
+def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
+    """Finished and interrupted runs, in folders of folders too; not the stages of a run again."""
+    (project / "seeds/1/.sft.partial").mkdir(parents=True)
+    (project / "empty").mkdir()
+    result = rlhf("status", str(project), env={**os.environ, "COLUMNS": "400"})
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines() if line.split()]
+    assert [words[0] for words in lines if words[0].startswith("/")] == [str(project / "run"), str(project / "seeds/1")]
+    assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
+
+
+def test_an_override_for_a_stage_without_a_config_is_refused(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    (tmp_path / "sft.yaml").unlink()
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", "sft:nonsense.key=1"])
+    assert result.exit_code == 2
+    assert f"--set sft:nonsense.key=1: {tmp_path} has no sft.yaml" in result.stderr
+
+
+@pytest.fixture
+def two_stages(tmp_path: Path) -> Path:
+    """A project without results."""
+    write_project(tmp_path)
+    return tmp_path
+
+
+def in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that rlhf printed, as it would run when pasted into the shell."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+
+
+def test_the_command_for_a_missing_stage_works_and_then_the_stage_runs(two_stages: Path) -> None:
+    """With `--set artifacts`, which the command must carry over: else it would build the stage elsewhere."""
+    other = two_stages / "other run"
+    options = [str(two_stages / "rm.yaml"), "--set", f"artifacts={other}", "--set", "seed=5", "--quiet"]
+    refused = rlhf("rm", "--config", *options)
+    assert refused.returncode == 2
+    advice = refused.stderr.partition("Run: ")[2].strip()
+    assert f"'artifacts={other}'" in advice
+    assert "seed=5" in advice
+    assert in_shell(advice, two_stages).returncode == 0
+    assert (other / "sft/manifest.json").is_file()
+    assert rlhf("rm", "--config", *options).returncode == 0
+
+
+def test_the_command_for_a_missing_stage_of_another_run_builds_it_there(two_stages: Path) -> None:
+    (two_stages / "here").mkdir()
+    refused = rlhf("rm", "--config", str(two_stages / "rm.yaml"), "--set", "model.path=x/other/sft", cwd=ROOT)
+    assert "x/other: no finished 'sft' stage" in refused.stderr
+    assert refused.stderr.strip().endswith(f"sft --config {two_stages}/sft.yaml --set artifacts=x/other")
+
+
+def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
+    pipeline(project)
+    before = digests(project)
+    result = CliRunner().invoke(app, ["pipeline", str(project), "--set", "seed=7", "--set", "sft:training.num_steps=3"])
+    assert result.exit_code == 2
+    run = project / "run"
+    assert f"{run}/sft is finished with seed 0, and a run with seed 7 would replace it" in result.stderr
+    assert "training.num_steps differs too" in result.stderr
+    assert f"--set artifacts={run}-seed7" in result.stderr
+    assert digests(project) == before
+    assert pipeline(project, "--set", "seed=7", "--restart").count("runs again (changed: config.seed") == 3
+    assert json.loads((run / "ppo/manifest.json").read_text())["seed"] == 7
+
+
+def test_all_schemas_at_once() -> None:
+    assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    command = ["sft", "--config", str(tmp_path / "sft.yaml"), "--quiet", "--set", "optimizer.warmup_steps=50"]
+    result = CliRunner().invoke(app, command)
+    assert "never reaches its peak" in " ".join(result.stdout.split())

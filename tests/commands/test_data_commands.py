@@ -1,0 +1,809 @@
+"""`rlhf data check`, `show` and `convert`: every figure on rows counted by hand, the marks, what is read back."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import Result
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.cli import app
+from rlhf_cli.commands.data_check import InTokens, Part, Seen, in_words, part_of_source, see
+from rlhf_cli.commands.data_show import pieces
+from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.data.encode import LeftOut, encode_answers, encode_demonstrations, encode_for_classifier, encode_rows
+from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
+from rlhf_cli.data.reading import Report, records
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Record, transcript
+from rlhf_cli.data.sources import Row
+from rlhf_cli.errors import DataError
+from support.paths import ROOT, TESTS
+from support.tiny import write_jsonl
+
+FIXTURES = TESTS / "fixtures" / "formats"
+
+
+def rlhf(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def checked(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """What `rlhf data check --json` says."""
+    found: dict[str, Any] = json.loads(rlhf("check", *arguments, "--json", code=code).stdout)
+    return found
+
+
+def words(count: int) -> str:
+    return " ".join(["word"] * count)
+
+
+def pair(prompt: str, chosen: int, rejected: int) -> dict[str, str]:
+    """Answers of so many words, which are different where the numbers are equal."""
+    return {"prompt": prompt, "chosen": f"yes {words(chosen - 1)}", "rejected": f"no {words(rejected - 1)}"}
+
+
+PAIRS: list[Any] = [
+    pair("a b c", 4, 2),  # chosen longer
+    pair("a b c", 4, 2),  # the same row again
+    pair("a b c", 6, 2),  # the same prompt, another answer; longer
+    pair("d", 1, 5),  # shorter
+    pair("", 3, 3),  # no prompt; as long
+    {"prompt": "e f", "chosen": "same", "rejected": "same"},  # no preference
+    {"prompt": "e f", "chosen": "good", "rejected": 7},  # bad
+    {"prompt": "e f", "chosen": "good"},  # bad
+    pair("g h", 20, 1),  # longer, and 22 words in all
+]
+
+
+# --------------------------------------------------------------------------------------- check: counts
+
+
+def test_every_count_is_that_of_the_hand(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    found = checked(path, "--for", "rm", "--max-length", 21, code=1)
+    side = found["sides"]["train"]
+    assert (found["for"], found["unit"], found["formats"]) == ("rm pairs", "words", {str(path): "preference"})
+    assert (side["read"], side["bad"], side["used"]) == (9, 2, 6)
+    assert side["left_out"] == {"its answers are equal": 1}
+    assert side["duplicates"] == {"rows": 1, "first": [f"{path}:2"]}
+    assert side["prompts_of_several_rows"] == {"prompts": 1, "rows": 2}
+    assert (side["empty_prompts"], side["max_length"], side["too_long"]) == (1, 21, 1)
+    assert side["answers_of_a_row"] == {"2": 6}
+    assert (side["lengths"]["whole"]["p1"], side["lengths"]["whole"]["max"]) == (3, 22)  # with the longest answer
+    assert found["bad_rows"]["number"] == 2
+    seventh, eighth = found["bad_rows"]["first"]
+    assert seventh.startswith(f"{path}:7: `rejected` is ")
+    assert eighth.startswith(f"{path}:8: found the keys prompt, chosen, `rejected` is needed")
+    assert "leaks" not in found
+
+
+def test_the_length_limit_is_the_longest_that_is_not_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [PAIRS[0], PAIRS[-1]])
+    for limit, too_long in ((22, 0), (21, 1), (7, 1), (6, 2)):
+        assert checked(path, "--for", "rm", "--max-length", limit)["sides"]["train"]["too_long"] == too_long
+
+
+def test_length_bias_is_that_of_the_hand(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "pairs.jsonl", [row for row in PAIRS if isinstance(row.get("rejected"), str)])
+    bias = checked(path, "--for", "rm")["sides"]["train"]["length_bias"]
+    low, high = wilson_interval(4.5, 6)
+    assert bias == pytest.approx(
+        {
+            "chosen_longer": 4 / 6,
+            "as_long": 1 / 6,
+            "mean_chosen": (4 + 4 + 6 + 1 + 3 + 20) / 6,
+            "mean_rejected": (2 + 2 + 2 + 5 + 3 + 1) / 6,
+            "longer_is_right": 4.5 / 6,
+            "low95": low,
+            "high95": high,
+        },
+        rel=1e-12,
+    )
+
+
+def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "answers": [words(3), words(2), words(2) + ".", words(5)]},  # 2 wins, 1 tie of 6 pairs
+        {"prompt": "b", "answers": [words(2), words(1)]},
+    ]
+    side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm")["sides"]["train"]
+    assert side["answers_of_a_row"] == {"2": 1, "4": 1}
+    assert side["length_bias"]["longer_is_right"] == pytest.approx((2.5 / 6 + 1) / 2, rel=1e-12)
+    assert (side["length_bias"]["chosen_longer"], side["lengths"]["rejected"]["max"]) == (0.5, 5)
+
+
+def test_percentiles_are_lengths_that_occur(tmp_path: Path) -> None:
+    """The smallest length that p per cent of the rows do not exceed, by counting."""
+    rng = random.Random(2)
+    lengths = [rng.randint(1, 60) for _ in range(207)]
+    rows = [{"prompt": f"{n}", "response": words(length)} for n, length in enumerate(lengths)]
+    side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
+    for p in (1, 10, 50, 90, 99):
+        slow = min(value for value in lengths if sum(one <= value for one in lengths) * 100 >= p * len(lengths))
+        assert side["lengths"]["answer"][f"p{p}"] == slow
+        assert side["lengths"]["whole"][f"p{p}"] == slow + 1
+    assert side["lengths"]["answer"]["max"] == max(lengths)
+    assert side["lengths"]["answer"]["mean"] == pytest.approx(sum(lengths) / len(lengths), rel=1e-12)
+    assert side["lengths"]["prompt"]["p99"] == 1
+
+
+def test_a_percentile_lies_between_no_two_lengths(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}", "response": words(10 * n)} for n in range(1, 11)]
+    side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
+    lengths = side["lengths"]["answer"]
+    assert [lengths[key] for key in ("p1", "p10", "p50", "p90", "p99", "max")] == [10, 10, 50, 90, 100, 100]
+
+
+def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"question {n}"} for n in range(20)])
+    tests = [{"prompt": "new"}, {"prompt": "question 3"}, {"prompt": "question 7 "}, {"prompt": "question 3"}]
+    test = write_jsonl(tmp_path / "test.jsonl", tests)
+    found = checked(train, "--for", "ppo", "--test", test)
+    assert found["leaks"] == {"rows": 3, "prompts": 2, "first": [f"{test}:2", f"{test}:3", f"{test}:4"]}
+    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 20, "test": 4}
+    assert "Prompts on both sides: 2, in 3 test rows" in rlhf("check", train, "--for", "ppo", "--test", test).stdout
+    assert checked(train, "--for", "ppo", "--test", train, "--limit", 5)["leaks"]["rows"] == 5
+
+
+def test_empty_prompts_are_no_leak_and_no_repetition(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "response": f"answer {n}"} for n in range(4)])
+    found = checked(path, "--for", "sft", "--test", path)
+    assert found["leaks"]["rows"] == 0
+    assert found["sides"]["train"]["prompts_of_several_rows"]["prompts"] == 0
+
+
+def test_labels_are_counted_and_many_scores_summed_up(tmp_path: Path) -> None:
+    labelled = [{"text": f"text {n}", "label": int(n < 3)} for n in range(8)]
+    found = checked(write_jsonl(tmp_path / "a.jsonl", labelled), "--for", "rm")
+    assert found["for"] == "rm scores"
+    scores = found["sides"]["train"]["scores"]
+    assert scores.pop("counts") == {"0": 5, "1": 3}
+    assert scores == pytest.approx({"number": 8, "mean": 3 / 8, "std": (15 / 64) ** 0.5}, rel=1e-12)
+    kto = [{"prompt": f"{n}", "completion": "x", "label": n != 1} for n in range(4)]
+    path = write_jsonl(tmp_path / "b.jsonl", kto)
+    assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0": 1, "1": 3}
+    assert checked(path, "--for", "sft")["sides"]["train"]["left_out"] == {"no answer to learn from": 1}
+    scored = [{"prompt": "p", "response": f"{n}", "score": n / 2 if n < 11 else None} for n in range(12)]
+    side = checked(write_jsonl(tmp_path / "c.jsonl", scored), "--for", "rm")["sides"]["train"]
+    assert side["left_out"] == {"no answer with a score": 1}
+    assert (side["scores"]["min"], side["scores"]["median"], side["scores"]["max"]) == (0.0, 2.5, 5.0)
+    assert side["scores"]["mean"] == pytest.approx(2.5, rel=1e-12)
+
+
+def test_of_scored_answers_each_is_too_long_by_itself(tmp_path: Path) -> None:
+    row = {"prompt": "p", "answers": [words(2), words(5), words(9)], "scores": [1, 2, 3]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert checked(path, "--for", "rm-scores", "--max-length", 5)["sides"]["train"]["too_long"] == 2
+    assert checked(path, "--for", "rm", "--max-length", 5)["sides"]["train"]["too_long"] == 1
+
+
+def test_rm_takes_pairs_where_it_can_and_scores_elsewhere(tmp_path: Path) -> None:
+    both = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answers": ["a", "b"], "scores": [1, 2]}])
+    assert checked(both, "--for", "rm")["for"] == "rm pairs"
+    assert checked(both, "--for", "rm-scores")["for"] == "rm scores"
+    neither = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "response": "a"}])
+    assert "rm pairs takes rows of" in rlhf("check", neither, "--for", "rm", code=2).stderr
+
+
+# -------------------------------------------------------------------------- check: bad rows, exit codes
+
+
+def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"prompt": "p", "response": "r"}'] + ['{"prompt": "p", "response": }'] * 13 + ["", "[1]"]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    result = rlhf("check", path, "--for", "sft", code=1)
+    assert "Bad rows: 14, the first 10" in result.stdout
+    named = re.findall(rf"{re.escape(str(path))}:(\d+): not JSON", result.stdout)
+    assert named == [str(n) for n in range(2, 12)]
+    assert result.stderr == "error: 14 bad rows. Mend or remove them, or set data.on_bad_row: skip\n"
+    assert checked(path, "--for", "sft", code=1)["bad_rows"]["first"] == [
+        line.strip() for line in result.stdout.splitlines() if "not JSON" in line
+    ]
+
+
+def test_a_source_without_one_good_row_is_refused_and_its_bad_rows_are_shown(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "response": 1}] * 3)
+    result = rlhf("check", path, "--for", "sft", code=2)
+    assert "Bad rows: 3" in result.stdout
+    assert "no row is left to train on" in result.stderr
+
+
+def test_a_row_that_only_the_stage_refuses_is_bad(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": " ", "response": "r"}]
+    found = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "ppo", code=1)
+    assert "the prompt is empty" in found["bad_rows"]["first"][0]
+    assert (found["sides"]["train"]["read"], found["sides"]["train"]["used"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either SOURCE and --for, or --config"),
+        (["a.jsonl", "--config", "sft.yaml", "--for", "sft"], "give either SOURCE and --for, or --config"),
+        (["a.jsonl"], "--for: is missing"),
+        (["a.jsonl", "--for", "sft"], "no such file"),
+        (["a.jsonl", "--for", "sft", "--set", "seed=1"], "--set: belongs to --config"),
+        (["a.jsonl", "--for", "sft", "--keys", "prompt"], "must be OURS=THEIRS"),
+        (["a.jsonl", "--for", "sft", "--weights", "helpfulness=much"], "weights.helpfulness"),
+        (["a.jsonl", "--for", "sft", "--format", "parrot"], "format: "),
+        (["--config", "configs/support/sft.yaml", "--limit", "3"], "--limit: the config says that"),
+        (["--config", "configs/support/sft.yaml", "--test", "x"], "--test: the config says that"),
+        (["--config", "configs/support/sft.yaml", "--max-length", "3"], "--max-length: the config says that"),
+    ],
+)
+def test_misuse_is_one_line_and_two(arguments: list[str], message: str) -> None:
+    result = rlhf("check", *arguments, code=2)
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------- check: what is printed
+
+
+def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    rows = [pair(f"{words(rng.randint(1, 90))} {n}", rng.randint(1, 300), rng.randint(1, 90)) for n in range(150)]
+    rows += [rows[3], {"prompt": "p", "chosen": 1, "rejected": 2}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    output = rlhf("check", path, "--for", "rm", "--max-length", 200, code=1).stdout
+    assert "\x1b" not in output
+    figures = [line for line in output.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, figures)) <= 80
+    assert "a word is one token or more" in output
+    assert "a word is one token or more" not in rlhf("check", path, "--for", "rm", code=1).stdout
+    side = checked(path, "--for", "rm", "--max-length", 200, code=1)["sides"]["train"]
+    table = {line[2:38].strip(): line[38:].strip() for line in figures if line.startswith("  ")}
+    assert table["read"] == "152"
+    assert table["bad"] == table["exact duplicates"] == "1"
+    assert table["longer than 200 words"] == str(side["too_long"])
+    for name in ("prompt", "chosen", "rejected", "whole"):
+        line = next(line for line in figures if line.split()[:1] == [{"whole": "together"}.get(name, name)])
+        values = side["lengths"][name]
+        assert line.split()[1:7] == [str(values[key]) for key in ("p1", "p10", "p50", "p90", "p99", "max")]
+        # The picture stands where the figures say, on one scale from 0 to the largest p99.
+        scale = max(lengths["p99"] for lengths in side["lengths"].values())
+        drawn = line[56:]
+        assert drawn.index("┃") == round(values["p50"] / scale * 23)
+        assert (len(drawn) - len(drawn.lstrip()), len(drawn)) == (
+            round(values["p1"] / scale * 23),
+            round(values["p99"] / scale * 23) + 1,
+        )
+        assert (
+            len(re.findall("[━┃]", drawn)) == round(values["p90"] / scale * 23) - round(values["p10"] / scale * 23) + 1
+        )
+    bias = side["length_bias"]
+    assert f"right in {bias['longer_is_right']:.1%} (95 %: {bias['low95']:.1%} to {bias['high95']:.1%})" in output
+
+
+def test_an_output_of_ascii_alone_loses_nothing(tmp_path: Path) -> None:
+    rows = [{"prompt": "naïve\x1b[31m", "response": "日本"}, {"prompt": "p", "response": 3}]
+    path = write_jsonl(tmp_path / "naïve.jsonl", rows)
+    for command, code in (("check", 1), ("show", 0)):
+        result = CliRunner(charset="ascii").invoke(app, ["data", command, str(path), "--for", "sft"])
+        assert result.exit_code == code, result.output
+        assert "na\\xefve" in result.stdout
+        assert result.stdout.isascii()
+        assert "\x1b" not in result.stdout
+    assert "\\x1b[31m[[\\u65e5\\u672c]]" in result.stdout
+
+
+def test_a_mean_is_of_all_rows_over_chunks_and_sides(tmp_path: Path) -> None:
+    """More rows than are measured at a time, of two sides in turn."""
+    rows = [{"prompt": f"question {n}", "response": words(1 + n % 7)} for n in range(2500)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "test_fraction": 0.3})), encoding="utf-8")
+    found = checked("--config", config)
+    sides: dict[str, list[int]] = {"train": [], "test": []}
+    for side, record in records(Rows(train=[DataSource(path=str(path))], test_fraction=0.3), "sft", Report()):
+        sides[side].append(len(record.answers[0].text.split()))
+    for side, lengths in sides.items():
+        assert found["sides"][side]["used"] == len(lengths)
+        assert found["sides"][side]["lengths"]["answer"]["mean"] == pytest.approx(np.mean(lengths), rel=1e-12)
+    assert found["leaks"]["rows"] == 0
+
+
+# ------------------------------------------------------------------------------------- check: by a config
+
+
+def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "artifacts": "artifacts/x",
+        "model": {"path": "org/model-of-the-hub"},
+        "data": data,
+        "training": {"num_steps": 1},
+        "optimizer": {"learning_rate": 0.001},
+        **more,
+    }
+
+
+def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
+    values = [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*values, *values[:7]])
+    data = {
+        "train": {"path": str(path), "select": "0/2", "weight": 3},
+        "test": {"path": str(path), "select": "1/2"},
+        "prompt_template": "please help: {prompt}",
+        "max_length": 12,
+        "min_response_length": 60,
+        "deduplicate": True,
+    }
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(make_model("llama"))})), encoding="utf-8")
+    found = checked("--config", config)
+    train, test = found["sides"]["train"], found["sides"]["test"]
+    assert train["read"] + test["read"] == 37
+    # Neither hidden by deduplicate, nor made by a weight that reads the source three times.
+    assert train["duplicates"]["rows"] + test["duplicates"]["rows"] == 7
+    assert found["unit"] == "tokens"
+    rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
+    lengths = [len(ids) for ids, _ in encode_answers(tokenizer, rows, "please help: {prompt}")]
+    assert train["too_long"] + test["too_long"] == sum(length > 12 for length in lengths) > 0
+    assert train["too_short"] + test["too_short"] == 37
+    assert max(side["lengths"]["whole"]["max"] for side in (train, test)) == max(lengths)
+    shorter = checked("--config", config, "--set", "data.max_length=1000")
+    assert shorter["sides"]["train"]["too_long"] == 0
+    assert rlhf("check", "--config", config).stdout.count("longer than 12 tokens") == 1
+
+
+def test_without_a_tokenizer_on_disk_lengths_are_words(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "response": " c"}])
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "test_fraction": 0})), encoding="utf-8")
+    assert checked("--config", config)["unit"] == "words"
+
+
+def test_probes_and_ptx_are_checked_too(tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair(f"p {n}", 2, 3) for n in range(4)])
+    probes = write_jsonl(tmp_path / "probes.jsonl", [{**pair("q", 2, 3), "probe": "length"}, pair("q", 3, 2)])
+    rm = sft_config({"train": str(pairs), "test_fraction": 0, "probes": str(probes)}, model={"path": "org/model"})
+    config = tmp_path / "rm.yaml"
+    config.write_text(yaml.safe_dump(rm), encoding="utf-8")
+    found = checked("--config", config, code=1)
+    assert {name: (side["read"], side["bad"]) for name, side in found["sides"].items()} == {
+        "train": (4, 0),
+        "probes": (2, 1),
+    }
+    assert "needs a text `probe`" in found["bad_rows"]["first"][0]
+    ppo = {
+        "artifacts": "artifacts/x",
+        "policy": {"path": "org/model"},
+        "rewards": [{"type": "reward_model"}],
+        "data": {"train": str(pairs), "test_fraction": 0},
+        "ptx": {"train": str(pairs), "coef": 1.0, "max_length": 3},
+        "ppo": {"num_iterations": 1, "rollout_batch_size": 2, "minibatch_size": 2},
+        "optimizer": {"learning_rate": 0.001},
+    }
+    config = tmp_path / "ppo.yaml"
+    config.write_text(yaml.safe_dump(ppo), encoding="utf-8")
+    found = checked("--config", config)
+    assert (found["sides"]["ptx"]["too_long"], found["sides"]["train"]["too_long"]) == (4, 0)
+    shorter = checked("--config", config, "--set", "data.max_prompt_length=1")
+    assert (shorter["sides"]["ptx"]["too_long"], shorter["sides"]["train"]["too_long"]) == (4, 4)
+    assert list(found["sides"]["train"]["lengths"]) == ["prompt"]
+
+
+def test_a_config_of_mse_reads_scores(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answers": ["a", "b c"], "scores": [1, 2]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    config = tmp_path / "rm.yaml"
+    data = {"train": {"path": str(path), "format": "ranking"}, "test_fraction": 0}
+    config.write_text(yaml.safe_dump(sft_config(data, loss="mse")), encoding="utf-8")
+    assert checked("--config", config)["sides"]["train"]["scores"]["counts"] == {"1": 1, "2": 1}
+
+
+# ---------------------------------------------------------------------------------- check: lengths in tokens
+
+
+@pytest.fixture(scope="session")
+def metaspace_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Like Llama 2's: a blank goes before every text, so an answer by itself has other tokens than behind a prompt."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    bpe.decoder = decoders.Metaspace(prepend_scheme="always")
+    special = ["<unk>", "<s>", "</s>"]
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False))
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def closing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Like T5's: EOS stands behind every text, also behind a prompt by itself."""
+    own = copy.deepcopy(tokenizer)
+    special = [("<bos>", own.bos_token_id), ("<eos>", own.eos_token_id)]
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A <eos>", special_tokens=special)
+    return own
+
+
+def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
+    rng = random.Random(4)
+    found = []
+    for n in range(count):
+        num = {"sft": 1, "rm pairs": 2 + n % 3, "rm scores": 1 + n % 2, "ppo": 0}[purpose]
+        answers = tuple(f"{' ' * (n % 2)}{words(rng.randint(1, 9))} {k} late." for k in range(num))
+        said = f"Q: the tent {words(rng.randint(0, 9))}\nA:" if n % 10 else ""
+        found.append(Seen(Record(f"file:{n}", said, (), f"{n}"), answers))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "closing_tokenizer", "metaspace_tokenizer"])
+@pytest.mark.parametrize("purpose", ["sft", "rm pairs", "rm scores", "ppo"])
+@pytest.mark.parametrize("template", [None, "help: {prompt}"])
+def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
+    tokenizer = request.getfixturevalue(name)
+    part = Part("data", Rows(train=["x"]), purpose, template=template)  # type: ignore[list-item]
+    rows = seen_rows(purpose)
+    measure = InTokens(tokenizer, part, "x")
+    found = measure(rows) + measure(rows[:20])
+    assert measure.apart_is_exact is (None if purpose == "ppo" else name != "metaspace_tokenizer")
+    for row, (of_prompt, of_answers) in zip([*rows, *rows[:20]], found, strict=True):
+        if purpose == "ppo":
+            prompts = [Prompt(row.record.prompt, "")]
+            assert of_prompt == len(encode_rows(tokenizer, prompts, part.template)[0])
+        for answer, length in zip(row.answers, of_answers, strict=True):
+            demonstrations = [Demonstration(row.record.prompt, answer, "")]
+            ids, is_answer = encode_answers(tokenizer, demonstrations, part.template, start=purpose == "sft")[0]
+            assert (of_prompt, length) == (len(ids) - sum(is_answer), sum(is_answer))
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("purpose", ["sft", "rm pairs"])
+def test_of_a_conversation_sft_learns_every_turn_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
+    from rlhf_cli.config.models import TokenizerTraining
+    from rlhf_cli.models.scratch import train_tokenizer
+
+    tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please"))
+    record = Record("file:1", transcript(turns), (), "k", messages=turns)
+    answers = (" thank you", " sorry sorry sorry")[: 1 if purpose == "sft" else 2]
+    part = Part("data", Rows(train=["x"]), purpose)  # type: ignore[list-item]
+    ((of_prompt, of_answers),) = InTokens(tokenizer, part, "x")([Seen(record, answers)])
+    count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
+        "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>\n",
+        "sorry sorry sorry<eos>\n",
+    )}  # fmt: skip
+    before = count["<user>the tent\n<assistant>"] + count["<user>please\n<assistant>"]
+    if purpose == "sft":
+        assert (of_prompt, of_answers) == (before, [count["is late<eos>\n"] + count["thank you<eos>\n"]])
+    else:
+        assert of_prompt == before + count["is late<eos>\n"]
+        assert of_answers == [count["thank you<eos>\n"], count["sorry sorry sorry<eos>\n"]]
+
+
+def test_a_tokenizer_without_eos_measures_as_a_classifier_reads() -> None:
+    wordpiece = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
+    wordpiece.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
+    part = Part("data", Rows(train=["x"]), "rm pairs")  # type: ignore[list-item]
+    rows = [Seen(Record("file:1", "a b c", (), "k"), (" d", " e f"))]
+    assert InTokens(tokenizer, part, "x")(rows) == [(3, [3, 4])]
+    assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
+
+
+def test_lengths_in_words() -> None:
+    record = Record("file:1", " two  words\n", (), "k")
+    assert in_words([Seen(record, ("", "a b\tc"))]) == [(2, [0, 3])]
+
+
+# ------------------------------------------------------------------------------------------------- show
+
+
+def test_what_is_learnt_stands_between_marks(tmp_path: Path, make_model) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is\nlate"}] * 5)
+    model = make_model("llama")
+    output = rlhf("show", path, "--for", "sft", "--tokenizer", model, "-n", 2).stdout
+    assert output.count("<bos>the tent⟦ is\n  late<eos>⟧\n") == 2
+    assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦learnt⟧\n\n{path}:1  ")
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)})))
+    assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
+
+
+def test_the_count_is_that_of_the_tokens(tmp_path: Path, make_model, tokenizer) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
+    (example,) = encode_demonstrations(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
+    assert not isinstance(example, LeftOut)
+    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.learnt)} learnt\n"
+    assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
+
+
+def test_what_is_too_long_is_cut_or_said_to_be_left_out(tmp_path: Path, make_model) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
+    model = make_model("llama")
+    left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
+    assert "left out: longer than 5 tokens" in left_out
+    config = tmp_path / "sft.yaml"
+    data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
+    config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(model)})))
+    cut = rlhf("show", "--config", config).stdout
+    assert re.search(r"5 tokens, cut from \d+, \d learnt\n  <bos>", cut)
+    assert cut.rstrip().endswith("<eos>⟧")
+    prompts = rlhf("show", path, "--for", "ppo", "--tokenizer", model, "--max-length", 3).stdout
+    assert "left out: prompts longer than 3 tokens" in prompts
+
+
+def test_of_a_pair_both_answers_are_shown_and_the_prompt_once(tmp_path: Path, make_model) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "chosen": " thank you", "rejected": " sorry"}])
+    output = rlhf("show", path, "--for", "rm", "--tokenizer", make_model("llama")).stdout
+    assert re.search(
+        rf"{path}:1  chosen, \d+ tokens\n  <bos>the tent⟦ thank you<eos>⟧\n\n"
+        rf"{path}:1  rejected, \d+ tokens\n  \(the same \d+ tokens, then\)\n  ⟦ sorry<eos>⟧\n",
+        output,
+    )
+    scored = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "the tent", "response": " sorry", "score": 0.5}])
+    assert "  score 0.5, " in rlhf("show", scored, "--for", "rm", "--tokenizer", make_model("llama")).stdout
+    ranked = write_jsonl(tmp_path / "c.jsonl", [{"prompt": "p", "answers": ["one", "two", "three"]}])
+    output = rlhf("show", ranked, "--for", "rm").stdout
+    assert re.findall(r"rank \d\n  .*", output) == ["rank 1\n  p⟦one⟧", "rank 2\n  ⟦two⟧", "rank 3\n  ⟦three⟧"]
+
+
+def test_of_a_conversation_only_the_answer_that_is_judged_is_marked(tmp_path: Path, make_model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    turns = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "chosen": "thank you", "rejected": "sorry"}])
+    output = rlhf("show", pairs, "--for", "rm", "--tokenizer", tmp_path / "model").stdout
+    assert "  <user>the tent\n  <assistant>is late<eos>\n  <user>please\n  <assistant>⟦thank you<eos>\n  ⟧\n" in output
+    output = rlhf("show", pairs, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
+    assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
+
+
+def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    output = rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
+    assert "\x1b[7m<bos>\x1b[0mthe tent\x1b[32m is late\x1b[0m\x1b[7;32m<eos>\x1b[0m" in output
+    assert "⟦" not in output
+    monkeypatch.setenv("NO_COLOR", "1")
+    output = rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
+    assert "⟦ is late" in output
+
+
+def test_a_row_is_found_by_the_number_that_messages_give_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"prompt": "one", "response": "1"}', "", '{"prompt": "two", "response": 5}', '{"prompt": }']
+    path.write_text("\n".join([*lines, *lines[:1] * 10]))
+    assert "one⟦1⟧" in rlhf("show", path, "--for", "sft", "--row", 1).stdout
+    bad = rlhf("show", path, "--for", "sft", "--row", 3, code=2)
+    assert "prompt: two\nresponse: 5\n" in bad.stdout
+    assert f"{path}:3: `response` is " in bad.stderr
+    assert f"{path}:4: not JSON" in rlhf("show", path, "--for", "sft", "--row", 4, code=2).stderr
+    assert "no row is called by the number 2" in rlhf("show", path, "--for", "sft", "--row", 2, code=2).stderr
+    listed = rlhf("show", path, "--for", "sft").stdout
+    assert "one⟦1⟧" in listed
+
+
+def test_bad_rows_and_rows_without_use_are_shown_in_their_place(tmp_path: Path) -> None:
+    rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1)]
+    output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
+    places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
+    assert places == sorted(places)
+
+
+def test_what_a_terminal_would_act_on_is_escaped(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "\x1b[2Jx\x07", "response": "y\u202e\tz"}])
+    output = rlhf("show", path, "--for", "sft").stdout
+    assert "\\x1b[2Jx\\x07⟦y\\u202e\\tz⟧" in output
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
+def test_the_pieces_are_the_whole_text(request, name: str) -> None:
+    tokenizer = request.getfixturevalue(name)
+    row = Demonstration("the tent is", " late please help", "")
+    ((ids, learnt),) = encode_answers(tokenizer, [row], None)
+    found = pieces(tokenizer, ids, learnt)
+    assert "".join(text for text, _, _ in found) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert "".join(text for text, is_learnt, special in found if is_learnt and not special) == row.response
+    assert found[-1] == (tokenizer.eos_token, True, True)
+
+
+# ---------------------------------------------------------------------------------------------- convert
+
+
+# Texts with a label each are scores to `rm` too, which pairs them afterwards.
+CONVERTED = [
+    (name, purpose)
+    for name, format_ in FORMATS.items()
+    for purpose in format_.purposes
+    if (name, purpose) != ("labelled", "rm pairs")
+]
+
+
+FOR = {"sft": "sft", "rm pairs": "rm", "rm scores": "rm-scores", "ppo": "ppo"}
+
+
+def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tuple[Any, ...]]:
+    """What a stage sees of each row of a file, and by what the row is split; of scored answers one by one."""
+    source = DataSource(path=str(path), format=format)  # type: ignore[arg-type]
+    part = part_of_source(source, "sft", on_bad_row="error")
+    for _, record in records(part.rows, purpose, Report()):
+        try:
+            seen = see(record, Part("data", part.rows, purpose), "test")
+        except DataError:
+            continue
+        if isinstance(seen, LeftOut) or not all(answer.strip() for answer in seen.answers):
+            continue
+        same = (record.prompt, record.messages, record.key)
+        if purpose == "rm scores":
+            yield from ((*same, answer, score) for answer, score in zip(seen.answers, seen.scores, strict=True))
+        else:
+            yield (*same, seen.answers)
+
+
+@pytest.mark.parametrize(("name", "purpose"), CONVERTED)
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
+def test_what_is_written_is_read_back(tmp_path: Path, name: str, purpose: Purpose, ending: str) -> None:
+    fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / f"out{ending}"
+    skip = ("--on-bad-row", "skip", "--quiet")
+    rlhf("convert", fixture, "--for", FOR[purpose], "--format", name, "--out", out, *skip)
+    before, after = list(meanings(fixture, purpose, name)), list(meanings(out, purpose))
+    assert after == before
+    assert before
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize(("name", "purpose"), CONVERTED)
+def test_parquet_holds_the_same_where_all_rows_have_one_shape(tmp_path: Path, name: str, purpose: Purpose) -> None:
+    fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / "out.parquet"
+    before = list(meanings(fixture, purpose, name))
+    one_shape = len({bool(row[1]) for row in before}) == 1
+    skip = ("--on-bad-row", "skip", "--quiet")
+    arguments = ("convert", fixture, "--for", FOR[purpose], "--format", name, "--out", out, *skip)
+    if not one_shape:
+        assert "Write .jsonl" in rlhf(*arguments, code=2).stderr
+        assert not list(tmp_path.iterdir())
+        return
+    rlhf(*arguments)
+    assert list(meanings(out, purpose)) == before
+
+
+def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
+    expected: dict[tuple[str, str], dict[str, Any]] = {
+        ("alpaca", "ppo"): {"prompt"},
+        ("messages", "sft"): {"messages"},
+        ("shp", "rm"): {"prompt", "chosen", "rejected"},
+        ("shp", "rm-scores"): {"prompt", "response", "score"},
+        ("ranking", "rm"): {"prompt", "answers"},
+        ("kto", "sft"): {"prompt", "response"},
+        ("text", "sft"): {"text"},
+        ("labelled", "rm"): {"text", "label"},
+    }  # type: ignore[dict-item]
+    for (name, for_), columns in expected.items():
+        out = tmp_path / f"{name}-{for_}.jsonl"
+        rlhf("convert", FIXTURES / f"{name}.jsonl", "--for", for_, "--format", name, "--out", out, "--quiet")
+        assert {key for line in out.read_text().splitlines() for key in json.loads(line)} == columns
+    pairs = [json.loads(line) for line in (tmp_path / "shp-rm.jsonl").read_text().splitlines()]
+    assert pairs[0] == {
+        "prompt": "How long do eggs keep?",
+        "chosen": "About a month in the fridge.",
+        "rejected": "No idea.",
+    }
+
+
+def test_columns_are_kept_where_they_are_named(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": f"#### {n}", "id": n, "odd": "\ud800"} for n in range(3)]
+    path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
+    output = rlhf("convert", path, "--for", "ppo", "--out", tmp_path / "few.jsonl").stdout
+    assert "columns that are not in it: answer, id, odd." in output
+    output = rlhf("convert", path, "--for", "ppo", "--out", out, "--keep", "answer", "--keep", "odd").stdout
+    assert "columns that are not in it: id." in output
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert written == [{"prompt": f"{n}?", "answer": f"#### {n}", "odd": "\ud800"} for n in range(3)]
+    more = ("--out", tmp_path / "b.jsonl")
+    assert "has no such column" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "x", code=2).stderr
+    assert "one of our own columns" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
+    steer = FIXTURES / "helpsteer.jsonl"
+    keep = ("--keep", "helpfulness", "--keep", "correctness", "--weights", "verbosity=1")
+    assert "it would be read as helpsteer" in rlhf("convert", steer, "--for", "rm", *more, *keep, code=2).stderr
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_a_bad_row_stops_it_or_is_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": "p", "response": 1}, {"prompt": "q", "response": "r"}]
+    path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
+    assert f"{path}:2: `response`" in rlhf("convert", path, "--for", "sft", "--out", out, code=2).stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl"]
+    output = rlhf("convert", path, "--for", "sft", "--out", out, "--on-bad-row", "skip").stdout
+    assert "1 rows left out: can't be read" in output
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["p", "q"]
+
+
+def test_answers_of_no_words_are_left_out_and_counted(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    output = rlhf("convert", FIXTURES / "hh.jsonl", "--for", "rm", "--out", out).stdout
+    assert "1 rows left out: an answer of no words" in output
+    assert "columns that are not in it" not in output
+
+
+def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
+    source = FIXTURES / "text.jsonl"
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    assert "is there already" in rlhf("convert", source, "--for", "sft", "--out", out, code=2).stderr
+    dangling, elsewhere = tmp_path / "link.jsonl", tmp_path / "elsewhere"
+    dangling.symlink_to(elsewhere)
+    assert "is there already" in rlhf("convert", source, "--for", "sft", "--out", dangling, code=2).stderr
+    (tmp_path / ".new.jsonl.writing").symlink_to(elsewhere)
+    rlhf("convert", source, "--for", "sft", "--out", tmp_path / "new.jsonl")
+    assert not elsewhere.exists()
+    assert (tmp_path / "new.jsonl").is_file()
+    assert "must end in" in rlhf("convert", source, "--for", "sft", "--out", tmp_path / "a.csv", code=2).stderr
+    nowhere = tmp_path / "no" / "a.jsonl"
+    assert "can't be written" in rlhf("convert", source, "--for", "sft", "--out", nowhere, code=2).stderr
+
+
+def test_packed_files_have_the_same_bytes_every_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        rlhf("convert", FIXTURES / "text.jsonl", "--for", "sft", "--out", tmp_path / f"{name}.jsonl.gz")
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()).count(b"\n") > 1
+
+
+def test_a_parquet_of_several_batches(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}", "response": "é"} for n in range(2300)]
+    out = tmp_path / "out.parquet"
+    rlhf("convert", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft", "--out", out)
+    assert [row[0] for row in meanings(out, "sft")] == [f"{n}" for n in range(2300)]
+
+
+# -------------------------------------------------------------------------------------------- docs/data.md
+
+
+def documented() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of each format in docs/data.md: its purposes, its row and its line of YAML."""
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| `(\{[^|]*)` \| `(train: [^|]*)` \|$", text, re.MULTILINE)
+    return {name: (purposes, json.loads(row), yaml.safe_load(line)) for name, purposes, row, line in rows}
+
+
+def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
+    docs = documented()
+    assert set(docs) == set(FORMATS)
+    stages: dict[Purpose, str] = {"sft": "SFT", "rm pairs": "RM pairs", "rm scores": "RM scores", "ppo": "PPO"}
+    for name, (purposes, row, line) in docs.items():
+        format_ = FORMATS[name]
+        assert purposes == ", ".join(stages[purpose] for purpose in format_.purposes), name
+        (source,) = Rows.model_validate(line).train
+        values = Row({source.keys.get(key, key): value for key, value in row.items()}, f"{name}:1")
+        for purpose in format_.purposes:
+            if source.format != "auto" or name not in ("labelled", "scored") or purpose.startswith("rm"):
+                assert recognise(values, source, purpose).name == name
+            record = read_record(values, format_, source)
+            assert isinstance(see(record, Part("data", Rows(train=[source]), purpose), "test"), Seen) or (
+                name == "labelled" and purpose == "rm pairs"
+            )
+
+
+def test_docs_are_short() -> None:
+    assert len((ROOT / "docs" / "data.md").read_text(encoding="utf-8").splitlines()) < 300

@@ -1,0 +1,644 @@
+"""`rlhf data generate`: what it writes, and that an interrupted run ends in the file of one that was not."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli import http_client
+from rlhf_cli.cli import app
+from rlhf_cli.commands import chat_server, data_generate, data_score
+from rlhf_cli.commands.data_generate import Known, WriterOptions, fill, generate, prompts_in, words
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import demonstration, ranking
+from rlhf_cli.data.sources import Row
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.rollout.local_writer import LocalWriter
+from rlhf_cli.rollout.requests import Drawing, Written
+from support.servers import KEY, Call, ChatServer, Reply, ask, completion
+from support.tiny import WORDS, read_jsonl, write_jsonl
+from support.writers import contents, failing_after, local, remote
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(2)
+    rows = [{"prompt": f"Q: {' '.join(rng.choices(WORDS, k=4))} {n}\nA:", "n": n} for n in range(21)]
+    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+
+
+def run(source: Path | str, task: Any, out: Path, writer: WriterOptions, **settings: Any) -> None:
+    generate(DataSource(path=str(source)), task, out, writer, quiet=True, **settings)
+
+
+# ------------------------------------------------------------------------------------------ what is written
+
+
+def test_demonstrations_are_the_models_answers_in_order(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "demos.jsonl"
+    writer = local(make_model("llama"), seed=3)
+    run(prompts, "demonstrations", out, writer, num=10)
+    one_by_one = LocalWriter(writer.model, Drawing(max_new_tokens=8, seed=3), batch_size=1, device="cpu")
+    expected = []
+    for n, row in enumerate(read_jsonl(prompts)[:10]):
+        [answer] = one_by_one.write([ask(row["prompt"], n, 0)])
+        assert isinstance(answer, Written)
+        drawn = {"model": writer.model, "temperature": 1.0, "seed": 3}
+        expected.append({"prompt": row["prompt"], "response": answer.text, "ended": answer.ended, **drawn})
+    assert read_jsonl(out) == expected
+    assert contents(out)[1] == b""
+
+
+def test_samples_are_k_draws_and_no_ranking_until_they_are_scored(
+    make_model: Any, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "samples.jsonl"
+    run(prompts, "samples", out, local(make_model("llama")), num=6, num_samples=3)
+    rows = read_jsonl(out)
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_jsonl(prompts)[:6]]
+    for row in rows:
+        assert len(row["responses"]) == len(set(row["responses"])) == len(row["ended"]) == 3
+        assert row["scores"] == [None] * 3
+        assert (row["temperature"], row["seed"]) == (1.0, 0)
+        source = DataSource(path=str(out))
+        read = Row(row, "out:1")
+        record = read_record(read, recognise(read, source, "rm pairs"), source)
+        assert [answer.text for answer in record.answers] == row["responses"]
+        assert ranking(record) is None, "nobody has said yet which of them is best"
+
+
+def test_conversations_stay_conversations_and_the_template_makes_one_message(
+    chat_model: Path,
+    tmp_path: Path,
+) -> None:
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the tent is late"}]
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
+    with ChatServer() as server:
+        run(source, "demonstrations", tmp_path / "a.jsonl", remote(server))
+        template = tmp_path / "template.txt"
+        template.write_text("Answer as a pirate: {prompt} {unknown}")
+        run(source, "demonstrations", tmp_path / "b.jsonl", remote(server), template=template)
+    assert server.bodies[0]["messages"] == turns
+    text = "\n\nSystem: be kind\n\nHuman: the tent is late\n\nAssistant:"
+    assert server.bodies[1]["messages"] == [{"role": "user", "content": f"Answer as a pirate: {text} {{unknown}}"}]
+    [row] = read_jsonl(tmp_path / "a.jsonl")
+    assert row["prompt"] == turns
+    assert row["response"] == "echo the tent is late"
+    source_of_it = DataSource(path="a.jsonl")
+    read = Row(row, "a.jsonl:1")
+    learnt = demonstration(read_record(read, recognise(read, source_of_it, "sft"), source_of_it))
+    assert learnt is not None
+    assert [m.content for m in learnt.messages] == ["be kind", "the tent is late", "echo the tent is late"]
+
+    run(source, "demonstrations", tmp_path / "c.jsonl", local(chat_model))
+    assert [row["prompt"] for row in read_jsonl(tmp_path / "c.jsonl")] == [turns]
+
+
+def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(prompts: Path, tmp_path: Path) -> None:
+    def answer(call: Call) -> Reply:
+        number = int(call.text.split()[-2])
+        return {1: (200, {}, completion(" \n")), 2: (400, {}, b"too long"), 3: (200, {}, completion(None))}.get(
+            number, (200, {}, completion(f"answer {number}"))
+        )
+
+    out = tmp_path / "out.jsonl"
+    with ChatServer(answer) as server:
+        run(prompts, "demonstrations", out, remote(server), num=6)
+    assert [row["response"] for row in read_jsonl(out)] == ["answer 0", "answer 4", "answer 5"]
+    url = f"{server.url}/chat/completions"
+    assert read_jsonl(out.with_name("out.jsonl.dropped")) == [
+        {"reason": "empty answers", "where": f"{prompts}:2"},
+        {"reason": "no answer", "where": f"{prompts}:3", "detail": f"{url} answered 400: 'too long'"},
+        {"reason": "no answer", "where": f"{prompts}:4", "detail": f"{url} sent an answer without text"},
+    ]
+
+
+def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_path: Path) -> None:
+    counters = itertools.count()
+
+    def answer(_: Call) -> Reply:
+        return [(200, {}, completion("one")), (200, {}, completion("")), (400, {}, b""), (200, {}, completion("two"))][
+            next(counters) % 4
+        ]
+
+    out = tmp_path / "out.jsonl"
+    with ChatServer(answer) as server:
+        run(prompts, "samples", out, remote(server, concurrency=1), num=1, num_samples=4)
+        [row] = read_jsonl(out)
+        assert (row["responses"], row["scores"]) == (["one", "two"], [None, None])
+        run(prompts, "samples", tmp_path / "b.jsonl", remote(server, concurrency=1), num=1, num_samples=4)
+        counters = itertools.count(1)
+        with pytest.raises(RunError, match=r"none of the first 1 rows was answered: http\S+ answered 400"):
+            run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, num_samples=2)
+    assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
+
+
+def test_broken_rows_are_said_before_anything_is_asked_or_counted(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a"}', '{"prompt": 7}', "{broken", '{"prompt": "b"}']
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out" / "out.jsonl"
+    with ChatServer() as server:
+        with pytest.raises(DataError, match=r"rows.jsonl:2: `prompt` is a number"):
+            run(source, "demonstrations", out, remote(server))
+        assert server.bodies == []
+        texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a story"}])
+        with pytest.raises(DataError, match=r"texts.jsonl:1: the row has no prompt"):
+            run(texts, "demonstrations", tmp_path / "out" / "texts.jsonl", remote(server))
+        assert server.bodies == []
+        run(source, "demonstrations", out, remote(server), on_bad_row="skip")
+    assert [row["response"] for row in read_jsonl(out)] == ["echo a", "echo b"]
+    dropped = read_jsonl(out.with_name("out.jsonl.dropped"))
+    assert [drop["reason"] for drop in dropped] == ["can't be read"] * 2
+    assert "rows.jsonl:2" in dropped[0]["detail"]
+    assert "rows.jsonl:3" in dropped[1]["detail"]
+
+
+# ------------------------------------------------------------------------------------------- new prompts
+
+
+def numbered(*texts: str) -> bytes:
+    return completion("\n".join(f"{n}. {text}" for n, text in enumerate(texts, 1)))
+
+
+def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path) -> None:
+    seeds = ["Name three\n rivers of France", "Write a poem about the sea", "Translate cat into German"]
+    source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": text} for text in seeds])
+    answers = [
+        numbered("write a poem, about THE sea!", "Explain how a kettle works"),
+        numbered("Explain how a kettle works today", "List the colours of a rainbow"),
+        completion("I would rather not."),
+        completion("1. Draw a cat\n2. Cook an eg", "length"),
+    ]
+    out = tmp_path / "out" / "new.jsonl"
+    writer = None
+    with ChatServer(lambda call: (200, {}, answers[min(call.number, 3)])) as server:
+        writer = remote(server, concurrency=1)
+        run(source, "prompts", out, writer, num=4, num_seeds=2)
+    assert [(row["prompt"], row["round"]) for row in read_jsonl(out)] == [
+        ("Explain how a kettle works", 0),
+        ("List the colours of a rainbow", 1),
+        ("I would rather not.", 2),
+        ("Draw a cat", 3),
+    ]
+    assert read_jsonl(out.with_name("new.jsonl.dropped")) == [
+        {"reason": "too similar to another", "round": 0, "prompt": "write a poem, about THE sea!", "other": seeds[1]},
+        {
+            "reason": "too similar to another",
+            "round": 1,
+            "prompt": "Explain how a kettle works today",
+            "other": "Explain how a kettle works",
+        },
+    ]
+    shown = [body["messages"][0]["content"] for body in server.bodies]
+    for text in shown:
+        lines = [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.")]
+        assert len(lines) == 2
+        assert {line[3:] for line in lines} <= {" ".join(seed.split()) for seed in seeds}
+        assert "Write 5 more requests" in text
+    assert len(set(shown)) > 1, "every round draws its own seeds"
+
+
+def test_similarity_is_the_share_of_words_in_common() -> None:
+    def slow(a: str, b: str) -> float:
+        left, right = ({w.lower() for w in "".join(c if c.isalnum() else " " for c in t).split()} for t in (a, b))
+        both = sum(1 for word in left if word in right)
+        return both / (len(left) + len(right) - both)
+
+    rng = random.Random(5)
+    texts = [
+        " ".join(rng.choices(["Tent", "lamp,", "radio", "map", "is", "late!", "broken"], k=rng.randint(1, 7)))
+        for _ in range(150)
+    ]
+    for threshold in (0.01, 0.3, 0.5, 0.6, 0.7, 1.0):
+        known = Known(threshold)
+        kept: list[str] = []
+        for text in texts:
+            first = next((other for other in kept if slow(text, other) >= threshold - 1e-12), None)
+            assert known.similar(text) == first
+            if first is None:
+                known.add(text)
+                kept.append(text)
+        assert 1 < len(kept) < len(texts) or threshold < 0.1
+    assert words("¡¡!!") == frozenset({"¡¡!!"})
+
+
+def test_a_list_in_an_answer_is_read_line_by_line() -> None:
+    assert prompts_in("Sure, here:\n\n 1. One thing\n2) Another\n3: third\n- fourth\n* fifth\nBye") == [
+        "One thing",
+        "Another",
+        "third",
+        "fourth",
+        "fifth",
+    ]
+    assert prompts_in("What is 3.5 times 2?\nName 10. Now.") == ["What is 3.5 times 2?", "Name 10. Now."]
+    assert prompts_in("1.\n2.  ") == []
+    assert prompts_in("") == prompts_in("half", ended=False) == []
+
+
+def test_a_model_that_has_no_new_prompt_is_stopped(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
+    with ChatServer(lambda _: (200, {}, numbered("Name a river", "Name a city"))) as server:
+        with pytest.raises(RunError, match=r"no new prompt in the last 40 answers, 1 of 5 are written"):
+            run(source, "prompts", tmp_path / "out" / "new.jsonl", remote(server, concurrency=1), num=5)
+    assert len(server.bodies) == 44
+
+
+@pytest.mark.parametrize(
+    "module", [data_generate, data_score, chat_server, http_client], ids=lambda module: module.__name__
+)
+def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_values_are_filled_in_at_once_and_braces_of_their_own_stay() -> None:
+    assert fill('{"a": {prompt}} {b} {{prompt}}', prompt="{b}") == '{"a": {b}} {b} {{b}}'
+    assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
+
+
+# --------------------------------------------------------------------------------------------- going on
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "demonstrations": {"on_bad_row": "skip"},
+    "samples": {"num_samples": 3, "on_bad_row": "skip", "num": 7},
+    "prompts": {"num": 9},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
+    task: str, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows that can't be read, too long and too similar among them, so that both files grow."""
+    rng = random.Random(3)
+    texts = [f"{' '.join(rng.choices(WORDS, k=3))} {n}" for n in range(12)]
+    texts[4] = texts[5] = texts[9] = "lamp " * 130
+    rows = [json.dumps({"prompt": text}) for text in texts]
+    rows[7] = "{broken"
+    if task == "prompts":
+        rows = [row for n, row in enumerate(rows) if n in (0, 1, 2)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(rows) + "\n")
+    template = tmp_path / "template.txt"
+    template.write_text("{seeds}\n4." if task == "prompts" else "{prompt}")
+    writer = local(make_model("llama"), max_new_tokens=16)
+    settings = {**TASKS[task], "template": template}
+    # A random model writes no lists, and never the same twice.
+    monkeypatch.setattr(data_generate, "prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2])
+
+    whole = tmp_path / "whole" / "out.jsonl"
+    run(source, task, whole, writer, **settings)
+    expected = contents(whole)
+    lines = [content.count(b"\n") for content in expected]
+    assert min(lines) > 1, "both files are put to the test"
+    for died_at in range(0, sum(lines), 1 if task == "prompts" else 2):
+        out = tmp_path / str(died_at) / "out.jsonl"
+        with failing_after(monkeypatch, died_at):
+            run(source, task, out, writer, **settings)
+        assert sum(content.count(b"\n") for content in contents(out)) == died_at
+        run(source, task, out, writer, **settings)
+        assert contents(out) == expected, f"died at line {died_at}"
+
+
+def test_a_process_that_is_killed_goes_on(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+    writer = local(make_model("llama"), batch_size=2)
+    run(prompts, "samples", tmp_path / "whole.jsonl", writer)
+    expected = contents(tmp_path / "whole.jsonl")
+    out = tmp_path / "killed" / "out.jsonl"
+    for at_least in (1, 7, 15):
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            run(prompts, "samples", out, writer)
+            os._exit(0)
+        deadline = time.monotonic() + 30
+        while not out.exists() or out.read_bytes().count(b"\n") < at_least:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert at_least <= out.read_bytes().count(b"\n") < 21
+    run(prompts, "samples", out, writer)
+    assert contents(out) == expected
+
+
+def test_a_finished_file_is_left_alone_and_more_rows_go_behind_it(
+    make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    writer = local(make_model("llama"))
+    run(prompts, "demonstrations", whole, writer)
+    run(prompts, "demonstrations", out, writer, num=6)
+    assert contents(out)[0] == b"".join(contents(whole)[0].splitlines(keepends=True)[:6])
+    run(prompts, "demonstrations", out, writer)
+    assert contents(out) == contents(whole)
+
+    def no_model(_self: WriterOptions) -> None:
+        raise AssertionError("a finished file needs no model")
+
+    monkeypatch.setattr(WriterOptions, "open", no_model)
+    run(prompts, "demonstrations", out, writer)
+    run(prompts, "demonstrations", out, writer, num=3)
+    assert contents(out) == contents(whole)
+
+
+def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
+        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command to resume"):
+            run(prompts, "demonstrations", out, remote(server))
+    written = read_jsonl(out)
+    assert 8 <= len(written) <= 11
+    with ChatServer(lambda call: (200, {}, completion(f"y {call.text}"))) as server:  # On another port.
+        run(prompts, "demonstrations", out, remote(server))
+        rows = read_jsonl(out)
+        assert rows[: len(written)] == written
+        assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_jsonl(prompts)]
+        assert [row["response"][0] for row in rows] == ["x"] * len(written) + ["y"] * (21 - len(written))
+        assert len(server.bodies) == 21 - len(written), "what was answered is not paid for again"
+        run(prompts, "demonstrations", out, remote(server))
+        assert len(server.bodies) == 21 - len(written)
+
+
+def test_a_server_that_was_never_there_is_said_with_the_row_that_comes_next(prompts: Path, tmp_path: Path) -> None:
+    with ChatServer() as server:
+        gone = remote(server, retries=0)
+    with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: http\S+ cannot be reached"):
+        run(prompts, "demonstrations", tmp_path / "out.jsonl", gone)
+    assert contents(tmp_path / "out.jsonl") == (b"", b"")
+
+
+def test_new_prompts_of_a_server_go_on_with_new_answers(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
+    out = tmp_path / "out" / "new.jsonl"
+
+    def unheard_of(call: Call) -> Reply:
+        return (200, {}, numbered(f"w{call.number} v{call.number}")) if call.number < 6 else None
+
+    with ChatServer(unheard_of) as server, pytest.raises(RunError):
+        run(source, "prompts", out, remote(server, concurrency=1), num=10)
+    before = read_jsonl(out)
+    assert [row["round"] for row in before] == [0, 1, 2, 3, 4, 5]
+    with ChatServer(lambda call: (200, {}, numbered(f"a{call.number} b{call.number}"))) as server:
+        run(source, "prompts", out, remote(server, concurrency=1), num=10)
+    rows = read_jsonl(out)
+    assert rows[:6] == before
+    assert [row["round"] for row in rows[6:]] == [8, 9, 10, 11], "rounds of a new chunk, with seeds of their own"
+
+
+def test_other_settings_are_refused_by_name_and_restart_begins_anew(
+    make_model: Any, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    writer = local(make_model("llama"))
+    run(prompts, "demonstrations", out, writer, num=3)
+    first = contents(out)
+    changed: list[tuple[str, Callable[[], None]]] = [
+        (
+            r"temperature \(1.0, now 0.5\)",
+            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), temperature=0.5)),
+        ),
+        (r"seed \(0, now 1\)", lambda: run(prompts, "demonstrations", out, local(make_model("llama"), seed=1))),
+        (
+            r"top_p \(null, now 0.5\)",
+            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), top_p=0.5)),
+        ),
+        (
+            r"max_new_tokens \(8, now 9\)",
+            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), max_new_tokens=9)),
+        ),
+        (r"model.digest, model.path", lambda: run(prompts, "demonstrations", out, local(make_model("qwen2")))),
+        (
+            r'num_answers \(1, now 4\), task \("demonstrations", now "samples"\)',
+            lambda: run(prompts, "samples", out, writer),
+        ),
+    ]
+    for said, other in changed:
+        with pytest.raises(ConfigError, match=f"was made with other settings: {said}.*--restart to begin anew"):
+            other()
+        assert contents(out) == first
+    lines = prompts.read_bytes()
+    copy = tmp_path / "data" / "copy.jsonl"
+    copy.parent.mkdir()
+    copy.write_bytes(lines)
+    run(copy, "demonstrations", out, writer, num=3)  # The same rows from another place.
+    copy.write_bytes(lines.replace(b"tent", b"lamp"))
+    with pytest.raises(ConfigError, match=r"other settings: data.rows"):
+        run(copy, "demonstrations", out, writer, num=3)
+    run(prompts, "demonstrations", out, local(make_model("llama"), batch_size=3), num=4)  # May change.
+    assert len(read_jsonl(out)) == 4
+    run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=2, restart=True)
+    rows = read_jsonl(out)
+    assert [row["seed"] for row in rows] == [1, 1]
+
+
+def test_files_of_others_are_never_written_to(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+    writer = local(make_model("llama"))
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"precious": 1}\n')
+    for restart in (False, True):
+        with pytest.raises(ArtifactError, match=r"mine.jsonl: is there already"):
+            run(prompts, "demonstrations", mine, writer, restart=restart)
+    assert mine.read_text() == '{"precious": 1}\n'
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(mine)
+    with pytest.raises(ArtifactError, match="can't be written"):
+        run(prompts, "demonstrations", link, writer, restart=True)
+    assert mine.read_text() == '{"precious": 1}\n'
+    with pytest.raises(ConfigError, match="would be one of the files of"):
+        run(prompts.parent, "demonstrations", prompts.parent / "new.jsonl", writer)
+    with pytest.raises(ConfigError, match="would be one of the files of"):
+        run(f"{prompts.parent}/*.jsonl", "demonstrations", prompts.parent / "new.jsonl", writer)
+    with pytest.raises(ConfigError, match="would be one of the files of"):
+        run(prompts, "demonstrations", prompts, writer)
+    with pytest.raises(ConfigError, match=r"must end in .jsonl"):
+        run(prompts, "demonstrations", tmp_path / "out.csv", writer)
+    with pytest.raises(ArtifactError, match="can't be written"):
+        run(prompts, "demonstrations", mine / "out.jsonl", writer)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ArtifactError, match="can't be written"):
+        run(prompts, "demonstrations", tmp_path / "folder.jsonl", writer)
+
+
+def test_a_full_disk_is_one_line_and_the_file_goes_on(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+    import resource
+
+    writer, out = local(make_model("llama")), tmp_path / "out.jsonl"
+    run(prompts, "demonstrations", tmp_path / "whole.jsonl", writer)
+    expected = contents(tmp_path / "whole.jsonl")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[0]) // 2, hard))
+    try:
+        with pytest.raises(ArtifactError, match=r"can't be written \(File too large\)"):
+            run(prompts, "demonstrations", out, writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert 0 < len(contents(out)[0]) <= len(expected[0]) // 2
+    run(prompts, "demonstrations", out, writer)
+    assert contents(out) == expected
+
+
+def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> None:
+    out, inside, go_on = tmp_path / "out.jsonl", threading.Event(), threading.Event()
+
+    def wait(_: Call) -> Reply:
+        inside.set()
+        go_on.wait(10)
+        return 200, {}, completion("x")
+
+    with ChatServer(wait) as server:
+        thread = threading.Thread(target=run, args=(prompts, "demonstrations", out, remote(server)))
+        thread.start()
+        assert inside.wait(10)
+        with pytest.raises(ArtifactError, match="another process is writing it"):
+            run(prompts, "demonstrations", out, remote(server))
+        with pytest.raises(ArtifactError, match="another process is writing it"):
+            run(prompts, "demonstrations", out, remote(server), restart=True)
+        go_on.set()
+        thread.join()
+    assert len(read_jsonl(out)) == 21
+
+
+def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
+    def interrupt(call: Call) -> Reply:
+        if call.number == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return 200, {}, completion("x")
+
+    out = tmp_path / "out.jsonl"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs are started without.
+    try:
+        with ChatServer(interrupt) as server, pytest.raises(Interrupted, match=r"interrupted: 8 rows are in") as stop:
+            run(prompts, "demonstrations", out, remote(server))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stop.value.exit_code == 130
+    assert len(read_jsonl(out)) == 8
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: Path) -> None:
+    """The whole command: threads that wait for an answer must not keep the process."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(_: Call) -> Reply:
+        asked.set()
+        go_on.wait(60)
+        return 200, {}, completion("x")
+
+    with ChatServer(hang) as server:
+        command = [sys.executable, "-m", "rlhf_cli", "data", "generate", str(prompts), "--task", "demonstrations"]
+        command += ["--out", str(tmp_path / "out.jsonl"), "--server", server.url, "--model", "m"]
+        restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
+        assert asked.wait(120)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        go_on.set()
+    assert process.returncode == 130
+    assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl, and the same command goes on behind them\n"
+
+
+def test_a_restart_that_is_cut_off_leaves_no_settings_for_other_rows(
+    make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, writer = tmp_path / "out.jsonl", local(make_model("llama"))
+    run(prompts, "demonstrations", out, writer, num=3)
+
+    def killed(_path: Path, _text: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_generate, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
+    assert contents(out) == (b"", b"")
+    assert not out.with_name("out.jsonl.settings").exists()
+    run(prompts, "demonstrations", out, writer, num=3)
+    assert len(read_jsonl(out)) == 3
+
+
+# --------------------------------------------------------------------------------------- the command line
+
+
+def test_the_command_says_what_it_did(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    out = tmp_path / "out.jsonl"
+
+    def answer(call: Call) -> Reply:
+        return (400, {}, KEY.encode()) if call.number == 3 else (200, {}, completion("x", "length"))
+
+    with ChatServer(answer) as server:
+        arguments = ["data", "generate", str(prompts), "--task", "demonstrations", "--out", str(out), "--num", "5"]
+        arguments += ["--server", server.url, "--model", "some", "--api-key-env", "MY_KEY", "--temperature", "0.5"]
+        done = CliRunner().invoke(app, [*arguments, "--concurrency", "1", "--max-new-tokens", "9"])
+        assert done.exit_code == 0, done.output
+        refused = CliRunner().invoke(app, arguments)
+    assert done.output.splitlines()[-1] == (
+        f"generate: {out}: 4 rows, 4 answers cut at 9 tokens (`ended` is false there); "
+        "1 dropped (1 no answer), see out.jsonl.dropped"
+    )
+    assert server.bodies[0]["temperature"] == 0.5
+    assert refused.exit_code == 2
+    assert refused.output.startswith("error: ")
+    everything = done.output + refused.output + "".join(p.read_text() for p in tmp_path.iterdir())
+    assert KEY not in everything
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--task", "prompts"], "--task prompts: how many? Give --num"),
+        (["--task", "demonstrations", "--format", "nonsense"], "format: "),
+        (["--task", "demonstrations", "--key", "prompt"], "--key: must be OURS=THEIRS"),
+        (["--task", "demonstrations", "--key", "prompt=nothing"], "`nothing` is not there"),
+        (["--task", "demonstrations", "--template", "missing.txt"], "--template: missing.txt: can't be read"),
+        (["--task", "demonstrations", "--server", "http://a:secret@b/v1"], "--server: contains a user or a password"),
+        (["--task", "demonstrations", "--model", "./nowhere"], "./nowhere: no such directory"),
+        (["--task", "demonstrations", "--temperature", "-1"], "--temperature"),
+        (["--task", "nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
+    basic = ["data", "generate", str(prompts), "--out", str(tmp_path / "out.jsonl"), "--model", "some/model"]
+    result = CliRunner().invoke(app, [*basic, *arguments])
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert "secret" not in result.output
+
+
+def test_a_template_without_its_place_is_refused(prompts: Path, make_model: Any, tmp_path: Path) -> None:
+    template = tmp_path / "template.txt"
+    template.write_text("Answer {promt}")
+    with pytest.raises(ConfigError, match=r"template.txt: has no \{prompt\} in it"):
+        run(prompts, "demonstrations", tmp_path / "out.jsonl", local(make_model("llama")), template=template)
+    with pytest.raises(ConfigError, match=r"has no \{seeds\} in it"):
+        run(prompts, "prompts", tmp_path / "out.jsonl", local(make_model("llama")), template=template, num=3)

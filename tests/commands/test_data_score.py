@@ -1,0 +1,511 @@
+"""`rlhf data score`: what a judge's answers become, and that a run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands import data_score
+from rlhf_cli.commands.data_generate import WriterOptions
+from rlhf_cli.commands.data_score import letter_in, number_in, score
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import ranking, scored
+from rlhf_cli.data.sources import Row
+from rlhf_cli.errors import ConfigError, DataError, RunError
+from support.servers import Call, ChatServer, Reply, completion, transformers_serve
+from support.tiny import WORDS, read_jsonl, write_jsonl
+from support.writers import contents, failing_after, local, remote
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def run(source: Path, out: Path, writer: WriterOptions, **settings: Any) -> None:
+    score(DataSource(path=str(source)), out, writer, quiet=True, **settings)
+
+
+def dropped(out: Path) -> list[dict[str, Any]]:
+    return read_jsonl(out.with_name(out.name + ".dropped"))
+
+
+def says(answer: Callable[[str], str]) -> Callable[[Call], Reply]:
+    """A judge that answers to the text that it is asked."""
+    return lambda call: (200, {}, completion(answer(call.text)))
+
+
+def read_back(out: Path, purpose: Any) -> list[Any]:
+    source, rows = DataSource(path=str(out)), [Row(values, "out") for values in read_jsonl(out)]
+    return [read_record(row, recognise(rows[0], source, purpose), source) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------ parsing
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("4", 4.0),
+        (" 0\n", 0.0),
+        ("Score: 0.", 0.0),
+        ("-0", 0.0),
+        ("**3**", 3.0),
+        ("4/5", 4.0),
+        ("I give it 3.5 of 5.", 3.5),
+        ("3-4", 3.0),
+        ("10, no, 5", 5.0),
+        ("7", None),
+        ("-1", None),
+        ("−1", None),
+        ("5.1", None),
+        ("", None),
+        ("four", None),
+        ("GPT4 says", None),
+        ("the 4th", None),
+        ("80%", None),
+        ("3.5%", None),
+        ("1,000", None),
+        ("4,5", None),
+        ("1.2.3", None),
+        ("3.5x", None),
+        ("5e1", None),
+        ("nan inf", None),
+        ("٤", None),
+        ("4" * 5000, None),
+        ("1.2.3 and then 2", 2.0),
+    ],
+)
+def test_the_first_number_in_range_is_the_score(answer: str, number: float | None) -> None:
+    found = number_in(answer, 0, 5)
+    assert found == number
+    assert str(found) != "-0.0"
+
+
+def test_the_range_is_closed_and_may_be_anything() -> None:
+    assert number_in("-1.5", -2, -1) == -1.5
+    assert [number_in(str(n), 1, 3) for n in range(5)] == [None, 1.0, 2.0, 3.0, None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("A", "first"),
+        ("B.", "second"),
+        ("[[B]]", "second"),
+        ("Response A is better", "first"),
+        ("A, since A is right", "first"),
+        ("A is shorter, but B is right", None),
+        ("Both", None),
+        ("a", None),
+        ("AB", None),
+        ("", None),
+        ("ABBA", None),
+    ],
+)
+def test_one_letter_alone_is_a_verdict(answer: str, verdict: str | None) -> None:
+    assert letter_in(answer) == verdict
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: Path) -> None:
+    rows = [
+        {"id": 1, "question": "Name a river.", "answer": "The Rhine.", "score": 1.0, "scores": [9], "judge": "Ann"},
+        {
+            "id": 2,
+            "question": "Name a city.",
+            "answer": "Rivers are long.",
+            "score": 0.5,
+            "scores": [9],
+            "judge": "Bob",
+        },
+    ]
+    source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
+    with ChatServer(says(lambda text: "Score: 5" if "Rhine" in text else "0")) as server:
+        run(source, out, remote(server, concurrency=1, max_new_tokens=16, temperature=0.2))
+        assert "score: 2 scores by judge-7b, mean 2.500\n" in command(
+            source, out, server, "--concurrency", "1", "--max-new-tokens", "16", "--temperature", "0.2"
+        )
+    body = server.bodies[0]
+    assert (body["max_tokens"], body["temperature"]) == (16, 0.2)
+    [message] = body["messages"]
+    assert "Request:\nName a river.\n\nResponse:\nThe Rhine.\n\nAnswer with the number" in message["content"]
+    assert "a number from 0 to 5" in message["content"]
+    assert read_jsonl(out) == [
+        {
+            "id": row["id"],
+            "question": row["question"],
+            "answer": row["answer"],
+            "score_before": row["score"],
+            "scores_before": [9],
+            "judge_before": row["judge"],
+            "prompt": row["question"],
+            "response": row["answer"],
+            "score": number,
+            "judge": "judge-7b",
+        }
+        for row, number in zip(rows, (5.0, 0.0), strict=True)
+    ]
+    assert [one.score for record in read_back(out, "rm scores") for one in scored(record)] == [5.0, 0.0]
+
+
+def test_every_answer_of_a_row_is_scored_and_the_row_is_then_a_ranking(tmp_path: Path) -> None:
+    answers = ["worst", "best", "odd", "middle"]
+    row = {"prompt": "p", "responses": answers, "scores": [None] * 4, "n": 7}
+    source, out = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "out" / "out.jsonl"
+    numbers = {"worst": "0", "best": "5", "odd": "no idea", "middle": "2.5"}
+    with ChatServer(says(lambda text: numbers[text.split("Response:\n")[1].split("\n")[0]])) as server:
+        run(source, out, remote(server))
+    assert read_jsonl(out) == [
+        {"n": 7, "prompt": "p", "responses": answers, "scores": [0.0, 5.0, None, 2.5], "judge": "judge-7b"}
+    ]
+    assert len(server.bodies) == 4 + 2, "what is not a number is asked two times more"
+    [record] = read_back(out, "rm pairs")
+    ranked = ranking(record)
+    assert ranked is not None
+    assert ranked.answers == ("best", "middle", "worst")
+
+
+def test_other_formats_are_scored_too(tmp_path: Path) -> None:
+    """A conversation, a pair, an Alpaca row: whatever they are, what is written is read back with its scores."""
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    cases: list[tuple[dict[str, Any], str, Any]] = [
+        ({"messages": [*turns, {"role": "assistant", "content": "hello"}]}, "hello", turns),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "c", "p"),
+        ({"system_prompt": "be kind", "prompt": "hi", "response": "hello"}, "hello", turns),
+    ]
+    for n, (row, first, prompt) in enumerate(cases):
+        source, out = write_jsonl(tmp_path / f"{n}.jsonl", [row]), tmp_path / "out" / f"{n}.jsonl"
+        with ChatServer(says(lambda _: "3")) as server:
+            run(source, out, remote(server))
+        [written] = read_jsonl(out)
+        assert written["prompt"] == prompt
+        assert "hello" in server.bodies[0]["messages"][0]["content"] or first == "c"
+        source_of_it = DataSource(path=str(out), format="scored")
+        read = Row(written, "out")
+        record = read_record(read, recognise(read, source_of_it, "rm scores"), source_of_it)
+        assert record.answers[0].text.strip() == first
+        assert [one.score for one in scored(record)] == [3.0] * len(record.answers)
+        if isinstance(prompt, list):
+            assert [m.content for m in record.messages] == ["be kind", "hi"]
+
+
+def test_what_is_no_number_is_asked_again_with_another_draw_then_dropped(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(4)]
+    source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
+    asked: Counter[str] = Counter()
+
+    def judge(call: Call) -> Reply:
+        which = next(row["prompt"] for row in rows if f"\n{row['prompt']}\n" in call.text)
+        asked[which] += 1
+        answer = {"p0": "4", "p1": "hm" if asked[which] < 3 else "0", "p2": "I can't say, perhaps 9"}.get(which)
+        return (400, {}, b"too long") if answer is None else (200, {}, completion(answer))
+
+    with ChatServer(judge) as server:
+        run(source, out, remote(server, concurrency=1))
+    assert asked == {"p0": 1, "p1": 3, "p2": 3, "p3": 1}
+    assert [(row["prompt"], row["score"]) for row in read_jsonl(out)] == [("p0", 4.0), ("p1", 0.0)]
+    url = f"{server.url}/chat/completions"
+    assert dropped(out) == [
+        {"reason": "no clear answer", "where": f"{source}:3", "answer": "I can't say, perhaps 9"},
+        {
+            "reason": "no answer",
+            "where": f"{source}:4",
+            "detail": f"{url} answered 400: 'too long'",
+        },
+    ]
+    seeds = [body["seed"] for body in server.bodies if "\np1\n" in body["messages"][0]["content"]]
+    assert len(set(seeds)) == 3
+    with ChatServer(judge) as server:
+        asked.clear()
+        run(source, tmp_path / "out" / "one.jsonl", remote(server, concurrency=1), attempts=1)
+    assert asked == {"p0": 1, "p1": 1, "p2": 1, "p3": 1}
+
+
+def test_the_template_and_the_range_are_the_users(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "{response}", "response": "{prompt}"}])
+    template = tmp_path / "judge.txt"
+    template.write_text("{min}..{max} {{x}}: {prompt} / {response}")
+    with ChatServer(says(lambda _: "0 or 7.5")) as server:
+        run(source, tmp_path / "out" / "a.jsonl", remote(server), template=template, lowest=1, highest=10)
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "1..10 {{x}}: {response} / {prompt}"}]
+    assert read_jsonl(tmp_path / "out" / "a.jsonl")[0]["score"] == 7.5
+    for compare, said in ((False, r"no \{prompt\} and no \{response\}"), (True, r"no \{prompt\} and no \{a\} and no")):
+        template.write_text("Say something")
+        with pytest.raises(ConfigError, match=said):
+            run(source, tmp_path / "out" / "b.jsonl", remote(server), template=template, compare=compare)
+    with pytest.raises(ConfigError, match="--min 5 --max 5"):
+        run(source, tmp_path / "out" / "b.jsonl", remote(server), lowest=5, highest=5)
+
+
+def test_rows_without_what_is_judged_are_named(tmp_path: Path) -> None:
+    with ChatServer(says(lambda _: "1")) as server:
+        source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+        with pytest.raises(DataError, match=r"a.jsonl:1: there is no answer to score"):
+            run(source, tmp_path / "out" / "a.jsonl", remote(server))
+        source = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "response": "r"}])
+        with pytest.raises(DataError, match=r"b.jsonl:1: the number of answers is 1, --compare takes two"):
+            run(source, tmp_path / "out" / "b.jsonl", remote(server), compare=True)
+    assert server.bodies == []
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+PAIRS = [
+    {"prompt": "p0", "chosen": "good 0", "rejected": "bad 0"},
+    {"prompt": "p1", "chosen": "bad 1", "rejected": "good 1"},
+    {"prompt": "p2", "chosen": "same 2", "rejected": "same 2b"},
+    {"prompt": "p3", "chosen": "late 3", "rejected": "late 3b"},
+    {"prompt": "p4", "chosen": "twin 4", "rejected": "twin 4"},
+    {"prompt": "p5", "chosen": "odd 5", "rejected": "odd 5b"},
+    {"prompt": "p6", "chosen": "good 6", "rejected": "bad 6"},
+]
+
+
+def by_kind(call: Call) -> Reply:
+    """Prefers good to bad; the first place of what is the same and the second of what is late; odd is no letter."""
+    a = call.text.split("Response A:\n")[1]
+    answers = {"g": "A", "b": "B", "s": "A", "l": "B", "o": "neither A nor B"}
+    return 200, {}, completion(answers[a[0]])
+
+
+def test_of_two_answers_the_one_preferred_in_both_places_is_chosen(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
+    with ChatServer(by_kind) as server:
+        run(source, out, remote(server, concurrency=1), compare=True)
+    agree, swapped = ["first", "second"], ["second", "first"]
+    assert read_jsonl(out) == [
+        {
+            "chosen_before": PAIRS[n]["chosen"],
+            "rejected_before": PAIRS[n]["rejected"],
+            "prompt": f"p{n}",
+            "chosen": f"good {n}",
+            "rejected": f"bad {n}",
+            "judge": "judge-7b",
+            "verdicts": verdicts,
+        }
+        for n, verdicts in ((0, agree), (1, swapped), (6, agree))
+    ]
+    assert dropped(out) == [
+        {"reason": "tie", "where": f"{source}:3", "verdicts": ["first", "first"]},
+        {"reason": "tie", "where": f"{source}:4", "verdicts": ["second", "second"]},
+        {"reason": "both answers are the same text", "where": f"{source}:5"},
+        {"reason": "no clear answer", "where": f"{source}:6", "answer": "neither A nor B"},
+    ]
+    asked = Counter(body["messages"][0]["content"].split("Request:\n")[1][:2] for body in server.bodies)
+    assert asked == {"p0": 2, "p1": 2, "p2": 2, "p3": 2, "p5": 6, "p6": 2}
+    assert [r.chosen for record in read_back(out, "rm pairs") if (r := ranking(record))] == [
+        "good 0",
+        "good 1",
+        "good 6",
+    ]
+
+
+def test_ties_can_be_kept_without_becoming_preferences(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:4]), tmp_path / "out" / "out.jsonl"
+    with ChatServer(by_kind) as server:
+        run(source, out, remote(server), compare=True, ties="keep")
+    rows = read_jsonl(out)
+    assert [row["scores"] for row in rows] == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]
+    assert [row["responses"] for row in rows] == [[pair["chosen"], pair["rejected"]] for pair in PAIRS[:4]]
+    source_of_it = DataSource(path=str(out), format="ranking")
+    rankings = []
+    for row in rows:
+        read = Row(row, "out")
+        rankings.append(ranking(read_record(read, recognise(read, source_of_it, "rm pairs"), source_of_it)))
+    assert [r.chosen if r else None for r in rankings] == ["good 0", "good 1", None, None]
+
+
+# --------------------------------------------------------------------------------------- the command line
+
+
+def command(source: Path, out: Path, server: ChatServer, *more: str) -> str:
+    arguments = ["data", "score", str(source), "--out", str(out), "--server", server.url, "--model", "judge-7b"]
+    result = CliRunner().invoke(app, [*arguments, *more])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_last_lines_are_counts_mean_and_histogram(tmp_path: Path) -> None:
+    numbers = ["0", "1", "1", "2.4", "2.5", "5", "x", "5"]
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"p{n}.", "response": "r"} for n in range(8)])
+    out = tmp_path / "out" / "out.jsonl"
+    with ChatServer(says(lambda text: numbers[int(text.split("\np")[1][0])])) as server:
+        output = command(source, out, server)
+        again = command(source, out, server)
+    tail = f"""\
+score: {out}: 7 rows; 1 dropped (1 no clear answer), see out.jsonl.dropped
+score: 7 scores by judge-7b, mean 2.414
+  0  ###############                1
+  1  ############################## 2
+  2  ###############                1
+  3  ###############                1
+  4                                 0
+  5  ############################## 2
+"""
+    assert output.endswith(tail), output
+    assert again == tail, "a finished run says the same and asks nobody"
+    assert len(server.bodies) == 10
+
+    with ChatServer(says(lambda text: numbers[int(text.split("\np")[1][0])])) as server:
+        output = command(source, tmp_path / "out" / "wide.jsonl", server, "--min", "0", "--max", "2.5")
+    assert "5 scores by judge-7b, mean 1.380" in output
+    assert "  0 to 0.25    ###############                1\n" in output
+    assert "  2.25 to 2.5  ############################## 2\n" in output
+
+
+def test_scores_are_compared_with_those_that_came_with_the_rows(tmp_path: Path) -> None:
+    judged, own = [0, 1, 3, 5], [1.0, -1.0, 2.0, 4.0]
+    rows = [{"prompt": f"p{n}.", "response": "r", "score": own[n]} for n in range(4)]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with ChatServer(says(lambda text: str(judged[int(text.split("\np")[1][0])]))) as server:
+        output = command(source, tmp_path / "out" / "out.jsonl", server)
+    mean = [sum(values) / 4 for values in (judged, own)]
+    products = [
+        [
+            sum((x - mean[i]) * (y - mean[j]) for x, y in zip((judged, own)[i], (judged, own)[j], strict=True))
+            for i in (0, 1)
+        ]
+        for j in (0, 1)
+    ]
+    r = products[0][1] / (products[0][0] * products[1][1]) ** 0.5
+    assert output.endswith(f"score: correlation with the 4 scores that came with the rows: {r:.2f}\n")
+    assert 0.5 < r < 0.99
+
+
+def test_position_bias_is_said(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
+    start = "\n\nHuman: hi\n\nAssistant:"
+    whole = [{"chosen": f"{start} {pair['chosen']}", "rejected": f"{start} {pair['rejected']}"} for pair in PAIRS]
+    always_first = write_jsonl(tmp_path / "first.jsonl", [*whole[:2], *whole[2:3] * 3])
+    with ChatServer(by_kind) as server:
+        output = command(source, out, server, "--compare")
+        biased = command(always_first, tmp_path / "out" / "b.jsonl", server, "--compare", "--ties", "keep")
+    # p0, p1 and p6 agree, p2 and p3 are a tie each way: 3 + 2 + 0 first places won of 10.
+    assert output.endswith(f"""\
+score: {out}: 3 rows; 4 dropped (2 tie, 1 both answers are the same text, 1 no clear answer), see out.jsonl.dropped
+score: 5 pairs compared by judge-7b, ties dropped
+  same answer both times         3 (60.0%)
+  ties, always the first place   1 (20.0%)
+  ties, always the second place  1 (20.0%)
+  wins of the first place        50.0% (50% where the place plays no part)
+  same choice as the rows had    2 of 3 that are no ties (66.7%)
+"""), output
+    assert "ties, always the first place   3 (60.0%)" in biased
+    assert "wins of the first place        80.0%" in biased  # (2 + 3 * 2) / 10
+    assert "same choice as the rows had    1 of 2 that are no ties (50.0%)" in biased
+
+
+# --------------------------------------------------------------------------------------------- going on
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
+    compare: bool, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model as the judge, whose letters add up to something: some answers are none, and asked again."""
+    rng = random.Random(4)
+    rows = [
+        {"prompt": rng.choice(WORDS), "responses": [f"{rng.choice(WORDS)} {n}", f"{rng.choice(WORDS)} {n}b"]}
+        for n in range(9)
+    ]
+    rows[4]["prompt"] = "lamp " * 130
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    template = tmp_path / "template.txt"
+    template.write_text("{prompt} {a} {b}" if compare else "{prompt} {response}")
+    monkeypatch.setattr(data_score, "number_in", lambda text, *_: (None, None, 4.0)[sum(text.encode()) % 3])
+    monkeypatch.setattr(data_score, "letter_in", lambda text: (None, "first", "second")[sum(text.encode()) % 3])
+    writer = local(make_model("llama"), max_new_tokens=6)
+    settings: dict[str, Any] = {"template": template, "compare": compare, "attempts": 2}
+    whole = tmp_path / "whole" / "out.jsonl"
+    run(source, whole, writer, **settings)
+    expected = contents(whole)
+    lines = [content.count(b"\n") for content in expected]
+    assert min(lines) > 1
+    assert sum(lines) == 9
+    for died_at in range(9):
+        out = tmp_path / str(died_at) / "out.jsonl"
+        with failing_after(monkeypatch, died_at):
+            run(source, out, writer, **settings)
+        assert sum(content.count(b"\n") for content in contents(out)) == died_at
+        run(source, out, writer, **settings)
+        assert contents(out) == expected, f"died at line {died_at}"
+
+
+def test_a_judge_that_dies_and_comes_back_scores_every_row_once(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "response": "r"} for n in range(20)]
+    source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
+    calls = itertools.count()
+    with ChatServer(lambda _: (200, {}, completion("1")) if next(calls) < 11 else None) as server:
+        with pytest.raises(RunError, match="sent no valid HTTP answer"):
+            run(source, out, remote(server))
+    before = len(read_jsonl(out))
+    assert 8 <= before <= 11
+    with ChatServer(says(lambda _: "2")) as server:
+        run(source, out, remote(server))
+    written = read_jsonl(out)
+    assert [row["prompt"] for row in written] == [row["prompt"] for row in rows]
+    assert [row["score"] for row in written] == [1.0] * before + [2.0] * (20 - before)
+    assert len(server.bodies) == 20 - before
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 2)
+    out = tmp_path / "out" / "out.jsonl"
+    with ChatServer(says(lambda _: "1")) as server:
+        run(source, out, remote(server), num=1)
+        for settings, said in (
+            ({"highest": 10.0}, r"max \(5.0, now 10.0\)"),
+            ({"attempts": 2}, r"attempts \(3, now 2\)"),
+            ({"compare": True}, r"compare \(false, now true\)"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                run(source, out, remote(server), **settings)
+        with pytest.raises(ConfigError, match=r"model.name \(\"judge-7b\", now \"other\"\)"):
+            run(source, out, WriterOptions("other", server.url))
+        run(source, out, remote(server))
+    assert len(read_jsonl(out)) == 2
+
+
+# ------------------------------------------------------------------------------------ the whole of it
+
+
+@pytest.mark.slow
+def test_everything_runs_against_transformers_serve(chat_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """Demonstrations, samples, and scores of them, from a server that is not ours, with a tiny model."""
+    with transformers_serve(chat_model, tmp_path / "log") as url:
+        basic = ["--server", url, "--model", str(chat_model), "--concurrency", "2"]
+
+        def rlhf(*arguments: str) -> str:
+            result = CliRunner().invoke(app, ["data", *arguments, *basic])
+            assert result.exit_code == 0, result.output
+            return result.output
+
+        prompts, demos, samples = str(data["prompts"]), tmp_path / "demos.jsonl", tmp_path / "samples.jsonl"
+        new = ["--max-new-tokens", "8"]
+        rlhf("generate", prompts, "--task", "demonstrations", "--out", str(demos), "--num", "5", *new)
+        assert [row["prompt"] for row in read_jsonl(demos)] == [
+            row["prompt"] for row in read_jsonl(data["prompts"])[:5]
+        ]
+        rlhf("generate", prompts, "--task", "demonstrations", "--out", str(demos), "--num", "9", *new)
+        assert len({row["prompt"] for row in read_jsonl(demos)}) == 9
+        rlhf("generate", prompts, "--task", "samples", "--out", str(samples), "--num", "4", "--samples", "3", *new)
+        assert all(len(row["responses"]) == 3 for row in read_jsonl(samples))
+        output = rlhf("score", str(samples), "--out", str(tmp_path / "scored.jsonl"), "--attempts", "2")
+        assert "4 dropped (4 no clear answer)" in output or "scores by" in output
+        lines = read_jsonl(tmp_path / "scored.jsonl") + dropped(tmp_path / "scored.jsonl")
+        assert len(lines) == 4
+        assert json.loads((tmp_path / "scored.jsonl.settings").read_text())["model"] == {"name": str(chat_model)}

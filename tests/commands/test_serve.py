@@ -1,0 +1,537 @@
+"""`rlhf rm serve`: the real server with real models, asked by sockets, by the http source and by runs of PPO."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from rlhf_cli.artifacts import digest_file
+from rlhf_cli.cli import app
+from rlhf_cli.commands import serve
+from rlhf_cli.commands.serve import Settings
+from rlhf_cli.errors import ConfigError
+from support.rewards import CHAT, batch, source_of
+from support.tiny import encoder, merged, read_jsonl
+
+
+@contextmanager
+def serving(model, **settings):
+    """A server in a thread; it has a `url`."""
+    server = serve.start(Settings(str(model), **{"port": 0, **settings}))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield SimpleNamespace(server=server, port=server.server_port, url=f"http://127.0.0.1:{server.server_port}/")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def judge(pipeline):
+    """The reward model of a run of another architecture than the policy's: its tokenizer is its own."""
+    return pipeline("gpt2") / "rm"
+
+
+def ask(port, body=None, *, method="POST", path="/get_reward", headers=None):
+    """(status, parsed answer, headers) of one request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, content, headers or {})
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    assert text.count(b"\n") == 1, "one line"
+    return response.status, json.loads(text), dict(response.headers)
+
+
+def talk(port, data, *, then=b""):
+    """What comes back for these very bytes, until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(data)
+        if then:
+            time.sleep(0.05)
+            connection.sendall(then)
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found.decode()
+
+
+def plain_scores(place, texts, ended):
+    """By plain transformers: the logit at the last token, EOS where the response ended."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    found = []
+    for text, end in zip(texts, ended, strict=True):
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * end
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+            found.append(model.score(hidden).item())
+    return found, model.config
+
+
+TEXTS = ["Q: tent lamp\nA: thank you", "Q: map\nA:", "sorry", "a" * 300]
+
+
+# --------------------------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("path", ["/get_reward", "/"])
+def test_scores_are_those_of_plain_transformers_normalised(judge, path):
+    ended = [True, False, True, True]
+    wanted, config = plain_scores(judge / "model", TEXTS[:3], ended[:3])
+    assert config.score_std != 1.0
+    with serving(judge.parent) as at:  # the artifact root
+        status, answer, _ = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)
+    assert status == 200
+    assert answer["rewards"] == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
+    with serving(judge, raw=True) as at:  # the stage
+        raw = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)[1]["rewards"]
+        all_ended = ask(at.port, {"query": TEXTS[:3], "labels": ["a", None, 3], "prompts": None}, path=path)[1]
+    assert raw == pytest.approx(wanted, abs=1e-4)
+    assert all_ended["rewards"][1] != pytest.approx(raw[1], abs=1e-3)
+    assert all_ended["rewards"][2] == pytest.approx(raw[2], abs=1e-6)
+
+
+def test_a_text_too_long_is_cut_and_judged(judge):
+    with serving(judge / "model") as at:
+        assert math.isfinite(ask(at.port, {"query": ["tent " * 5000]})[1]["rewards"][0])
+        assert at.server.source.num_cut == 1
+
+
+def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
+    model = encoder(tmp_path, word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    with pytest.raises(ConfigError, match="bad, good"):
+        serve.start(Settings(str(tmp_path), port=0))
+    request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
+    for settings, texts in (
+        ({}, ["p tent", "q map"]),
+        ({"template": "{response} to {prompt}"}, [" tent to p", " map to q"]),
+        ({"template": "only {response}"}, ["only  tent", "only  map"]),
+    ):
+        with serving(tmp_path, label="good", probability=True, **settings) as at:
+            found = ask(at.port, request)[1]["rewards"]
+        with torch.no_grad():
+            wanted = [model(**word_piece(t, return_tensors="pt")).logits[0].softmax(0)[1].item() for t in texts]
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_chat_template_is_served(chat_reward_model):
+    path = chat_reward_model(CHAT)
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    with serving(path, template="chat") as at:
+        (found,) = ask(at.port, {"query": ["map late"], "prompts": ["map"]})[1]["rewards"]
+    turns = [{"role": "user", "content": "map"}, {"role": "assistant", "content": " late"}]
+    ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+    with torch.no_grad():
+        wanted = model.score(model.model(ids).last_hidden_state[0, -1]).item()
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_ppo_by_the_endpoint_is_ppo_by_the_model_itself(judge, make_model, run_stage, tmp_path):
+    """The same run, its reward model once here and once behind the endpoint, three texts a request."""
+    own = {
+        "policy": {"path": str(make_model("llama"))},
+        "num_logged_samples": 8,
+        "ppo": {"num_iterations": 2, "missing_eos_penalty": 0.0},
+    }
+    here = run_stage("ppo", tmp_path / "here", rewards=[{"type": "reward_model", "path": str(judge)}], **own)
+    with serving(judge) as at:
+        reward = {"type": "http", "url": at.url, "batch_size": 3}
+        there = run_stage("ppo", tmp_path / "there", rewards=[reward], **own)
+    first, second = (json.loads((place / "evaluation.json").read_text()) for place in (here, there))
+    assert second["sft"]["score_mean"] == pytest.approx(first["sft"]["score_mean"], abs=1e-4)
+    rows, others = (read_jsonl(place / "samples.jsonl")[:8] for place in (here, there))
+    assert [row["response"] for row in rows] == [row["response"] for row in others]
+    assert [row["score"] for row in others] == pytest.approx([row["score"] for row in rows], abs=1e-4)
+    assert len({round(row["score"], 3) for row in rows}) > 4
+    # The policy that learnt from them is the same but for rounding.
+    for a, b in zip(*(read_jsonl(place / "metrics.jsonl")[:2] for place in (here, there)), strict=True):
+        for key in ("objective/score", "objective/kl", "loss/policy"):
+            assert b[key] == pytest.approx(a[key], abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+QUERY = {"query": ["a"]}
+BAD = {
+    "no JSON": (b"{", 400, "the body is no JSON"),
+    "no UTF-8": (b'{"query": ["\xff"]}', 400, "the body is no JSON"),
+    "deep": (b'{"query": ' + b"[" * 100_000, 400, "the body is no JSON"),
+    "long number": (b'{"query": ' + b"9" * 10_000 + b"}", 400, "the body is no JSON"),
+    "empty": (b"", 400, "the body is no JSON"),
+    "list": ([1], 400, "an object"),
+    "no query": ({"texts": ["a"]}, 400, "an object with a list"),
+    "query is text": ({"query": "a"}, 400, '"query" must be a list of texts'),
+    "query is null": ({"query": None}, 400, '"query" must be a list of texts'),
+    "a number among texts": ({"query": ["a", 1]}, 400, '"query" must be a list of texts, one for each'),
+    "half a character": (b'{"query": ["\\ud800"]}', 400, '"query" must be a list of texts'),
+    "prompts of another length": ({**QUERY, "prompts": []}, 400, '"prompts" must be a list of texts, one for each'),
+    "prompts of numbers": ({**QUERY, "prompts": [1]}, 400, '"prompts" must be'),
+    "ended of numbers": ({**QUERY, "ended": [1]}, 400, '"ended" must be a list of true and false'),
+    "too many": ({"query": ["a"] * 9}, 413, "9 texts, at most 8 are scored at once. Send fewer"),
+}
+
+
+@pytest.fixture(scope="module")
+def small(judge):
+    with serving(judge, max_batch=8) as at:
+        yield at
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_said_and_the_server_lives(small, name):
+    body, status, message = BAD[name]
+    found, answer, _ = ask(small.port, body)
+    assert found == status
+    assert message in answer["error"]
+    assert ask(small.port, QUERY)[0] == 200
+
+
+BYTES = {
+    "no HTTP": (b"hello\r\n\r\n", 400),
+    "another protocol": (b"POST / HTTP/7.0\r\n\r\n", 505),
+    "a long line": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+    "PUT": (b"PUT / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 501),
+    "no length": (b"POST / HTTP/1.1\r\n\r\n", 411),
+    "negative length": (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411),
+    "no number": (b"POST / HTTP/1.1\r\nContent-Length: ten\r\n\r\n", 411),
+    "two lengths": (b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 30\r\n\r\n{}", 411),
+    "chunks": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+    "huge length": (b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", 413),
+    "endless length": (b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 411),
+    "half a body": (b'POST / HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"query": ["a"]}', 400),
+    "elsewhere": (b"POST /admin HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 404),
+    "GET": (b"GET /get_reward HTTP/1.1\r\n\r\n", 404),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_what_is_no_request_is_refused_and_the_server_lives(small, name, capfd):
+    data, status = BYTES[name]
+    answer = talk(small.port, data)
+    assert f" {status} " in answer.split("\r\n")[0]
+    assert "error" in json.loads(answer.split("\r\n\r\n", 1)[1])
+    assert ask(small.port, QUERY)[0] == 200
+    err = capfd.readouterr().err
+    assert "Traceback" not in err, err
+
+
+def test_a_body_that_is_too_large_is_answered_while_it_is_sent(small, monkeypatch):
+    monkeypatch.setattr(serve, "MAX_BODY_BYTES", 1_000_000)
+    for _ in range(3):
+        status, answer, headers = ask(small.port, {"query": ["x" * 40_000_000]})
+        assert status == 413
+        assert "at most 1000000 are read" in answer["error"]
+        assert headers["Connection"] == "close"
+
+
+def test_a_connection_stays_open_for_the_next_request(small):
+    body = json.dumps(QUERY).encode()
+    head = f"POST / HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    answers = talk(small.port, head + body, then=head + body)
+    assert answers.count("HTTP/1.1 200") == 2
+    assert ask(small.port, {"query": []})[1] == {"rewards": []}
+
+
+def test_health(small):
+    assert ask(small.port, method="GET", path="/health")[:2] == (200, {"status": "ok"})
+
+
+def test_a_model_that_fails_is_500_and_the_server_lives(judge, capfd):
+    with serving(judge) as at:
+        model = at.server.source.model
+        at.server.source.model = None
+        status, answer, _ = ask(at.port, QUERY)
+        assert (status, list(answer)) == (500, ["error"])
+        assert "Traceback" in capfd.readouterr().err
+        at.server.source.model = model
+        assert ask(at.port, QUERY)[0] == 200
+        with torch.no_grad():
+            model.score.weight[0, 0] = math.nan
+        status, answer, _ = ask(at.port, QUERY)
+        assert status == 500
+        assert "response 1: returned nan" in answer["error"]
+
+
+def test_many_ask_at_once_and_each_gets_its_own(judge):
+    texts = [f"tent {'lamp ' * (i % 5)}{i}" for i in range(30)]
+    with serving(judge) as at:
+        one_by_one = [ask(at.port, {"query": [text]})[1]["rewards"][0] for text in texts]
+        found = {}
+        threads = [
+            threading.Thread(target=lambda i=i: found.update({i: ask(at.port, {"query": [texts[i]]})[1]["rewards"][0]}))
+            for i in range(30)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[i] for i in range(30)] == pytest.approx(one_by_one, abs=1e-5)
+    assert len({round(score, 4) for score in one_by_one}) > 20
+
+
+def test_connections_wait_to_be_accepted(judge):
+    """As when many runs ask at the same moment; nobody accepts them here."""
+    server = serve.start(Settings(str(judge), port=0))
+    connections = [socket.create_connection(("127.0.0.1", server.server_port), timeout=5) for _ in range(64)]
+    for connection in connections:
+        connection.close()
+    server.server_close()
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_more_requests_than_may_wait_are_told_to_come_again(judge, monkeypatch):
+    """And the http source comes again."""
+    monkeypatch.setattr(serve, "MAX_WAITING", 2)
+    with serving(judge) as at:
+        found = []
+        with at.server.model_lock:
+            threads = [threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0])) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            until(lambda: at.server.places._value == 0)
+            status, answer, headers = ask(at.port, QUERY)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert "2 requests are under way" in answer["error"]
+            source = source_of({"type": "http", "url": at.url, "backoff_s": 0.05})
+            asks = threading.Thread(target=lambda: found.append(source.score(batch(["a"]))))
+            asks.start()
+            time.sleep(0.3)
+        for thread in (*threads, asks):
+            thread.join()
+    assert found[:2] == [200, 200]
+    assert found[2].isfinite().all()
+
+
+def test_what_is_under_way_is_answered_before_it_stops(judge):
+    with serving(judge) as at:
+        found = []
+        with at.server.model_lock:
+            asks = threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0]))
+            asks.start()
+            until(lambda: at.server.places._value < serve.MAX_WAITING)
+            stops = threading.Thread(target=at.server.finish)
+            stops.start()
+            time.sleep(0.2)
+            assert stops.is_alive()
+        stops.join(20)
+        asks.join(20)
+        assert found == [200]
+        with pytest.raises(ConnectionRefusedError):
+            ask(at.port, QUERY)
+
+
+# ----------------------------------------------------------------------------------------------- token
+
+
+def test_a_token_is_asked_for(judge, monkeypatch):
+    monkeypatch.setenv("RLHF_TEST_TOKEN", "4711")
+    with serving(judge, token_env="RLHF_TEST_TOKEN", host="0.0.0.0") as at:
+        for given in (None, "4711", "Bearer 471", "Bearer 47111", "Bearer", "bearer 4711", "Basic 4711", "Bearer é"):
+            headers = {} if given is None else {"Authorization": given.encode()}
+            status, answer, back = ask(at.port, QUERY, headers=headers)
+            assert status == 401, given
+            assert back["WWW-Authenticate"] == "Bearer"
+            assert "4711" not in json.dumps(answer)
+        assert ask(at.port, QUERY, headers={"Authorization": "Bearer 4711"})[0] == 200
+        assert ask(at.port, {"query": 7}, path="/elsewhere")[0] == 401, "nothing is told before it"
+        assert ask(at.port, method="GET", path="/health")[0] == 200
+        right = source_of({"type": "http", "url": at.url, "api_key_env": "RLHF_TEST_TOKEN"})
+        assert right.score(batch(["a"])).isfinite().all()
+
+
+REFUSED = {
+    "elsewhere without a token": (["--host", "0.0.0.0"], "others could ask this model without a token"),
+    "everywhere": (["--host", "::"], "others could ask this model without a token"),
+    "a name": (["--host", "example.org"], "others could ask this model without a token"),
+    "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment has no RLHF_NO_TOKEN"),
+    "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "can't be served at"),
+    "bad template": (["--template", "x"], "--template: must be `chat` or hold"),
+    "label": (["--label", "good"], "the model has a single score"),
+    "device": (["--device", "cuda"], "torch sees no GPU"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_one_line(judge, name):
+    arguments, message = REFUSED[name]
+    if name == "device" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = CliRunner().invoke(app, ["rm", "serve", str(judge), "--port", "0", *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 2  # and what is remarked of the model
+
+
+def test_a_port_that_is_taken_and_a_model_that_is_not_there(judge, small, tmp_path):
+    result = CliRunner().invoke(app, ["rm", "serve", str(judge), "--port", str(small.port)])
+    assert result.exit_code == 2
+    assert "Address already in use" in result.stderr
+    for path in (tmp_path, judge.parent / "sft", "/nowhere/at/all"):
+        assert CliRunner().invoke(app, ["rm", "serve", str(path)]).exit_code == 2
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+def test_rm_is_still_the_stage(write_config, pipeline, tmp_path):
+    shutil.copytree(pipeline("llama") / "sft", tmp_path / "sft")
+    config = ["--config", str(write_config("rm", tmp_path))]
+    for arguments, code, said in (
+        (["rm", *config, "--quiet"], 0, ""),
+        (["rm", *config], 0, "skipped"),
+        (["rm", *config, "--set", "loss=x"], 2, "loss=x: found the text 'x'"),
+        (["rm"], 2, "--config"),
+        (["rm", *config, "serve", "x"], 2, "no place before"),
+        (["rm", "--help"], 0, "serve"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == code, result.output
+        assert said in result.output
+    assert (tmp_path / "rm/manifest.json").is_file()
+
+
+@contextmanager
+def process(model, *arguments, **environment):
+    """`rlhf rm serve` as a process of its own; it has a `url`."""
+    command = [sys.executable, "-m", "rlhf_cli", "rm", "serve", str(model), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as running:
+        try:
+            line = running.stdout.readline()
+            assert "judges at http://" in line, line + running.stderr.read()
+            url = line.split()[-1]
+            yield SimpleNamespace(process=running, url=url, port=urlsplit(url).port)
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_ends_it_cleanly(judge, number):
+    wanted, config = plain_scores(judge / "model", TEXTS[:2], [True, True])
+    with process(judge, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
+        headers = {"Authorization": "Bearer s3cret"}
+        assert ask(at.port, {"query": TEXTS[:2]})[0] == 401
+        answer = ask(at.port, {"query": TEXTS[:2]}, headers=headers)[1]["rewards"]
+        assert answer == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
+        at.process.send_signal(number)
+        out, err = at.process.communicate(timeout=20)
+    assert at.process.returncode == 0
+    assert out == "stopped\n"
+    assert "s3cret" not in out + err
+    assert "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------- a server that goes away
+
+
+LATER = {
+    "ppo": {"num_iterations": 4},
+    "data": {"test": None, "test_fraction": 0.0},
+}
+
+
+def weights(root):
+    return {path.name: digest_file(path) for path in sorted(root.glob("ppo/*/*.safetensors"))} | {
+        path.parent.name: digest_file(path) for path in sorted(root.glob("ppo/*/model.safetensors"))
+    }
+
+
+def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_model, write_config, tmp_path):
+    """The server answers twice and is gone; the run stops with one line, and the same command ends it."""
+    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}})
+    with serving(judge) as at:
+        port = at.port
+        reward = {"type": "http", "url": at.url, "retries": 1, "backoff_s": 0.05, "name": "remote"}
+        command = {
+            name: ["ppo", "--config", str(write_config("ppo", tmp_path / name, rewards=[reward], **changes)), "--quiet"]
+            for name in ("undisturbed", "stopped")
+        }
+        assert CliRunner().invoke(app, command["undisturbed"]).exit_code == 0
+        score, calls = at.server.source.score, []
+
+        def mortal(judged):
+            calls.append(1)
+            if len(calls) == 2:
+                at.server.shutdown()
+                at.server.socket.close()
+            return score(judged)
+
+        at.server.source.score = mortal
+        result = CliRunner().invoke(app, command["stopped"])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert f": reward remote, responses 1 to 8: {reward['url']} can't be reached" in line
+    assert "prompts.jsonl:" in line
+    assert len(calls) == 2
+    assert not (tmp_path / "stopped/ppo").exists()
+    with serving(judge, port=port) as at:
+        score, calls = at.server.source.score, []
+        at.server.source.score = lambda judged: (calls.append(1), score(judged))[1]
+        result = CliRunner().invoke(app, command["stopped"])
+    assert result.exit_code == 0, result.output
+    assert len(calls) == 2, "it went on from the second of four iterations, which was saved before it stopped"
+    steps = [row["step"] for row in read_jsonl(tmp_path / "stopped/ppo/metrics.jsonl")]
+    assert steps == [1, 2, 3, 4]
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
+    assert len(weights(tmp_path / "stopped")) >= 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_is_killed_goes_on_to_the_same_bytes(judge, make_model, write_config, tmp_path):
+    """Everything is a process of its own, and the server is killed in the middle."""
+    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 25}})
+    with process(judge, "--port", "0") as at:
+        reward = {"type": "http", "url": at.url, "retries": 2, "backoff_s": 0.05}
+        command = {
+            name: [
+                *(sys.executable, "-m", "rlhf_cli", "ppo", "--quiet", "--config"),
+                str(write_config("ppo", tmp_path / name, rewards=[reward], **changes)),
+            ]
+            for name in ("undisturbed", "stopped")
+        }
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        assert subprocess.run(command["undisturbed"], env=env, check=False).returncode == 0
+        with subprocess.Popen(command["stopped"], stderr=subprocess.PIPE, text=True, env=env) as running:
+            rows = tmp_path / "stopped/.ppo.partial/metrics.jsonl"
+            end = time.monotonic() + 60
+            while not (rows.is_file() and rows.read_bytes().count(b"\n") >= 3):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            at.process.kill()
+            err = running.communicate(timeout=60)[1]
+    assert running.returncode == 1
+    assert len(err.splitlines()) == 1
+    assert "reward http, responses 1 to 8: http://127.0.0.1" in err
+    done = len(read_jsonl(rows))
+    assert 3 <= done < 25
+    with process(judge, "--port", str(at.port)):
+        assert subprocess.run(command["stopped"], env=env, check=False).returncode == 0
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")

@@ -1,0 +1,483 @@
+"""The two writers: a local model against plain forward passes, a server against real ones on loopback.
+
+`ChatServer` is a server of ours that can be told to misbehave; `transformers serve` is somebody else's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli import http_client
+from rlhf_cli.commands import chat_server
+from rlhf_cli.commands.chat_server import ServerWriter
+from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.http_client import retry_after
+from rlhf_cli.rollout.local_writer import LocalWriter
+from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
+from rlhf_cli.seeding import derived_seed
+from support.servers import KEY, Call, ChatServer, Reply, ask, completion, transformers_serve
+from support.tiny import WORDS
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
+    url = server if isinstance(server, str) else server.url
+    drawing = settings.pop("drawing", Drawing(max_new_tokens=8))
+    return ServerWriter(url, "some-model", drawing, **{"backoff_s": 0.01, "timeout_s": 5.0, "retries": 2, **settings})
+
+
+# ------------------------------------------------------------------------------------------ a model here
+
+
+def by_hand(place: Path, text: str, drawing: Drawing, counters: tuple[int, ...]) -> tuple[str, bool]:
+    """One whole forward pass a token, no cache, no batch; the token where the summed softmax passes the uniform."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    ids = tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
+    seed = derived_seed(drawing.seed, "writer", *counters)
+    uniforms = torch.rand(drawing.max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    new: list[int] = []
+    for u in uniforms.tolist():
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + new])).logits[0, -1].double()
+        if drawing.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            cumulative, token = 0.0, 0
+            for p in (logits / drawing.temperature).softmax(0).tolist():
+                cumulative += p
+                if cumulative > u:
+                    break
+                token += 1
+        new.append(token)
+        if token == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(new, skip_special_tokens=True), new[-1] == tokenizer.eos_token_id
+
+
+PROMPTS = ["the tent is", "radio", "the map is late broken please help thank", "lamp lamp", "please"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_local_answer_is_that_of_plain_forward_passes(make_model: Any, temperature: float) -> None:
+    place = make_model("llama")
+    drawing = Drawing(temperature=temperature, max_new_tokens=10, seed=4)
+    answers = LocalWriter(str(place), drawing, batch_size=2, device="cpu").write(
+        [ask(text, n) for n, text in enumerate(PROMPTS)]
+    )
+    for n, (text, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        assert isinstance(answer, Written)
+        assert (answer.text, answer.ended) == by_hand(place, text, drawing, (n,))
+
+
+def test_a_chat_template_is_used_where_there_is_one(chat_model: Path, make_model: Any) -> None:
+    drawing = Drawing(max_new_tokens=10)
+    turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please help"))
+    [answer] = LocalWriter(str(chat_model), drawing, device="cpu").write([Request(turns, (7, 1))])
+    assert isinstance(answer, Written)
+    text = "<user>the tent\n<assistant>is late\n<user>please help\n<assistant>"
+    assert (answer.text, answer.ended) == by_hand(chat_model, text, drawing, (7, 1))
+    plain = make_model("llama")
+    [answer] = LocalWriter(str(plain), drawing, device="cpu").write([Request(turns, (7, 1))])
+    assert isinstance(answer, Written)
+    text = "\n\nHuman: the tent\n\nAssistant: is late\n\nHuman: please help\n\nAssistant:"
+    assert (answer.text, answer.ended) == by_hand(plain, text, drawing, (7, 1))
+
+
+def test_an_answer_depends_on_its_own_counters_only(make_model: Any) -> None:
+    drawing = Drawing(max_new_tokens=12)
+    requests = [ask(text, n, 0) for n, text in enumerate(PROMPTS)]
+    several = LocalWriter(str(make_model("llama")), drawing, batch_size=5, device="cpu")
+    one = LocalWriter(str(make_model("llama")), drawing, batch_size=1, device="cpu")
+    answers = several.write(requests)
+    assert one.write(requests) == answers
+    assert several.write(requests[::-1]) == answers[::-1]
+    assert several.write([ask(text, n, 1) for n, text in enumerate(PROMPTS)]) != answers
+    other_seed = LocalWriter(str(make_model("llama")), Drawing(max_new_tokens=12, seed=1), device="cpu")
+    assert other_seed.write(requests) != answers
+
+
+def test_a_local_model_without_room_or_template_for_a_request_fails_at_it_alone(
+    make_model: Any, chat_model: Path
+) -> None:
+    drawing = Drawing(max_new_tokens=100)
+    long, short = ask(" ".join(WORDS * 3)), ask("the tent")
+    first, second = LocalWriter(str(make_model("llama")), drawing, device="cpu").write([long, short])
+    assert isinstance(first, Failure)
+    assert not first.fatal
+    assert "100 new tokens do not fit the model's 128 positions" in first.reason
+    assert isinstance(second, Written)
+
+    local = LocalWriter(str(chat_model), Drawing(max_new_tokens=4), device="cpu")
+    local.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    [failure] = local.write([short])
+    assert isinstance(failure, Failure)
+    assert "roles must alternate" in failure.reason
+
+
+# ------------------------------------------------------------------------------------------- a server
+
+
+def test_what_a_server_is_asked_and_what_comes_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", KEY + "\n")
+    turns = (Message("system", "be kind"), Message("user", "hi"))
+
+    def answer(call: Call) -> Reply:
+        return 200, {}, completion(f" answer {call.number} \ud83d", "length" if call.number else "stop")
+
+    with ChatServer(answer) as server:
+        drawing = Drawing(temperature=0.5, top_p=0.9, max_new_tokens=7, seed=3)
+        writer = server_writer(server, drawing=drawing, api_key_env="MY_KEY")
+        assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 0 ?", True)]
+        assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 1 ?", False)]
+        writer.write([Request(turns, (5, 3))])
+    assert server.paths[0] == "/v1/chat/completions"
+    seed = derived_seed(3, "writer", 5, 2) >> 32
+    assert (
+        server.bodies[0]
+        == server.bodies[1]
+        == {
+            "model": "some-model",
+            "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "max_tokens": 7,
+            "seed": seed,
+            "stream": False,
+        }
+    )
+    assert 0 <= seed < 2**31
+    assert server.bodies[2]["seed"] != seed
+    assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+def test_the_hubs_token_goes_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_private")
+    with ChatServer() as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("echo hi", True)]
+    assert "hf_private" not in json.dumps(server.headers)
+
+
+def test_a_server_is_asked_where_the_hub_is_shut_off() -> None:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    assert constants.is_offline_mode()  # The tests' own setting.
+    with ChatServer() as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("echo hi", True)]
+    with pytest.raises(OfflineModeIsEnabled):
+        get_session().get(constants.ENDPOINT)
+
+
+def test_answers_stand_in_the_order_of_the_requests_and_so_many_are_under_way() -> None:
+    def slow_first(call: Call) -> Reply:
+        time.sleep(0.15 if call.number < 3 else 0.01)
+        return 200, {}, completion(call.text)
+
+    with ChatServer(slow_first) as server:
+        texts = [str(n) for n in range(12)]
+        answers = server_writer(server, concurrency=3).write([ask(text, n) for n, text in enumerate(texts)])
+    assert answers == [Written(text, True) for text in texts]
+    assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((500, {}, b"boom"), "answered 500: 'boom'"),
+        ((503, {}, b""), "answered 503: ''"),
+        ((429, {}, b'{"error": "slow down"}'), 'answered 429: \'{"error": "slow down"}\''),
+        ((408, {}, b"late"), "answered 408: 'late'"),
+        (None, "sent no valid HTTP answer (Server disconnected"),
+        ((200, {}, b"<html>hello</html>"), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b"\xff\xfe\x00"), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b""), "answered 200, but the answer is not JSON: "),
+        ((200, {}, b"[" * 100_000), "answered 200, but the answer is not JSON: '[[["),
+        ((200, {}, b"{}"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"[]"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"null"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b"[{}]"), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": []}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": [null]}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": 3}'), "answered 200, but the answer has no choices[0].message: "),
+        ((200, {}, b'{"choices": ["hello"]}'), "answered 200, but the answer has no choices[0].message: "),
+        (
+            (200, {}, b'{"choices": [{"message": "hello"}]}'),
+            "answered 200, but the answer has no choices[0].message: ",
+        ),
+        (
+            (200, {}, completion(["a"])),
+            "answered 200, but the answer has a list in choices[0].message.content",
+        ),
+        ((200, {"content-length": "99", "connection": "close"}, b"{"), "sent no valid HTTP answer (peer closed"),
+        ((200, {"content-encoding": "gzip"}, b"not gzip"), "sent no valid HTTP answer (Error -3"),
+    ],
+)
+def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> None:
+    with ChatServer(lambda call: reply if call.number < 2 else (200, {}, completion("fine"))) as server:
+        assert server_writer(server).write([ask("hi")]) == [Written("fine", True)]
+        assert len(server.bodies) == 3
+        assert server.bodies[0] == server.bodies[2]
+    with ChatServer(lambda _: reply) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert failure.reason.startswith(f"{server.url}/chat/completions {said}"), failure.reason
+    assert failure.reason.endswith(
+        ", after 3 attempts in 0 s. Rows written so far are kept; run the same command to resume"
+    )
+    assert "\n" not in failure.reason
+    assert len(server.bodies) == 3
+
+
+def test_a_server_that_says_nothing_and_one_that_is_not_there() -> None:
+    def hang(call: Call) -> Reply:
+        time.sleep(0.5 if call.number < 2 else 0)
+        return 200, {}, completion("late")
+
+    with ChatServer(hang) as server:
+        assert server_writer(server, timeout_s=0.2).write([ask("hi")]) == [Written("late", True)]
+    with ChatServer(hang) as server:
+        [failure] = server_writer(server, timeout_s=0.2, retries=1).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert f"{server.url}/chat/completions did not answer within 0.2 s (--timeout), after 2 attempts" in failure.reason
+    [failure] = server_writer(server, retries=0).write([ask("hi")])  # Nobody listens there any more.
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert "cannot be reached (Connection refused). Rows written" in failure.reason
+
+
+def test_waiting_grows_and_is_never_shorter_than_the_server_asks() -> None:
+    with ChatServer(lambda _: (500, {}, b"")) as server:
+        server_writer(server, backoff_s=0.1, retries=3).write([ask("hi")])
+    gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
+    assert [round(gap, 1) for gap in gaps] == pytest.approx([0.1, 0.2, 0.4], abs=0.11)
+    assert gaps[2] > gaps[1] > gaps[0] >= 0.1
+
+    def busy(call: Call) -> Reply:
+        return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
+
+    with ChatServer(busy) as server:
+        # The second request waits with the first, which was told to.
+        writer = server_writer(server, concurrency=1)
+        started = time.monotonic()
+        assert writer.write([ask("hi"), ask("ho")]) == [Written("x", True)] * 2
+    assert server.times[1] - started >= 1.0
+
+
+def test_nobody_sends_while_the_server_wants_a_pause() -> None:
+    def busy(call: Call) -> Reply:
+        time.sleep(0.0 if call.number == 0 else 0.1)
+        return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
+
+    with ChatServer(busy) as server:
+        server_writer(server, concurrency=2).write([ask(str(n)) for n in range(6)])
+    late = [t - server.times[0] for t in server.times[2:]]
+    assert len(late) == 5
+    assert min(late) >= 1.0, "one was sent in the pause that another was asked for"
+
+
+def test_a_pause_of_hours_is_said_and_not_waited_for() -> None:
+    with ChatServer(lambda _: (429, {"Retry-After": "7200"}, b"quota")) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert "answered 429: 'quota', and asks for a pause of 7200 s (Retry-After). Rows written" in failure.reason
+    assert len(server.bodies) == 1
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
+    assert retry_after("7") == 7.0
+    assert 25 < retry_after(email.utils.format_datetime(soon, usegmt=True)) <= 30
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    for odd in (
+        None,
+        "",
+        "soon",
+        "-5",
+        "1e3",
+        "Wed, 99 Oct 2015 07:28:00 GMT",
+        "nan",
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+    ):
+        assert retry_after(odd) >= 0, odd
+    assert retry_after("soon") == 0.0
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_request_that_is_refused_fails_alone(status: int) -> None:
+    def refuse(call: Call) -> Reply:
+        if call.text == "long":
+            return status, {}, b'{"error": "too long"}'
+        return 200, {}, completion("fine")
+
+    with ChatServer(refuse) as server:
+        answers = server_writer(server).write([ask("short"), ask("long"), ask("short")])
+    reason = f'{server.url}/chat/completions answered {status}: \'{{"error": "too long"}}\''
+    assert answers == [Written("fine", True), Failure(reason), Written("fine", True)]
+    assert len(server.bodies) == 3
+
+
+def test_an_answer_without_text_fails_alone() -> None:
+    with ChatServer(lambda _: (200, {}, completion(None))) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert failure == Failure(f"{server.url}/chat/completions sent an answer without text")
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"),
+    [
+        (401, "Check the key in $MY_KEY"),
+        (403, "Check the key in $MY_KEY"),
+        (404, "Check that --server is the base URL (often it ends in /v1) and serves a model named some-model"),
+        (405, "run the same command to resume"),
+    ],
+)
+def test_what_no_retry_mends_ends_at_once_and_the_rest_is_not_sent(
+    status: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    echo = f"wrong key: Bearer {KEY}\n\x1b[31mred\x1b[0m".encode()
+    with ChatServer(lambda _: (status, {}, echo)) as server:
+        writer = server_writer(server, api_key_env="MY_KEY", concurrency=2)
+        answers = writer.write([ask(str(n)) for n in range(50)])
+    assert len(server.bodies) <= 2
+    assert all(isinstance(answer, Failure) and answer.fatal for answer in answers)
+    for answer in answers:
+        assert answer == answers[0]
+    [reason] = {answer.reason for answer in answers if isinstance(answer, Failure)}
+    assert reason.startswith(f"{server.url}/chat/completions answered {status}: 'wrong key: Bearer *** [31mred [0m'")
+    assert reason.endswith(hint)
+    assert KEY not in reason
+    assert reason.isprintable()
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    with ChatServer() as other, ChatServer(lambda _: (status, {"Location": f"{other.url}?x={KEY}"}, b"")) as server:
+        [failure] = server_writer(server, api_key_env="MY_KEY").write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert failure.fatal
+    assert f"answered {status}: '', a redirect to {other.url}. Redirects are not followed" in failure.reason
+    assert KEY not in failure.reason
+    assert other.bodies == []
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_an_answer_without_end_is_refused(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100_000)
+    body = completion("x" * 200_000)
+    if encoding == "gzip":
+        body = gzip.compress(body)
+        assert len(body) < 1000
+    with ChatServer(lambda _: (200, {"Content-Encoding": encoding}, body)) as server:
+        [failure] = server_writer(server).write([ask("hi")])
+    assert isinstance(failure, Failure)
+    assert "answered 200 with more than 100000 bytes" in failure.reason
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [("", "/v1/chat/completions"), ("/v1/", "/v1/chat/completions"), ("/api", "/api/v1/chat/completions")],
+)
+def test_the_base_url_may_end_before_or_after_v1(base: str, path: str) -> None:
+    with ChatServer() as server:
+        server_writer(server.url.removesuffix("/v1") + base).write([ask("hi")])
+    assert server.paths == [path]
+
+
+def test_a_writer_that_gave_up_may_be_asked_again() -> None:
+    with ChatServer(lambda call: (500, {}, b"") if call.number < 3 else (200, {}, completion("back"))) as server:
+        writer = server_writer(server, retries=2)
+        assert isinstance(writer.write([ask("hi")])[0], Failure)
+        assert writer.write([ask("hi")]) == [Written("back", True)]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://me:hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://:hidden@127.0.0.1/v1", "contains a user or a password"),
+        ("http://127.0.0.1/v1?key=hidden", "contains a ? or a #"),
+        ("http://127.0.0.1/v1#hidden", "contains a ? or a #"),
+        ("ftp://hidden/v1", "is not an http or https URL"),
+        ("hidden/model", "is not an http or https URL"),
+        ("http://", "is not an http or https URL"),
+        ("http://[::1", "is not a URL"),
+        ("http://127.0.0.1:hidden/v1", "is not a URL"),
+        ("http://127.0.0.1:99999/v1", "is not a URL"),
+        ("http://127.0.0.1/hidden\x00", "is not a URL"),
+        ("http://a hidden/v1", "is not"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused_and_not_repeated(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        server_writer(url)
+    assert str(error.value).startswith(f"--server: {said}"), str(error.value)
+    assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "sk secret", "sk-sécret", "sk\x07secret", "a\nb"])
+def test_keys_that_cannot_be_sent_are_refused_and_not_repeated(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_KEY", value)
+    with pytest.raises(ConfigError) as error:
+        server_writer("http://127.0.0.1:1/v1", api_key_env="MY_KEY")
+    assert "MY_KEY" in str(error.value)
+    assert "cret" not in str(error.value)
+
+
+def test_a_bug_in_a_thread_is_raised_and_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_output: dict[str, Any]) -> Written:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(chat_server, "completion_in", broken)
+    with ChatServer() as server:
+        with pytest.raises(KeyError, match="ours"):
+            server_writer(server, concurrency=2).write([ask(str(n)) for n in range(20)])
+    assert len(server.bodies) <= 4
+
+
+# ------------------------------------------------------------------------------------ transformers serve
+
+
+@pytest.mark.slow
+def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
+    with transformers_serve(chat_model, tmp_path / "log") as url:
+        greedy = Drawing(temperature=0, max_new_tokens=8)
+        served = ServerWriter(url, str(chat_model), greedy, concurrency=2, retries=0)
+        here = LocalWriter(str(chat_model), greedy, device="cpu")
+        requests = [ask(text, n) for n, text in enumerate(PROMPTS)]
+        assert served.write(requests) == here.write(requests), "the likeliest tokens are the same, wherever they run"
+
+        drawn = ServerWriter(url, str(chat_model), Drawing(max_new_tokens=8), concurrency=1, retries=0)
+        answers = drawn.write([ask("the tent", n) for n in range(4)])
+        assert len({answer.text for answer in answers if isinstance(answer, Written)}) == 4
+        assert drawn.write([ask("the tent", n) for n in range(4)]) == answers, "a request's seed is its draw's"
+
+        [failure] = ServerWriter(url, "another", greedy, retries=0).write([ask("hi")])
+        assert isinstance(failure, Failure)
+        assert "answered 400" in failure.reason
+        assert "pinned" in failure.reason

@@ -1,0 +1,766 @@
+"""The YAML loader: what it reads, and the exact line that it says for each mistake."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from rlhf_cli.config import loader
+from rlhf_cli.config.loader import config_schema, dump_config, load_config
+from rlhf_cli.errors import ConfigError
+
+
+class Base(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Dtype(Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Source(Base):
+    path: str
+    """Where the rows are."""
+    split: Literal["train", "test"] = "train"
+    ratio: float = Field(1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def check_path(self) -> Source:
+        if self.path == "bad":
+            raise ValueError("path is bad,\nmust be good")
+        return self
+
+
+class ModelReward(Base):
+    type: Literal["model"]
+    model: str  # on purpose named as the tag's value: pydantic's `loc` holds both
+    weight: float = 1.0
+
+
+class FunctionReward(Base):
+    type: Literal["function"]
+    name: Literal["length", "regex"]
+    span: tuple[float, float] = (0.0, 1.0)
+
+
+Reward = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
+
+
+class Training(Base):
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    num_steps: int = Field(10, ge=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    bf16: bool = False
+    seed: int | Literal["auto"] = "auto"
+    dtype: Dtype = Dtype.FLOAT32
+    layers: tuple[int, ...] = Field((1, 2), min_length=1)
+
+
+class Data(Base):
+    train: str | Source
+    evals: dict[str, str | Source] = {}
+    files: str | list[str] | None = None
+    weights: dict[Literal["a", "b"], float] = {}
+
+
+class Config(Base):
+    model: str
+    data: Data
+    training: Training = Training()
+    warm: Training | None = None
+    rewards: list[Reward] = []
+    main: ModelReward | FunctionReward | None = Field(None, discriminator="type")
+
+
+GOOD = """\
+model: m
+data:
+  train: t.jsonl
+training:
+  num_steps: 5
+"""
+
+
+def load(tmp_path: Path, text: str | bytes, *overrides: str, schema: Any = Config) -> Any:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return load_config(path, schema, overrides)
+
+
+def complaint(tmp_path: Path, text: str | bytes, *overrides: str, schema: Any = Config) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides, schema=schema)
+    return str(caught.value).replace(str(tmp_path / "x.yaml"), "x.yaml").split("\n")
+
+
+def any_value(tmp_path: Path, text: str) -> Any:
+    class Anything(Base):
+        v: Any
+
+    return load(tmp_path, f"v: {text}\n", schema=Anything).v
+
+
+# -- what is read ------------------------------------------------------------------------------------------
+def test_defaults_sections_and_types(tmp_path):
+    config = load(tmp_path, GOOD)
+    assert config == Config(model="m", data=Data(train="t.jsonl"), training=Training(num_steps=5))
+    assert load_config(str(tmp_path / "x.yaml"), Config) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5), ("1E5", 1e5), (".5e-3", 5e-4), ("+1e3", 1e3), ("1.", 1.0), ("-.5", -0.5),
+        ("1_000", 1000), ("-0", 0), ("+3", 3), ("1_0.5", 10.5), ("18446744073709551615", 2**64 - 1),
+        ("true", True), ("True", True), ("TRUE", True), ("false", False), ("tRue", "tRue"),
+        ("yes", "yes"), ("no", "no"), ("on", "on"), ("Off", "Off"), ("y", "y"),
+        ("~", None), ("null", None), ("", None), ("''", ""), ("'null'", "null"), ("=", "="),
+        ("0o17", "0o17"), ("017", "017"), ("0x1F", "0x1F"), ("0b11", "0b11"), ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"), ("2024-01-01", "2024-01-01"), ("1__0", "1__0"), ("1.2.3", "1.2.3"),
+        ("nan", "nan"), ("inf", "inf"), ("e5", "e5"), ("1e", "1e"), (".", "."), ("'3'", "3"),
+        ("!!str 3", "3"),
+        ("!!float 3", 3.0), ("!!int '3'", 3), ("<<", "<<"), ("$HOME", "$HOME"), ("ünï 😀", "ünï 😀"),
+    ],
+)  # fmt: skip
+def test_scalars(tmp_path, text, value):
+    read = any_value(tmp_path, text)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_an_int_is_a_float_and_a_list_a_tuple(tmp_path):
+    training = load(tmp_path, GOOD + "  learning_rate: 1\n  betas: [0, 1e-1]\n  dtype: bfloat16\n").training
+    assert (training.learning_rate, training.betas, training.dtype) == (1.0, (0.0, 0.1), Dtype.BFLOAT16)
+    assert type(training.learning_rate) is float
+    assert type(training.betas[0]) is float
+
+
+def test_anchors_aliases_and_merges(tmp_path):
+    text = (
+        "model: &m m\ndata: {train: *m}\ntraining: &t {num_steps: 5, bf16: true}\n"
+        "warm:\n  <<: [*t, {seed: 3, num_steps: 9}]\n  bf16: false\n"
+    )
+    config = load(tmp_path, text)
+    assert config.data.train == "m"
+    assert config.warm == Training(num_steps=5, seed=3, bf16=False)
+    changed = load(tmp_path, text, "training.num_steps=6", "warm.bf16=true")
+    assert (changed.training.num_steps, changed.warm.num_steps) == (6, 5)
+
+
+def test_unions(tmp_path):
+    text = GOOD + "rewards:\n- {type: model, model: a}\n- {type: function, name: length, span: [1, 2]}\n"
+    assert load(tmp_path, text).rewards == [
+        ModelReward(type="model", model="a"),
+        FunctionReward(type="function", name="length", span=(1.0, 2.0)),
+    ]
+    assert load(tmp_path, GOOD.replace("t.jsonl", "{path: p}")).data.train == Source(path="p")
+
+
+def test_byte_order_mark_and_line_ends(tmp_path):
+    assert load(tmp_path, b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()) == load(tmp_path, GOOD)
+
+
+# -- files and YAML ----------------------------------------------------------------------------------------
+def test_files_that_cannot_be_read(tmp_path):
+    def said(path: Path | str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, Config)
+        return str(caught.value)
+
+    assert said(tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: no such file, must be a YAML config"
+    assert said(tmp_path) == f"{tmp_path}: is a directory, must be a YAML config"
+    assert said("a\0b.yaml").endswith("can't be read (embedded null byte)")
+    assert said("a" * 5000).endswith("can't be read (File name too long)")
+    assert said("/dev/zero") == "/dev/zero: more than 256 kB, too large for a config"
+    assert complaint(tmp_path, b"model: m\ndata: \xff\n") == ["x.yaml:2: byte 0xff, must be UTF-8 text"]
+    assert complaint(tmp_path, GOOD.encode("utf-16")) == ["x.yaml:1: byte 0xff, must be UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "1: the file is empty, must be a mapping of keys to values"),
+        ("# only this\n", "1: the file is empty, must be a mapping of keys to values"),
+        ("\n- a\n", "2: found a list, must be a mapping"),
+        ("word\n", "1: found the text 'word', must be a mapping"),
+        ("''\n", "1: found the text '', must be a mapping"),
+        (
+            "a: [1\nb: 2",
+            "2: column 2: not valid YAML, while parsing a flow sequence, expected ',' or ']', but got ':'",
+        ),
+        ("a: b: c", "1: column 5: not valid YAML, mapping values are not allowed here; "
+         "the line is indented too far, or its text has a colon and needs quotes"),
+        ("a:\n  b: 1\n   c: 2", "3: column 5: not valid YAML, mapping values are not allowed here; "
+         "the line is indented too far, or its text has a colon and needs quotes"),
+        ("a:\n  b: 1\n c: 2", "3: column 2: not valid YAML, while parsing a block mapping, expected <block end>, "
+         "but found '<block mapping start>'; the indentation differs from the lines above: "
+         "indent the keys of one section by the same spaces"),
+        (
+            "a:\n\tb: 2",
+            "2: column 1: not valid YAML, while scanning for the next token, "
+            "found character '\\t' that cannot start any token; indent with spaces",
+        ),
+        ("a: *b", "1: column 4: not valid YAML, found undefined alias 'b'"),
+        ("a: 1\n\n'\x01'", "3: not valid YAML, character U+0001 is not allowed"),
+        ('a: "\\UFFFFFFFF"', "1: not valid YAML, Python int too large to convert to C int"),
+        ("[" * 5000, "1: column 41: not valid YAML, nested more than 40 deep"),
+        ("\n".join(" " * n + "a:" for n in range(300)),
+         "40: column 40: not valid YAML, nested more than 40 deep"),
+    ],
+)  # fmt: skip
+def test_yaml_that_cannot_be_read(tmp_path, text, line):
+    assert complaint(tmp_path, text) == [f"x.yaml:{line}"]
+
+
+def test_two_documents(tmp_path):
+    assert "expected a single document" in complaint(tmp_path, GOOD + "---\na: 3\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("warm: !!python/object/apply:os.system [echo]",
+         "warm: tag !!python/object/apply:os.system is not allowed"),
+        ("warm: !foo {a: 1}", "warm: tag !foo is not allowed"),
+        ("warm: !!binary aGk=", "warm: tag !!binary is not allowed"),
+        ("warm: !!set {a}", "warm: tag !!set is not allowed"),
+        ("warm: !!int ten", "warm: the text 'ten' does not fit its tag !!int"),
+        ("warm: !!bool yes", "warm: the text 'yes' does not fit its tag !!bool"),
+        ("1: x", "the key is '1', must be text; put it in quotes"),
+        ("null: x", "the key is 'null', must be text; put it in quotes"),
+        ("true: x", "the key is 'true', must be text; put it in quotes"),
+        ("? [a]\n: x", "the key is a list or mapping, must be text"),
+        ("!!python/name:os.system a: x", "the key is 'a', must be text"),
+        ("warm: &a [*a]", "warm.0: alias on line 6 contains itself"),
+        ("warm: &a {<<: *a}", "warm.<<: the mapping merges itself"),
+        ("warm: {<<: 3}", "warm.<<: must be an alias of a mapping, or a list of them"),
+        ("warm: {bf16: .nan}", "warm.bf16: found .nan, must be a finite number; text goes in quotes"),
+        ("model2: -.INF", "model2: found -.INF, must be a finite number; text goes in quotes"),
+        ("model2: 1e999", "model2: found 1e999, must be a finite number; text goes in quotes"),
+        ("model2: 18446744073709551616",
+         "model2: found the whole number 18446744073709551616, must fit in 64 bits"),
+        ('model2: "\\uD800"', "model2: half of a surrogate pair, must be Unicode text"),
+        ('"\\uD800": 1', "the key has half of a surrogate pair, must be Unicode text"),
+    ],
+)  # fmt: skip
+def test_yaml_that_is_refused(tmp_path, text, line):
+    assert complaint(tmp_path, GOOD + text + "\n") == [f"x.yaml:6: {line}"]
+
+
+def test_a_long_number_is_cut(tmp_path):
+    (line,) = complaint(tmp_path, GOOD + "model2: " + "9" * 10_000 + "\n")
+    assert line == f"x.yaml:6: model2: found the whole number {'9' * 57}..., must fit in 64 bits"
+
+
+def bomb(form: str) -> str:
+    names = "abcdefghi"
+    first = "a: &a {x: 1}\n" if "<<" in form else "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    pairs = zip(names[1:], names, strict=False)
+    return first + "".join(f"{b}: &{b} " + form.format(", ".join([f"*{a}"] * 9)) + "\n" for b, a in pairs)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("[{}]"),
+        bomb("{{<<: [{}]}}"),
+        "a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 1000 + "]\n",
+    ],
+)
+def test_bombs_are_refused_quickly(tmp_path, text):
+    start = time.perf_counter()
+    lines = complaint(tmp_path, text)
+    assert len(lines) == 1
+    assert lines[0].endswith("expands to more than 100000 values, too many for a config")
+    assert time.perf_counter() - start < 3
+
+
+def test_a_key_written_twice(tmp_path):
+    text = "model: a\ndata: {train: x, train: y}\n# between\nmodel: b\n"
+    assert complaint(tmp_path, text) == [
+        "x.yaml:2: data.train: written twice, first on line 2; keep one",
+        "x.yaml:4: model: written twice, first on line 1; keep one",
+    ]
+    assert complaint(tmp_path, GOOD + "  <<: {bf16: true}\n  <<: {seed: 1}\n") == [
+        "x.yaml:7: training.<<: written twice, first on line 6; use <<: [*a, *b]"
+    ]
+
+
+# -- values ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lerning_rate: 1", "lerning_rate: unknown key; did you mean learning_rate?"),
+        ("BF16: true", "BF16: unknown key; did you mean bf16?"),
+        ("zzz: 1", "zzz: unknown key; valid here: "
+         "learning_rate, num_steps, betas, bf16, seed, dtype, layers"),
+        ("'a b\\n': 1", "'a b\\\\n': unknown key; valid here: "
+         "learning_rate, num_steps, betas, bf16, seed, dtype, layers"),
+        ("num_steps: ten", "num_steps: found the text 'ten', must be a whole number"),
+        ("num_steps: '3'", "num_steps: found the text '3', must be a whole number; remove the quotes"),
+        ("num_steps: 3.0", "num_steps: found the number 3.0, must be a whole number; write 3"),
+        ("num_steps: 3.5", "num_steps: found the number 3.5, must be a whole number"),
+        ("num_steps: true", "num_steps: found the boolean true, must be a whole number"),
+        ("num_steps: [3]", "num_steps: found a list, must be a whole number"),
+        ("num_steps: {a: 3}", "num_steps: found a mapping, must be a whole number"),
+        ("num_steps:", "num_steps: found nothing (null), must be a whole number"),
+        ("num_steps: 0o17", "num_steps: found the text '0o17', must be a whole number"),
+        ("num_steps: 1:30", "num_steps: found the text '1:30', must be a whole number"),
+        ("num_steps: 0", "num_steps: found the whole number 0, must be at least 1"),
+        ("learning_rate: 0", "learning_rate: found the whole number 0, must be greater than 0"),
+        ("learning_rate: -1e-5", "learning_rate: found the number -1e-05, must be greater than 0"),
+        ("learning_rate: false", "learning_rate: found the boolean false, must be a number"),
+        ("learning_rate: '1e-5'",
+         "learning_rate: found the text '1e-5', must be a number; remove the quotes"),
+        ("bf16: yes", "bf16: found the text 'yes', must be true or false"),
+        ("bf16: 1", "bf16: found the whole number 1, must be true or false"),
+        ("bf16: 'true'", "bf16: found the text 'true', must be true or false; remove the quotes"),
+        ("dtype: float23", "dtype: found the text 'float23', must be one of float32, bfloat16; "
+         "did you mean float32?"),
+        ("seed: x", "seed: found the text 'x', must be a whole number or auto"),
+        ("seed: autp", "seed: found the text 'autp', must be a whole number or auto; did you mean auto?"),
+        ("betas: [0.9]", "betas.1: required item is missing"),
+        ("betas: [0.9, 0.9, 0.9]", "betas: found a list, must be at most 2 long"),
+        ("betas: [0.9, x]", "betas.1: found the text 'x', must be a number"),
+        ("betas: 0.9", "betas: found the number 0.9, must be a list"),
+        ("layers: []", "layers: found an empty list, must be at least 1 long"),
+    ],
+)  # fmt: skip
+def test_values_that_are_refused(tmp_path, text, line):
+    assert complaint(tmp_path, "model: m\ndata: {train: x}\ntraining:\n  " + text) == [f"x.yaml:4: training.{line}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rewards: 3", "rewards: found the whole number 3, must be a list"),
+        ("rewards: [3]", "rewards.0: found the whole number 3, must be a mapping"),
+        ("rewards: [{type: modle}]",
+         "rewards.0.type: found the text 'modle', must be one of model, function; did you mean model?"),
+        ("rewards: [{type: 3}]", "rewards.0.type: found the whole number 3, must be one of model, function"),
+        ("rewards: [{type: [a]}]", "rewards.0.type: found a list, must be one of model, function"),
+        ("rewards: [{model: a}]", "rewards.0.type: required key is missing, must be one of model, function"),
+        ("rewards: [{type: model}]", "rewards.0.model: required key is missing"),
+        ("rewards: [{type: model, model: {model: 1}}]", "rewards.0.model: found a mapping, must be text"),
+        ("rewards: [{type: function, name: lenght}]",
+         "rewards.0.name: found the text 'lenght', must be one of length, regex; did you mean length?"),
+        ("main: {type: model, model: x, wieght: 1}", "main.wieght: unknown key; did you mean weight?"),
+        ("main: {type: function, name: regex, span: [1, a]}",
+         "main.span.1: found the text 'a', must be a number"),
+        ("main: text", "main: found the text 'text', must be a mapping"),
+        ("warm: 3", "warm: found the whole number 3, must be a mapping"),
+        ("model2: 3", "model2: unknown key; did you mean model?"),
+    ],
+)  # fmt: skip
+def test_tagged_unions_and_sections_that_are_refused(tmp_path, text, line):
+    assert complaint(tmp_path, GOOD + text) == [f"x.yaml:6: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: 3", "train: found the whole number 3, must be text or a mapping; put it in quotes"),
+        ("train: []", "train: found an empty list, must be text or a mapping"),
+        ("train:", "train: found nothing (null), must be text or a mapping"),
+        ("train: {}", "train.path: required key is missing"),
+        ("train: {path: 3}", "train.path: found the whole number 3, must be text; put it in quotes"),
+        ("train: {path: x, raito: 1}", "train.raito: unknown key; did you mean ratio?"),
+        ("train: {path: x, ratio: 2}", "train.ratio: found the whole number 2, must be at most 1"),
+        ("train: {path: bad}", "train: path is bad, must be good"),
+        ("{train: x, evals: {a: x, b: 3}}",
+         "evals.b: found the whole number 3, must be text or a mapping; put it in quotes"),
+        ("{train: x, evals: {a.b: {path: bad}}}", "evals.'a.b': path is bad, must be good"),
+        ("{train: x, files: [a, 1]}", "files.1: found the whole number 1, must be text; put it in quotes"),
+        ("{train: x, weights: {c: 1}}", "weights.c: as a key, found the text 'c', must be one of 'a' or 'b'"),
+        ("{train: x, files: {}}", "files: found an empty mapping, must be text or a list"),
+    ],
+)  # fmt: skip
+def test_one_line_for_a_union(tmp_path, text, line):
+    assert complaint(tmp_path, f"model: m\ndata:\n  {text}\n") == [f"x.yaml:3: data.{line}"]
+
+
+def test_missing_keys_and_all_at_once(tmp_path):
+    assert complaint(tmp_path, "\ntraining:\n\n  num_steps: 0\nwarm:\n  sed: 3\ndata:\n  evals: {}\n") == [
+        "x.yaml:1: model: required key is missing",
+        "x.yaml:4: training.num_steps: found the whole number 0, must be at least 1",
+        "x.yaml:6: warm.sed: unknown key; did you mean seed?",
+        "x.yaml:7: data.train: required key is missing",
+    ]
+
+
+def test_many_keys_and_many_problems(tmp_path):
+    class Wide(Base):
+        a0: int = 0
+        a1: int = 0
+        a2: int = 0
+        a3: int = 0
+        a4: int = 0
+        a5: int = 0
+        a6: int = 0
+        a7: int = 0
+        a8: int = 0
+        a9: int = 0
+        b0: int = 0
+        b1: int = 0
+        b2: int = 0
+
+    lines = complaint(tmp_path, "".join(f"zzzzzz{n}: 0\n" for n in range(100)), schema=Wide)
+    assert lines[0] == "x.yaml:1: zzzzzz0: unknown key; none of the 13 keys valid here is like it"
+    assert lines[40:] == ["x.yaml: and 60 more problems"]
+
+
+def test_an_alias_is_reported_where_its_key_stands(tmp_path):
+    assert complaint(tmp_path, "model: &m 3\ndata:\n  train: a\nwarm:\n  num_steps: *m\n  seed: x\n") == [
+        "x.yaml:1: model: found the whole number 3, must be text; put it in quotes",
+        "x.yaml:6: warm.seed: found the text 'x', must be a whole number or auto",
+    ]
+    assert complaint(tmp_path, "model: &m m\ndata:\n  train: a\nwarm:\n  num_steps: *m\n") == [
+        "x.yaml:5: warm.num_steps: found the text 'm', must be a whole number",
+    ]
+
+
+def test_a_validators_error_names_its_section(tmp_path):
+    assert complaint(tmp_path, "model: m\ndata:\n  train:\n    path: bad\n") == [
+        "x.yaml:3: data.train: path is bad, must be good"
+    ]
+
+
+def test_validators_before_and_around(tmp_path):
+    class Wrapped(Base):
+        numbers: list[int] = []
+        sub: Training | str = "x"
+
+        @model_validator(mode="before")
+        @classmethod
+        def same(cls, value: Any) -> Any:
+            return value
+
+    assert load(tmp_path, "numbers: [1]\nsub: {num_steps: 3}\n", schema=Wrapped).sub == Training(num_steps=3)
+    assert complaint(tmp_path, "numbers: ['1']\nsub: {num_steps: 3.0}\n", schema=Wrapped) == [
+        "x.yaml:1: numbers.0: found the text '1', must be a whole number; remove the quotes",
+        "x.yaml:2: sub.num_steps: found the number 3.0, must be a whole number; write 3",
+    ]
+    with pytest.raises(TypeError, match="mode='before'"):  # a bug in the schema, and said so
+        load(tmp_path, "sub: {betas: [1, 2]}\n", schema=Wrapped)
+
+
+def test_a_shorthand_made_by_a_validator(tmp_path):
+    def path_alone(value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    class File(Base):
+        path: str = Field(min_length=1)
+        limit: int = 0
+
+    class Short(Base):
+        file: Annotated[File, BeforeValidator(path_alone, json_schema_input_type=str | File)]
+
+    assert load(tmp_path, "file: a\n", schema=Short) == load(tmp_path, "file: {path: a}\n", schema=Short)
+    assert load(tmp_path, "file: a\n", "file.limit=3", "file.path=b", schema=Short).file == File(path="b", limit=3)
+    assert complaint(tmp_path, "file: ''\n", schema=Short) == [
+        "x.yaml:1: file.path: found the text '', must be at least 1 characters long"
+    ]
+    assert complaint(tmp_path, "file: {path: a, limt: x}\n", schema=Short) == [
+        "x.yaml:1: file.limt: unknown key; did you mean limit?"
+    ]
+    assert complaint(tmp_path, "file: [a]\n", schema=Short) == ["x.yaml:1: file: found a list, must be a mapping"]
+
+
+# -- overrides ---------------------------------------------------------------------------------------------
+def test_overrides(tmp_path):
+    text = GOOD + "warm:\nrewards:\n- {type: model, model: a}\n"
+    config = load(
+        tmp_path,
+        text,
+        "training.learning_rate=1e-4",
+        "training.seed=null",
+        "training.seed=7",
+        "warm.bf16=true",
+        "rewards.0.weight=2",
+        "rewards.1={type: function, name: regex}",
+        "rewards.2.type=model",
+        "rewards.2.model= b ",
+        "data.train.path=x=y",
+        "data.evals={a: f}",
+        "data.files=[p, q]",
+        "model=no",
+    )
+    assert config == Config(
+        model="no",
+        data=Data(train=Source(path="x=y"), evals={"a": "f"}, files=["p", "q"]),
+        training=Training(num_steps=5, learning_rate=1e-4, seed=7),
+        warm=Training(bf16=True),
+        rewards=[
+            ModelReward(type="model", model="a", weight=2.0),
+            FunctionReward(type="function", name="regex"),
+            ModelReward(type="model", model="b"),
+        ],
+    )
+
+
+def test_an_override_makes_lists_and_mends_the_file(tmp_path):
+    config = load(tmp_path, GOOD, "rewards.0.type=model", "rewards.0.model=a")
+    assert config.rewards == [ModelReward(type="model", model="a")]
+    assert load(tmp_path, GOOD + "  seed: x\n", "training.seed=1").training.seed == 1
+    assert load(tmp_path, GOOD + "warm: text\n", "warm=null").warm is None
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("training", "no equals sign, must be key=value"),
+        ("", "no equals sign, must be key=value"),
+        ("=3", "the key has an empty part, must be key=value or a.b=value"),
+        ("training..seed=3", "the key has an empty part, must be key=value or a.b=value"),
+        ("training.seed=[", "column 2: not valid YAML, while parsing a flow node, "
+         "expected the node content, but found '<stream end>'"),
+        ("training.seed=\x01", "not valid YAML, character U+0001 is not allowed"),
+        ("training.seed=!x 1", "tag !x is not allowed"),
+        ("training.seed=*a", "column 1: not valid YAML, found undefined alias 'a'"),
+        ("data.evals={a: x, a: y}", "data.evals.a: written twice, in one mapping; keep one"),
+        ("training.num_steps=ten", "found the text 'ten', must be a whole number"),
+        ("training.num_steps='3'", "found the text '3', must be a whole number; remove the quotes"),
+        ("training.num_steps.x=3", "training.num_steps: found a mapping, must be a whole number"),
+        ("training.lerning_rate=1", "unknown key; did you mean learning_rate?"),
+        ("trainin.seed=1", "trainin: unknown key; did you mean training?"),
+        ("training={num_steps: 0}", "training.num_steps: found the whole number 0, must be at least 1"),
+        ("model=", "found nothing (null), must be text"),
+        ("model=3", "found the whole number 3, must be text; put it in quotes"),
+        ("data.train.split=test", "data.train.path: required key is missing"),
+        ("data.train={path: bad}", "path is bad, must be good"),
+        ("rewards.1.weight=2", "rewards has 0 items, '1' must be an index, at most 0 (which appends)"),
+        ("rewards.0.weight=2", "rewards.0.type: required key is missing, must be one of model, function"),
+        ("model=\udc80", "not valid YAML, character U+DC80 is not allowed"),
+        ("\udc80=1", "the key has half of a surrogate pair, must be Unicode text"),
+        ("rewards=[]\nx", "column 1: not valid YAML"),
+    ],
+)  # fmt: skip
+def test_overrides_that_are_refused(tmp_path, override, line):
+    (said,) = complaint(tmp_path, GOOD, override)
+    shown = override.replace("\n", " ").replace("\udc80", r"\udc80").replace("\x01", r"\x01")
+    assert said.startswith(f"--set {shown}: {line}")
+    assert said.endswith(line) or line == "column 1: not valid YAML"
+
+
+def test_overrides_are_reported_after_the_file(tmp_path):
+    text = GOOD + "rewards: [{type: model}]\n"
+    assert complaint(tmp_path, text, "training.seed=x", "rewards.x=1", "model=1") == [
+        "--set training.seed=x: found the text 'x', must be a whole number or auto",
+        "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
+        "--set model=1: found the whole number 1, must be text; put it in quotes",
+    ]
+    assert complaint(tmp_path, text, "training.seed=x")[0] == "x.yaml:6: rewards.0.model: required key is missing"
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+def test_dump_reads_back_as_equal(tmp_path):
+    config = load(
+        tmp_path,
+        GOOD,
+        "training.dtype=bfloat16",
+        "data.train={path: x}",
+        "rewards=[{type: model, model: no}]",
+    )
+    text = dump_config(config)
+    assert load(tmp_path, text) == config
+    assert text.startswith("model: m\ndata:\n  train:\n    path: x\n    split: train\n    ratio: 1.0\n")
+    assert "  learning_rate: 1.0e-05\n" in text
+    assert "  model: 'no'\n" in text
+    assert yaml.safe_load(text)["training"]["learning_rate"] == 1e-5  # other readers of YAML agree
+
+
+TEXTS = [
+    "", "1e-5", "no", "null", "~", "0o17", "1:30", "2024-01-01", "<<", "a: b", "- a", "#x", " x ",
+    "x\n\ny ", "\t", "'", '"', "\U0001f600 \xfc\u2028\x85", "\ufeff", "x" * 300, "a " * 200, "!x", "*a",
+    "&a", "%", ".inf", "TRUE",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_dump_keeps_texts(tmp_path, text):
+    config = Config(model=text, data=Data(train=text, evals={text: text}, files=[text]))
+    assert load(tmp_path, dump_config(config)) == config
+
+
+def test_dump_keeps_floats(tmp_path):
+    random_numbers = random.Random(0)
+    for _ in range(200):
+        rate = random_numbers.random() * 10.0 ** random_numbers.randint(-300, 300)
+        config = Config(model="m", data=Data(train="t"), training=Training(learning_rate=rate))
+        assert load(tmp_path, dump_config(config)) == config
+
+
+def test_config_schema():
+    schema = config_schema(Config)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    rate = schema["$defs"]["Training"]["properties"]["learning_rate"]
+    assert rate["description"] == "Peak learning rate."
+    assert rate["title"] == "Learning Rate"
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(yaml.safe_load(GOOD))
+    assert not validator.is_valid({"model": "m", "data": {"train": "x", "trian": 1}})
+
+
+# -- the whole ---------------------------------------------------------------------------------------------
+SAMPLE = """\
+model: &name gpt2
+data:
+  train:
+    path: train.jsonl
+    split: train
+    ratio: 0.5
+  evals: {short: short.jsonl, long: {path: long.jsonl}}
+  files: [a.txt, b.txt]
+training: &training
+  learning_rate: 1e-5
+  num_steps: 100
+  betas: [0.9, 0.95]
+  bf16: false
+  seed: auto
+  dtype: float32
+warm:
+  <<: *training
+  seed: 3
+rewards:
+- type: model
+  model: *name
+  weight: 0.5
+- type: function
+  name: length
+  span: [1, 2]
+"""
+
+
+PIECES = [
+    "null", "true", "no", "3", "-1", "1e-5", ".nan", "1e999", "'3'", '"\\uD800"', "9" * 30, "0o17", "text",
+    "ü😀", "\u2028", "\ufeff", "\x00", "\t", "[", "]", "{", "}", "[]", "{}", "[[1, 2], [3]]", "{a: {b: c}}",
+    "&x", "*x", "*name", "*training", "<<: *training", "&training", "!!int", "!foo",
+    "!!python/name:os.system", "? ", ": ", "- ", "# ", "|\n", ">", "%YAML 1.1\n", "---\n", "...\n", ",",
+    "'", '"', "model", "type: model", "path: bad", "function", "\n", "  ",
+]  # fmt: skip
+SETS = [
+    "training.seed=3", "rewards.0.weight=x", "rewards.2.type=model", "data.train.path=x", "warm.a.b=1", "x",
+    "a=[", "data.evals.short.path=bad", "rewards={}", "training=*a", "data=\ud800", "\udc80=1", "model=1",
+    "0.0=1",
+]  # fmt: skip
+
+
+def mutated(text: str, draw: random.Random) -> str:
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        lines = text.split("\n")
+        row = draw.randrange(len(lines))
+        line = lines[row]
+        column = draw.randint(0, len(line))
+        piece = draw.choice(PIECES)
+        key, colon, _ = line.partition(": ")
+        match draw.randrange(10):
+            case 0 | 1:
+                lines[row] = f"{key}{colon or ': '}{piece}"
+            case 2:
+                lines[row] = line[:column] + piece + line[column:]
+            case 3:
+                del lines[row]
+            case 4:
+                lines.insert(draw.randrange(len(lines)), line)
+            case 5:
+                lines[row] = draw.choice(["  ", "    ", " ", "- "]) + line
+            case 6:
+                lines[row] = line[:column] + line[column + 1 :]
+            case 7 | 8:
+                lines[row] = key + colon + draw.choice(lines).partition(": ")[2]
+            case 9:
+                lines[row] = f"{key}{colon or ': '}" + "[" * draw.randint(1, 60) + "1"
+        text = "\n".join(lines)
+    return text
+
+
+VALUES: list[Any] = [
+    None, True, 0, 3, -1, 2**64, 1e-5, 3.0, float("nan"), "", "3", "no", "bad", "auto", "model", "ü\u2028",
+    [], {}, [1, 2], ["a"], {"path": "p"}, {"type": "model"}, {1: 2}, {"type": "function", "name": "length"},
+]  # fmt: skip
+KEYS = ["path", "model", "type", "seed", "num_step", "zzz", "a.b", "betas", 3]
+
+
+def mutated_tree(text: str, draw: random.Random) -> str:
+    """``text`` with values changed, moved or dropped; valid YAML, unlike most of ``mutated``."""
+    tree = yaml.safe_load(text)
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        at = tree
+        while True:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            key = draw.choice(keys) if keys else draw.choice(KEYS) if isinstance(at, dict) else None
+            if key is None or not isinstance(at, dict | list) or key not in keys:
+                break
+            if isinstance(at[key], dict | list) and draw.random() < 0.8:
+                at = at[key]
+                continue
+            match draw.randrange(4):
+                case 0:
+                    del at[key]
+                case 1 if isinstance(at, dict):
+                    at[draw.choice(KEYS)] = at[key]
+                case _:
+                    at[key] = draw.choice(VALUES)  # the same object twice makes an anchor and an alias
+            break
+    return yaml.safe_dump(tree, allow_unicode=draw.random() < 0.5)
+
+
+def test_fuzz(tmp_path):
+    """A valid model that survives dump_config, or a ConfigError with one line for each problem."""
+    draw = random.Random(7)
+    start = time.perf_counter()
+    num_valid = 0
+    assert load(tmp_path, SAMPLE).warm.seed == 3
+    path = tmp_path / "x.yaml"
+    for round_ in range(500):
+        mutate = mutated_tree if round_ % 2 else mutated
+        data = mutate(SAMPLE, draw).encode()
+        if round_ % 50 == 0:
+            at = draw.randrange(len(data))
+            data = data[:at] + bytes([draw.randrange(256)]) + data[at:]
+        path.write_bytes(data)
+        sets = draw.sample(SETS, draw.choice([0, 0, 0, 1, 2]))
+        try:
+            config = load_config(path, Config, sets)
+        except ConfigError as error:
+            lines = str(error).split("\n")
+            assert all(line.startswith((f"{path}:", "--set ")) and len(line) > 20 for line in lines), lines
+            assert "JSON" not in str(error)  # noqa: PT017
+            str(error).encode()
+            assert len(str(error).splitlines()) == len(lines)  # noqa: PT017
+        else:
+            num_valid += 1
+            path.write_text(dump_config(config), encoding="utf-8")
+            assert load_config(path, Config) == config
+    assert 25 < num_valid < 400  # else it fuzzes too much, or too little
+    assert time.perf_counter() - start < 20
+
+
+def test_the_import_is_cheap():
+    program = (
+        "import sys, time; start = time.process_time(); import rlhf_cli.config.loader; "
+        "print(time.process_time() - start, *{'torch', 'transformers', 'numpy', 'datasets'} & {*sys.modules})"
+    )
+    root = Path(loader.__file__).parents[2]
+
+    def measure() -> float:
+        done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+        seconds, *heavy = done.stdout.split()
+        assert not heavy
+        return float(seconds)
+
+    # Of the processor's own seconds, and the least of five: another process may have the CPU and its caches.
+    assert min(measure() for _ in range(5)) < 0.3

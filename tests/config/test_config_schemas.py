@@ -1,0 +1,212 @@
+"""The schemas: shipped configs are good, every field is read by the code, cross-field rules speak."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
+from rlhf_cli.config.base import Section
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import config_schema, dump_config, load_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_update import PPO as PPOSection
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import STAGES, Training
+from rlhf_cli.errors import ConfigError
+from support.paths import ROOT
+
+SHIPPED = sorted(ROOT.glob("configs/*/*.yaml"))
+
+
+def stage_of(path: Path) -> str:
+    return next(name for name in STAGES if name in path.stem.split("_"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_load_and_dump_back(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, CONFIGS[stage_of(path)])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(copy, CONFIGS[stage_of(path)]) == config
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_open_with_the_command_that_runs_them(path: Path) -> None:
+    comment = path.read_text(encoding="utf-8").split("artifacts:")[0]
+    assert f"rlhf {stage_of(path)} --config configs/{path.parent.name}/{path.name}" in comment
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_fit_the_json_schema(path: Path) -> None:
+    config = load_config(path, CONFIGS[stage_of(path)])
+    schema = config_schema(CONFIGS[stage_of(path)])
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(json.loads(config.model_dump_json()), schema)
+
+
+def sections() -> list[type[BaseModel]]:
+    modules = (base, data, models, stage, rewards, sft_rm, ppo_update, ppo)
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    return sorted((c for c in found if issubclass(c, Section) and c is not Section), key=lambda c: c.__name__)
+
+
+def test_every_field_is_read_by_something() -> None:
+    """A key that nothing reads would be a promise that is not kept; reading is `.field` outside the schema
+    or in a property of it."""
+    read: set[str] = set()
+    for path in [*ROOT.glob("rlhf_cli/**/*.py"), *ROOT.glob("stages/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+    fields = {field for section in sections() for field in section.model_fields} - {"type"}
+    assert fields - read == set()
+
+
+def test_every_field_says_what_it_is() -> None:
+    silent = {
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, info in section.model_fields.items()
+        if not info.description and name in section.__annotations__
+    }
+    # A nested section has its own docstring, and these few names say it all.
+    plain = {"device", "betas", "eps", "weight", "temperature", "type", "train", "label", "revision"}
+    nested = {
+        "tokenizer",
+        "model",
+        "data",
+        "training",
+        "optimizer",
+        "evaluation",
+        "policy",
+        "rollout",
+        "ppo",
+        "value_model",
+        "lora",
+        "checkpoints",
+    }
+    assert {name for name in silent if name.split(".")[1] not in plain | nested} == set()
+
+
+def test_configs_are_frozen() -> None:
+    config = load_config(ROOT / "configs/support/sft.yaml", SFTConfig)
+    with pytest.raises(Exception, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+
+
+SFT: dict[str, Any] = {
+    "artifacts": "a",
+    "model": {"path": "m"},
+    "data": {"train": "d.jsonl"},
+    "training": {"num_steps": 1},
+    "optimizer": {"learning_rate": 1e-3},
+}
+PPO: dict[str, Any] = {
+    "artifacts": "a",
+    "data": {"train": "d.jsonl"},
+    "ppo": {"num_iterations": 1, "rollout_batch_size": 8, "minibatch_size": 4},
+    "optimizer": {"learning_rate": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "base", "overrides", "message"),
+    [
+        ("sft", SFT, ["training.num_epochs=1"], "exactly one of num_epochs and num_steps"),
+        ("sft", SFT, ["training.num_steps=null"], "exactly one of num_epochs and num_steps"),
+        ("sft", SFT, ["model.scratch={}"], "exactly one of path"),
+        ("sft", SFT, ["data.prompt_template=hello"], "must be `chat` or hold {prompt} exactly once"),
+        ("rm", {**SFT, "loss": "mse"}, ["zero_mean_coef=0.1"], "does nothing with loss: mse"),
+        ("rm", {**SFT, "loss": "mse"}, ["data.margin_column=m"], "does nothing with loss: mse"),
+        ("ppo", PPO, ["ppo.minibatch_size=3"], "must divide rollout_batch_size"),
+        ("ppo", PPO, ["rewards=[]"], "at least 1"),
+        ("sft", SFT, ["optimizer.betas=[1, 0.9]"], "less than 1"),
+        ("sft", SFT, ["data.train={path: d.jsonl, select: 3/3}"], "part 3/3 does not exist"),
+        ("ppo", PPO, ["rewards.0={type: function, function: nope}"], "function"),
+        ("ppo", PPO, ["rewards.0={type: reward_model, output: probability}"], "probability is for a classifier"),
+        # A group baseline with one sample, or with samples that do not fill a batch.
+        ("ppo", PPO, ["ppo.advantage_estimator=rloo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=grpo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=dr_grpo"], "every advantage would be 0"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce_pp_baseline"], "every advantage would be 0"),
+        ("ppo", PPO, ["rollout.samples_per_prompt=3"], "must divide ppo.rollout_batch_size"),
+        # A KL that would do nothing or be counted twice.
+        ("ppo", PPO, ["ppo.kl_in=loss", "ppo.kl_estimator=k1"], "gradient of 0 on average"),
+        ("ppo", PPO, ["ppo.kl_estimator=k2_sequence"], "is a loss and no reward"),
+        ("ppo", PPO, ["ppo.kl_target=6"], "kl_target does nothing with kl_controller: fixed"),
+        ("ppo", PPO, ["ppo.kl_horizon=100"], "kl_horizon does nothing with kl_controller: fixed"),
+        ("ppo", PPO, ["ppo.kl_controller=adaptive"], "needs kl_target"),
+        ("ppo", PPO, ["ppo.kl_controller=adaptive", "ppo.kl_target=6", "ppo.kl_coef=0"], "0 stays 0"),
+        # Keys that the choice made does not read.
+        (
+            "ppo",
+            PPO,
+            ["ppo.objective=penalty", "ppo.clip_range=0.1"],
+            "clip_range does nothing with objective: penalty",
+        ),
+        ("ppo", PPO, ["ppo.objective=penalty", "ppo.dual_clip=3"], "dual_clip does nothing"),
+        ("ppo", PPO, ["ppo.policy_kl_target=0.01"], "policy_kl_target does nothing with objective: clip"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "ppo.vf_coef=0.1"], "vf_coef does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "ppo.gae_lambda=1"], "gae_lambda does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=monte_carlo", "ppo.gae_lambda=1"], "gae_lambda does nothing"),
+        (
+            "ppo",
+            PPO,
+            ["ppo.advantage_estimator=rloo", "rollout.samples_per_prompt=2", "ppo.gamma=0.9"],
+            "gamma does nothing",
+        ),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "value_model.init=policy"], "value_model does nothing"),
+        ("ppo", PPO, ["ppo.advantage_estimator=reinforce_pp", "ppo.whiten_advantages=false"], "Take reinforce"),
+        ("ppo", PPO, ["ppo.importance_ratio_cap=5"], "does nothing with num_rollouts_per_update: 1"),
+        ("ppo", PPO, ["ppo.num_reference_samples=5"], "does nothing with score_normalization: none"),
+        ("ppo", PPO, ["ppo.overlong_buffer=4"], "only together"),
+        ("ppo", PPO, ["ppo.overlong_buffer=100", "ppo.overlong_penalty=1"], "above rollout.max_new_tokens"),
+        ("ppo", PPO, ["rollout.min_new_tokens=65"], "above max_new_tokens"),
+        ("ppo", PPO, ["ppo.minibatch_size=8", "ppo.max_approx_kl=0.1"], "can never end an update of one step"),
+        ("ppo", PPO, ["value_model.warmup_iterations=1"], "leaves the policy no iteration"),
+        ("ppo", PPO, ["value_model.init=policy", "value_model.path=x"], "init: policy does nothing"),
+        ("ppo", PPO, ["value_model.init=shared", "value_model.lora={}"], "lora does nothing with init: shared"),
+        ("ppo", PPO, ["evaluation.best_metric=gold"], "needs every_iterations"),
+        ("ppo", PPO, ["ptx={train: d.jsonl, coef: 1.5, mode: convex}"], "coef is 1.5"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    stage: str, base: dict[str, Any], overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{stage}.yaml"
+    path.write_text(yaml.safe_dump(base), encoding="utf-8")
+    load_config(path, CONFIGS[stage])
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("}", r"\}")):
+        load_config(path, CONFIGS[stage], overrides)
+
+
+def test_derived_numbers() -> None:
+    training = Training(num_epochs=2.0, minibatch_size=16)
+    assert training.total_steps(100) == 12
+    assert Training(num_steps=7).total_steps(100) == 7
+    ppo = PPOSection(num_iterations=3, rollout_batch_size=64, minibatch_size=32, ppo_epochs=2)
+    assert ppo.steps_per_iteration == 4
+    assert ppo.total_steps == 12
+    assert ppo.whitens_advantages
+    assert not ppo.model_copy(update={"kl_in": "loss"}).whitens_advantages, "the KL would fade with their spread"
+    assert not ppo.model_copy(update={"advantage_estimator": "rloo"}).whitens_advantages
+    replay = ppo.model_copy(update={"num_rollouts_per_update": 2})
+    assert [replay.updates(i) for i in range(3)] == [4, 8, 8]
+    assert replay.total_steps == 20
+
+
+def test_a_stage_knows_what_it_stands_on() -> None:
+    rm = load_config(ROOT / "configs/support/rm.yaml", RMConfig)
+    assert rm.needs == ("sft",)
+    assert rm.inputs["model"] == ("artifacts/support/sft", None)
+    ppo = load_config(ROOT / "configs/support/ppo.yaml", PPOConfig)
+    assert ppo.needs == ("sft", "rm")
+    assert set(ppo.inputs) == {"policy", "rewards.0", "evaluation.gold"}

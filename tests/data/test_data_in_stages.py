@@ -1,0 +1,311 @@
+"""Data options as the stages use them: mixtures, shares, cuts, rankings, conversations, labels."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.data.encode import LeftOut
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.load import load_tokenizer, new_reward_model
+from rlhf_cli.training.best import Best
+from stages import rm as rm_stage
+from stages import sft as sft_stage
+from support.tiny import read_jsonl, write_jsonl
+
+
+def config_of(write_config: Callable[..., Path], stage: str, root: Path, **changes: Any) -> Any:
+    return load_config(write_config(stage, root, **changes), CONFIGS[stage])
+
+
+# ------------------------------------------------------------------------------------------ cutting
+
+
+@pytest.fixture
+def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[..., Any]:
+    def make(architecture: str = "llama", **data: Any) -> rm_stage.Encoder:
+        path = str(make_model(architecture))
+        config: RMConfig = config_of(write_config, "rm", tmp_path, data={"test": None, "test_fraction": 0, **data})
+        return rm_stage.Encoder(new_reward_model(path, None, seed=0, head_std=None), load_tokenizer(path), config)
+
+    return make
+
+
+PAIRS = [
+    {"prompt": "please", "chosen": " we will help you", "rejected": " no"},
+    {"prompt": "please", "chosen": " yes" * 30 + " good", "rejected": " yes" * 30 + " bad"},
+    {"prompt": "the tent " * 20, "chosen": " it is here", "rejected": " it is late"},
+]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept", "reason"),
+    [
+        ("drop", [0], {"longer than 24 tokens": 2}),
+        ("right", [0], {"what tells its answers apart was cut off": 1, "longer than 24 tokens before its answer": 1}),
+        ("left", [0, 2], {"longer than 24 tokens, and so is its answer": 1}),
+    ],
+)
+def test_a_pair_whose_difference_was_cut_off_is_dropped_and_counted(
+    encoder: Any, tmp_path: Path, truncation: str, kept: list[int], reason: dict[str, int]
+) -> None:
+    path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    encode = encoder(train=path, truncation=truncation, max_length=24)
+    rows = encode.rankings(encode.config.data)
+    assert [item.row.where for item in rows.train] == [f"{path}:{i + 1}" for i in kept]
+    assert all(len(ids) <= 24 for item in rows.train for ids in item.answers)
+    assert {f"data.train: {n} rows left out: {why}" for why, n in reason.items()} <= set(rows.lines)
+    whole = encoder(train=path, max_length=500)
+    uncut = {item.row.where: item.answers for item in whole.rankings(whole.config.data).train}
+    for item in rows.train:
+        for ids, full in zip(item.answers, uncut[item.row.where], strict=True):
+            assert ids == (full[:24] if truncation == "right" or len(full) <= 24 else [full[0], *full[-23:]])
+
+
+def test_an_encoder_reads_what_is_left_of_a_text(encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that reads whole texts: cut by its own tokenizer, on the side that was asked for."""
+    monkeypatch.setattr(rm_stage, "reads_last_token", lambda _: False)
+    path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    whole = encoder(train=path, max_length=500)
+    full = {item.row.where: item.answers for item in whole.rankings(whole.config.data).train}
+    assert len(full) == 3
+    left = encoder(train=path, max_length=24, truncation="left")
+    cut = list(left.rankings(left.config.data).train)
+    for item in cut:
+        # Its own first token stays.
+        assert item.answers == [ids if len(ids) <= 24 else [ids[0], *ids[-23:]] for ids in full[item.row.where]]
+    assert len(cut) == 3
+    right = encoder(train=path, max_length=24, truncation="right")
+    cut = list(right.rankings(right.config.data).train)
+    assert [item.row.where for item in cut] == [f"{path}:1"]
+    dropped = encoder(train=path, max_length=24)
+    assert len(dropped.rankings(dropped.config.data).train) == 1
+
+
+def test_short_answers_are_dropped_where_that_is_asked_for(encoder: Any, tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    encode = encoder(train=path, max_length=500, min_response_length=5)
+    rows = encode.rankings(encode.config.data)
+    assert [item.row.where for item in rows.train] == [f"{path}:2", f"{path}:3"]
+    assert "data.train: 1 rows left out: answers of fewer than 5 tokens" in rows.lines
+
+
+def test_rm_says_how_it_cut(run_stage: Any, make_model: Any, tmp_path: Path) -> None:
+    """PPO's reward cuts as the training did: that is read from the model's config."""
+    run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data={"max_length": 40, "truncation": "left"})
+    config = json.loads((tmp_path / "rm/model/config.json").read_text())
+    assert (config["rlhf_max_length"], config["rlhf_truncation"]) == (40, "left")
+
+
+def test_sft_cuts_and_ppo_cuts(write_config: Any, make_model: Any, run_stage: Any, tmp_path: Path) -> None:
+    path = str(make_model("llama"))
+    tokenizer = load_tokenizer(path)
+    rows = [{"prompt": "the tent " * 20 + word, "response": " it is here"} for word in ("now", "then", "later")]
+    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
+    config: SFTConfig = config_of(
+        write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 20, "truncation": "left"}
+    )
+    cut = list(sft_stage.tokenised(config, tokenizer).train)
+    config = config_of(write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 500})
+    full = list(sft_stage.tokenised(config, tokenizer).train)
+    assert [e.ids for e in cut] == [[e.ids[0], *e.ids[-19:]] for e in full]
+    assert [sum(e.learnt) for e in cut] == [sum(e.learnt) for e in full]
+    asked = {**data, "train": str(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": r["prompt"]} for r in rows]))}
+    run_stage(
+        "ppo",
+        tmp_path,
+        policy={"path": path},
+        rewards=[{"type": "function", "function": str(judge(tmp_path)) + ":seen"}],
+        data={**asked, "max_prompt_length": 10, "truncation": "left"},
+        ppo={"num_iterations": 1},
+    )
+    seen = set((tmp_path / "seen.txt").read_text().splitlines())
+    assert seen == {str(tokenizer.decode(tokenizer(row["prompt"])["input_ids"][-9:])) for row in rows}
+
+
+def judge(folder: Path) -> Path:
+    """A reward that writes down which prompts it was given."""
+    path = folder / "judge.py"
+    path.write_text(
+        "from pathlib import Path\n\n\ndef seen(prompts, responses, rows):\n"
+        "    with (Path(__file__).parent / 'seen.txt').open('a') as file:\n"
+        "        file.writelines(p + '\\n' for p in prompts)\n"
+        "    return [float(len(r)) for r in responses]\n"
+    )
+    return path
+
+
+# --------------------------------------------------------------------------------- shares, mixtures
+
+
+def test_one_dataset_split_over_the_stages(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+    """`split` alone decides: the three stages together read every row once."""
+    rows = [{"prompt": f"question {i}", "chosen": f" we will {i}", "rejected": " no"} for i in range(120)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    data = {"train": path, "test": None, "test_fraction": 0, "split": [2, 4, 4]}
+    model = str(make_model("llama"))
+    run_stage("sft", tmp_path, model={"path": model}, data=data)
+    run_stage("rm", tmp_path, data=data)
+    run_stage("ppo", tmp_path, data=data)
+    numbers = []
+    for stage in CONFIGS:
+        config = load_config(tmp_path / stage / "config.yaml", CONFIGS[stage])
+        assert config.data.split == [2, 4, 4]  # type: ignore[attr-defined]
+        assert (tmp_path / stage / "manifest.json").is_file()
+    tokenizer = load_tokenizer(model)
+    sft = config_of(lambda *_: tmp_path / "sft/config.yaml", "sft", tmp_path)
+    numbers += [e.where for e in sft_stage.tokenised(sft, tokenizer).train]
+    rm = config_of(lambda *_: tmp_path / "rm/config.yaml", "rm", tmp_path)
+    encode = rm_stage.Encoder(new_reward_model(model, None, seed=0, head_std=None), tokenizer, rm)
+    numbers += [item.row.where for item in encode.rankings(rm.data).train]
+    from rlhf_cli.data.reading import Report, records
+
+    ppo: PPOConfig = config_of(lambda *_: tmp_path / "ppo/config.yaml", "ppo", tmp_path)
+    numbers += [record.where for _, record in records(ppo.data, "ppo", Report())]
+    assert sorted(numbers) == sorted(f"{path}:{i}" for i in range(1, 121))
+
+
+def test_a_mixture_of_formats_trains(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+    plain = [{"prompt": f"question {i}", "response": " we will"} for i in range(10)]
+    alpaca = [{"instruction": f"tell me {i}", "input": "", "output": "it is late"} for i in range(10)]
+    talks = [
+        {"conversations": [{"from": "human", "value": f"hello {i}"}, {"from": "gpt", "value": "hi"}]} for i in range(10)
+    ]
+    train = [
+        {"path": str(write_jsonl(tmp_path / f"{name}.jsonl", rows)), "weight": weight}
+        for name, rows, weight in (("plain", plain, 1), ("alpaca", alpaca, 2), ("talks", talks, 1))
+    ]
+    model = {"path": str(make_model("llama"))}
+    run_stage("sft", tmp_path, model=model, data={"train": train, "test": None, "test_fraction": 0, "max_length": 128})
+    identity = json.loads((tmp_path / "sft/manifest.json").read_text())["identity"]
+    assert sorted(identity["data"]) == ["train.0", "train.1", "train.2"]
+
+
+# ----------------------------------------------------------------------------------------- rankings
+
+
+def test_rankings_train_a_reward_model(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+    """Four answers, the more often "good" the better: learnt from rankings, and held out it is known in pairs."""
+    rows = [
+        {"prompt": f"question {i}", "answers": [f" it is{' good' * (4 - k)}{' bad' * k} {i}" for k in range(4)]}
+        for i in range(60)
+    ]
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        data={"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0.2},
+        training={"num_steps": 40, "minibatch_size": 8},
+        optimizer={"learning_rate": 3e-3},
+    )
+    metrics = json.loads((tmp_path / "rm/manifest.json").read_text())["metrics"]
+    assert metrics["eval/accuracy"] > 0.95
+    assert metrics["eval/accuracy_low95"] < metrics["eval/accuracy"]
+    first = read_jsonl(tmp_path / "rm/metrics.jsonl")[0]
+    assert 0.2 < first["rm/accuracy"] < 0.8
+
+
+def test_conversations_as_preferences_read_as_sft_reads_them(
+    encoder: Any, make_model: Any, write_config: Any, tmp_path: Path
+) -> None:
+    """The chosen answer's ids are those of the same conversation as a demonstration, in the chat template."""
+    talk = [{"role": "user", "content": "hello there"}]
+    good, bad = ({"role": "assistant", "content": text} for text in ("hi", "it is late"))
+    pairs = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": talk, "chosen": [good], "rejected": [bad]}]))
+    shown = str(write_jsonl(tmp_path / "shown.jsonl", [{"messages": [*talk, good]}, {"messages": [*talk, bad]}]))
+    encode = encoder(train=pairs)
+    own = copy.deepcopy(encode.tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    encode = rm_stage.Encoder(encode.model, own, encode.config)
+    (item,) = encode.rankings(encode.config.data).train
+    model = {"path": str(make_model("llama"))}
+    config = config_of(
+        write_config, "sft", tmp_path, model=model, data={"train": shown, "test": None, "test_fraction": 0}
+    )
+    assert item.answers == [e.ids for e in sft_stage.tokenised(config, own).train]
+
+
+def test_labels_as_pairs_are_whole_texts(encoder: Any, tmp_path: Path) -> None:
+    rows = [{"text": f"it is {'good' if i % 3 else 'bad'} {i}", "label": i % 3} for i in range(30)]
+    encode = encoder(train=str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+    train, test, lines = rm_stage._rankings(encode.config, encode)
+    assert len(train) == 10, "those of label 2, each against one of 0 or 1"
+    assert not test
+    assert any("labelled" in line for line in lines)
+    whole = encode([rm_stage.Demonstration("", row["text"], "") for row in rows])
+    assert not any(isinstance(ids, LeftOut) for ids in whole)
+    for item in train:
+        higher, lower = (whole.index(ids) for ids in item.answers)
+        assert rows[higher]["label"] == 2
+        assert rows[lower]["label"] < 2
+        assert item.row.answers == (rows[higher]["text"], rows[lower]["text"])
+
+
+# --------------------------------------------------------------------------------- the best one kept
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "rm mse"])
+def test_the_best_model_is_that_of_the_best_held_out_figure(
+    stage: str, tmp_path: Path, run_stage: Any, make_model: Any
+) -> None:
+    """A learning rate that is far too high in the end: the best is not the last, and is what it was then."""
+    name, _, kind = stage.partition(" ")
+    metric, lower = {"sft": ("eval/loss", True), "rm": ("eval/accuracy", False), "rm mse": ("eval/mse", True)}[stage]
+    changes: dict[str, Any] = {
+        "model": {"path": str(make_model("llama"))},
+        "training": {"num_steps": 8, "minibatch_size": 4},
+        "optimizer": {"learning_rate": 3.0 if name == "sft" else 0.3, "schedule": "constant", "warmup_steps": 6},
+        "evaluation": {"every_steps": 2, "keep_best": True, "num_samples": 0},
+    }
+    if name == "rm":
+        changes["evaluation"].pop("num_samples")
+    if kind:
+        rows = [{"prompt": f"question {i}", "response": f" it is {i % 5}", "score": float(i % 5)} for i in range(60)]
+        path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+        changes |= {"loss": "mse", "data": {"train": path, "test": None, "test_fraction": 0.3}}
+    run_stage(name, tmp_path, **changes)
+    figures = {row["step"]: row[metric] for row in read_jsonl(tmp_path / name / "metrics.jsonl") if metric in row}
+    assert list(figures) == [2, 4, 6, 8]
+    wanted = (min if lower else max)(figures, key=lambda step: figures[step])
+    assert wanted != 8, figures
+    own = json.loads((tmp_path / name / "best_model/config.json").read_text())
+    # The run that is as long as it took gives the very same weights.
+    changes["training"] = {"num_steps": wanted, "minibatch_size": 4}
+    run_stage(name, tmp_path / "short", **changes)
+    best = (tmp_path / name / "best_model/model.safetensors").read_bytes()
+    assert best == (tmp_path / "short" / name / "model/model.safetensors").read_bytes()
+    assert best != (tmp_path / name / "model/model.safetensors").read_bytes()
+    if name == "rm":
+        short = json.loads((tmp_path / "short/rm/model/config.json").read_text())
+        for key in ("score_mean", "score_std", "rlhf_max_length"):
+            assert own[key] == pytest.approx(short[key], rel=1e-4)
+
+
+def test_the_best_model_needs_something_to_tell_it_by(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+    changes = {"model": {"path": str(make_model("llama"))}, "data": {"test": None, "test_fraction": 0}}
+    with pytest.raises(ConfigError, match="no held-out rows"):
+        run_stage("sft", tmp_path, **changes, evaluation={"every_steps": 1, "keep_best": True})
+    with pytest.raises(ConfigError, match="keep_best needs every_steps"):
+        run_stage("sft", tmp_path, **changes, evaluation={"keep_best": True})
+
+
+def test_the_best_figure_is_carried_through_a_checkpoint() -> None:
+    before, after = Best("x", lower=False), Best("x", lower=False)
+    after.restore(*before.state())
+    assert before.is_better(3, {"x": 1.0})
+    after.restore(*before.state())
+    assert not after.is_better(4, {"x": 0.5})
+    assert (after.step, after.value) == (3, 1.0)
+    assert after.is_better(5, {"x": 2.0})

@@ -1,0 +1,802 @@
+"""Each format: what every stage sees of its fixture, written by hand; real files; the key map; refusals; properties."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_cli.config.data import DataSource, Format
+from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
+from rlhf_cli.data.formats_graded import end_of_prompt
+from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.records import (
+    ASSISTANT,
+    Answer,
+    Demonstration,
+    Message,
+    Record,
+    Scored,
+    demonstration,
+    pairs_of_labels,
+    prompt,
+    ranking,
+    scored,
+    transcript,
+)
+from rlhf_cli.data.sources import Row
+from rlhf_cli.errors import DataError
+from support.paths import ROOT, TESTS
+
+FIXTURES = TESTS / "fixtures" / "formats"
+DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data")))
+SOURCE = DataSource(path="rows.jsonl")
+Seen = tuple[str, str | None, tuple[str, ...] | None, list[tuple[str, float]]]
+"""Of one row: the prompt, the demonstration's response, the ranking, the scored responses."""
+
+
+def fixture(name: str) -> list[Row]:
+    lines = (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Row(json.loads(line), f"{name}.jsonl:{n}") for n, line in enumerate(lines, 1)]
+
+
+def source(**values: Any) -> DataSource:
+    return DataSource(path="rows.jsonl", **values)
+
+
+def read(values: dict[str, Any], name: str, given: DataSource = SOURCE, *, prompt_words: int = 0) -> Record:
+    return read_record(Row(values, "file:3"), FORMATS[name], given, prompt_words=prompt_words)
+
+
+def seen(record: Record) -> Seen:
+    best, order = demonstration(record), ranking(record)
+    return (
+        record.prompt,
+        best.response if best else None,
+        order.answers if order else None,
+        [(row.response, row.score) for row in scored(record)],
+    )
+
+
+# ------------------------------------------------------------------------------------- what stages see
+
+
+KETTLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:"
+)
+EXPECTED: dict[str, list[Seen]] = {
+    "prompt_response": [
+        ("What does a kettle do?", " It boils water.", None, []),
+        ("Is the shop open on Sunday?", "No, it opens on Monday.", None, []),
+        ("", "Once there was a fox.", None, []),
+        ("\n\nSystem: Answer in one word.\n\nHuman: Name a river.\n\nAssistant:", " Rhine", None, []),
+        ("\n\nHuman: Say hello.\n\nAssistant:", " Hello.", None, []),
+    ],
+    "prompt": [
+        ("How do I descale a kettle?", None, None, []),
+        ("\n\nSystem: You are a patient teacher.\n\nHuman: Name a lake.\n\nAssistant:", None, None, []),
+        ("\n\nHuman: Name a sea.\n\nAssistant:", None, None, []),
+    ],
+    "text": [
+        ("", " The rain fell , and the dog slept.", None, []),
+        ("", "Too short.", None, []),
+    ],
+    "labelled": [
+        ("", "A warm and funny film.", None, [("A warm and funny film.", 1.0)]),
+        ("", "Two long dull hours.", None, [("Two long dull hours.", 0.0)]),
+        ("", "I would see it again.", None, [("I would see it again.", 1.0)]),
+    ],
+    "messages": [
+        (
+            "\n\nSystem: Be brief.\n\nHuman: Is it late?\n\nAssistant: Yes.\n\nHuman: How late?\n\nAssistant:",
+            " Ten.",
+            None,
+            [],
+        ),
+        ("\n\nHuman: Can moss grow on stone?\n\nAssistant:", " It can.", None, []),
+        ("\n\nHuman: Which bird is that?\n\nAssistant:", " A wren.", None, []),
+        ("\n\nSystem: You know this house.\n\nHuman: Where is the key?\n\nAssistant:", None, None, []),
+    ],
+    "alpaca": [
+        (KETTLE.format("Name three colours."), "Red, green and blue.", None, []),
+        (
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write "
+            "a response that appropriately completes the request.\n\n### Instruction:\nPut the sentence into the past."
+            "\n\n### Input:\nI walk {home}.\n\n### Response:",
+            "I walked {home}.",
+            None,
+            [],
+        ),
+        (KETTLE.format("Count to three."), "One, two, three.", None, []),
+    ],
+    "instruction": [
+        ("Shorten the sentence.\n\nIt was a dark and very stormy night.", "The night was stormy.", None, []),
+        ("Name a tree.", "An oak.", None, []),
+        ("Name a flower.", None, None, []),
+    ],
+    "preference": [
+        ("Where do herons nest?", " In tall trees.", (" In tall trees.", " I don't care."), []),
+        ("Same twice?", "Yes.", None, []),
+        ("\n\nHuman: Is tea hot?\n\nAssistant:", " Mostly.", (" Mostly.", " Go away."), []),
+        ("\n\nSystem: Be kind.\n\nHuman: I lost.\n\nAssistant:", " I'm sorry.", (" I'm sorry.", " Of course."), []),
+        (
+            "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: A riddle?\n\nAssistant:",
+            " What has keys but no doors?",
+            (" What has keys but no doors?", " No."),
+            [],
+        ),
+        ("\n\nHuman: Add one and two.\n\nAssistant:", " Three.", (" Three.", " Four."), []),
+    ],
+    "hh": [
+        (
+            # The answers share " Kno", which stays with the answers.
+            "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: A joke?\n\nAssistant:",
+            " Knock knock.",
+            (" Knock knock.", " Know none."),
+            [],
+        ),
+        ("\n\nHuman: Still there?\n\nAssistant:", " Yes.", (" Yes.", " "), []),
+        ("\n\nHuman: Bye.\n\nAssistant:", " Bye.", None, []),
+    ],
+    "shp": [
+        (
+            "How long do eggs keep?",
+            "About a month in the fridge.",
+            ("About a month in the fridge.", "No idea."),
+            [("About a month in the fridge.", 30.0), ("No idea.", 10.0)],
+        ),
+        (
+            "How do I sharpen a knife?",
+            "Use a stone, twenty strokes a side.",
+            ("Use a stone, twenty strokes a side.", "Buy a new one."),
+            [("Use a stone, twenty strokes a side.", 8.0), ("Buy a new one.", 4.0)],
+        ),
+    ],
+    "summarize": [
+        (
+            "SUBREDDIT: r/advice\n\nTITLE: Singing neighbour\n\n"
+            "POST: My neighbour sings at night and I can't sleep.\n\nTL;DR:",
+            " My neighbour's singing keeps me awake.",
+            (" My neighbour's singing keeps me awake.", " A song."),
+            [],
+        ),
+        (
+            "Article:\nThe bridge was opened on Friday.\n\nTL;DR:\n",
+            "Bridge opened Friday.",
+            ("Bridge opened Friday.", "A bridge."),
+            [],
+        ),
+    ],
+    "webgpt": [
+        (
+            "Why is the sea salty?",
+            "Rivers carry salt from the rocks.",
+            ("Rivers carry salt from the rocks.", "Fish."),
+            [("Fish.", -0.5), ("Rivers carry salt from the rocks.", 0.5)],
+        ),
+        (
+            "Why is snow white?",
+            "It scatters all light.",
+            None,
+            [("It scatters all light.", 0.0), ("It reflects light of every colour.", 0.0)],
+        ),
+    ],
+    "stackexchange": [
+        ("How do I reverse a list?", "Use reversed().", ("Use reversed().", "Loop over it."), []),
+        ("How do I exit the editor?", "Type :q and press enter.", ("Type :q and press enter.", "Turn it off."), []),
+    ],
+    "pandalm": [
+        ("Make it shorter.\n\nIt is raining very hard today.", "It pours today.", ("It pours today.", "Rain."), []),
+        ("Name a fruit.", "A pear.", ("A pear.", "Yes."), []),
+        ("Name a nut.", "A walnut.", None, []),
+        ("Name a bean.", "A broad bean.", None, []),
+        ("Name a herb.", "Thyme.", ("Thyme.", "Grass."), []),
+        ("Name a spice.", "Clove.", None, []),
+    ],
+    "ultrafeedback": [
+        (
+            "Write a motto.",
+            "Slow and steady.",
+            # "Onward, gently." has the same score as "Go.", which stands first.
+            ("Slow and steady.", "Go."),
+            [("Go.", 5.0), ("Slow and steady.", 8.5), ("Onward, gently.", 5.0)],
+        ),
+        ("Name a tool.", "A saw.", None, [("A saw.", 7.0)]),
+    ],
+    "helpsteer": [
+        ("What is felt?", "Pressed wool.", None, [("Pressed wool.", 4.0)]),
+        ("What is felt?", "A feeling.", None, [("A feeling.", 0.0)]),
+    ],
+    "kto": [
+        ("\n\nHuman: May I park here?\n\nAssistant:", " Yes, until six.", None, [(" Yes, until six.", 1.0)]),
+        ("May I smoke here?", None, None, [("Find out.", 0.0)]),
+        ("\n\nHuman: Is it far?\n\nAssistant:", " Ten minutes.", None, [(" Ten minutes.", 1.0)]),
+        ("\n\nHuman: Is it near?\n\nAssistant:", None, None, [(" Who knows.", 0.0)]),
+    ],
+    "ranking": [
+        ("A word for happy?", "Glad.", ("Glad.", "Fine.", "Sad."), []),
+        ("A word for cold?", "Frosty.", ("Frosty.", "Warm."), []),
+        (
+            "A word for wet?",
+            "Soaked.",
+            ("Soaked.", "Damp.", "Dry."),
+            [("Damp.", 2.0), ("Dry.", 0.0), ("Soaked.", 3.0), ("Moist.", 2.0)],
+        ),
+    ],
+    "scored": [
+        ("How are you?", " Well, thank you.", None, [(" Well, thank you.", 2.5)]),
+        ("Do you sell rope?", "We do.", None, [("We do.", 0.0)]),
+        ("Do you sell nails?", "Perhaps.", None, []),
+        ("Do you sell wire?", "By the metre.", ("By the metre.", "No."), [("By the metre.", 3.0), ("No.", 0.0)]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_every_stage_sees_of_a_format(name: str) -> None:
+    rows = fixture(name)
+    assert len(rows) == len(EXPECTED[name])
+    for row, expected in zip(rows, EXPECTED[name], strict=True):
+        record = read_record(row, FORMATS[name], SOURCE)
+        assert seen(record) == expected, row.where
+        assert record.columns is row.values, "rewards are given the row as it was"
+        views = [demonstration(record), ranking(record), *scored(record)]
+        assert {view.where for view in views if view} <= {row.where}
+        assert {view.prompt for view in views if view} <= {record.prompt}
+        if record.key:
+            assert (prompt(record).prompt, prompt(record).messages) == (record.prompt, record.messages)
+
+
+def test_every_format_of_the_config_is_read_and_has_a_fixture() -> None:
+    assert {*FORMATS, "auto"} == set(get_args(Format))
+    assert set(EXPECTED) == set(FORMATS) == {path.stem for path in FIXTURES.iterdir()}
+
+
+# The purposes in the order of ALL: sft, rm pairs, rm scores, ppo. SFT and PPO need no score and no label.
+RECOGNISED: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "prompt_response": ("prompt_response", None, None, "prompt_response"),
+    "prompt": (None, None, None, "prompt"),
+    "text": ("text", None, None, "text"),
+    "labelled": ("text", "labelled", "labelled", "text"),
+    "messages": ("messages", None, None, "messages"),
+    "alpaca": ("alpaca", None, None, "alpaca"),
+    "instruction": ("alpaca", None, None, "alpaca"),
+    "preference": ("preference", "preference", None, "preference"),
+    "hh": ("hh", "hh", None, "hh"),
+    "shp": ("shp", "shp", "shp", "shp"),
+    "summarize": ("summarize", "summarize", None, "summarize"),
+    "webgpt": ("webgpt", "webgpt", "webgpt", "webgpt"),
+    "stackexchange": ("stackexchange", "stackexchange", None, "stackexchange"),
+    "pandalm": ("pandalm", "pandalm", None, "pandalm"),
+    "ultrafeedback": ("ultrafeedback", "ultrafeedback", "ultrafeedback", "ultrafeedback"),
+    "helpsteer": ("helpsteer", None, "helpsteer", "helpsteer"),
+    "kto": ("kto", None, "kto", "kto"),
+    "ranking": ("ranking", "ranking", None, "ranking"),
+    "scored": ("prompt_response", None, "scored", "prompt_response"),
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_a_format_is_recognised_by_its_first_row(name: str) -> None:
+    row = fixture(name)[0]
+    for purpose, expected in zip(ALL, RECOGNISED[name], strict=True):
+        if expected is not None:
+            assert recognise(row, SOURCE, purpose).name == expected
+        else:
+            with pytest.raises(DataError, match=rf"^{name}\.jsonl:1: found the keys .*{purpose} takes rows of"):
+                recognise(row, SOURCE, purpose)
+
+
+@pytest.mark.parametrize(
+    ("keys", "purpose", "expected"),
+    [
+        # Published sets that several formats would fit.
+        ({"prompt": "a", "chosen": [], "rejected": [], "messages": [], "score_chosen": 1}, "sft", "preference"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "sft", "alpaca"),
+        ({"instruction": "a", "input": "", "output": "b", "prompt": "c"}, "sft", "alpaca"),
+        ({"prompt": "a", "prompt_id": "b", "messages": []}, "sft", "messages"),
+        ({"prompt": "a", "prompt_id": "b", "messages": []}, "ppo", "messages"),
+        ({"user_input": "a", "completion": "b", "score": 1, "scores": [1, 1, 1]}, "rm scores", "scored"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}, "rm scores", "scored"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}, "rm pairs", "ranking"),
+        ({"prompt": "a", "response": "b", "label": 3}, "sft", "prompt_response"),
+        ({"prompt": "a", "response": "b", "label": "False"}, "sft", "kto"),
+        ({"text": "a", "label": "positive"}, "sft", "text"),
+        ({"question": "a", "answers": {"text": ["b"]}}, "ppo", "prompt"),
+        ({"text": "a", "prompt": "b"}, "ppo", "text"),
+    ],
+)
+def test_which_of_several_formats_a_row_is(keys: dict[str, Any], purpose: Purpose, expected: str) -> None:
+    assert recognise(Row(keys, "file:1"), SOURCE, purpose).name == expected
+
+
+# --------------------------------------------------------------------------------- texts and conversations
+
+
+def test_first_words_are_the_prompt_of_a_text() -> None:
+    record = read({"text": " a slow  film , but good", "label": 1}, "labelled", prompt_words=3)
+    assert seen(record) == (" a slow  film", " , but good", None, [(" , but good", 1.0)])
+    assert record.key == " a slow  film , but good"
+    # A text of no more words than that has none to spare.
+    record = read({"text": "too short"}, "text", prompt_words=3)
+    assert (record.prompt, record.answers) == ("", (Answer("too short"),))
+    assert read({"text": "just this \n"}, "text", prompt_words=2).answers == (Answer("just this \n"),)
+
+
+@given(st.text(), st.integers(0, 5))
+def test_first_words_lose_nothing(text: str, count: int) -> None:
+    start, rest = first_words(text, count)
+    assert start + rest == text
+    assert start.split() == text.split()[:count]
+    assert first_words("a  ", 3) == ("a  ", "")
+
+
+def test_keys_that_rows_are_split_by() -> None:
+    """They decide which rows are held out, so they must not change."""
+    assert read({"question": "Why?", "answer": "So."}, "prompt_response").key == "Why?"
+    assert read({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "preference").key == "Why?"
+    assert read({"text": "one two three"}, "text", prompt_words=2).key == "one two three"
+    shared = "\n\nHuman: Hi.\n\nAssistant:"
+    assert read({"chosen": shared + " a", "rejected": shared + " b"}, "hh").key == shared
+    turns = [{"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Yes."}]
+    key = '[{"content": "H\\u00e9?", "role": "user"}]'
+    assert read({"messages": turns}, "messages").key == key
+    assert read({"messages": turns[:1]}, "messages").key == key
+    assert read({"conversations": [{"value": "Hé?", "from": "human"}], "system": None}, "messages").key == key
+    assert read({"prompt": turns[:1], "completion": turns[1:], "label": True}, "kto").key == key
+
+
+def test_a_conversation_keeps_its_turns() -> None:
+    record = read_record(fixture("messages")[0], FORMATS["messages"], SOURCE)
+    roles = [message.role for message in record.messages]
+    assert roles == ["system", "user", "assistant", "user"]
+    whole = demonstration(record)
+    assert whole is not None
+    assert whole.messages == (*record.messages, Message("assistant", "Ten."))
+    assert whole.prompt == transcript(record.messages)
+    assert prompt(record).messages == record.messages
+    # An answer that begins with a blank itself keeps it.
+    blank = read({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}]}, "messages")
+    assert blank.answers == (Answer("  b"),)
+    whole = demonstration(blank)
+    assert whole is not None
+    assert whole.messages[-1].content == " b"
+
+
+USER, ASKED, REPLY = (
+    {"role": "user", "content": "Hi"},
+    {"role": "user", "content": "How?"},
+    {"role": "assistant", "content": "So."},
+)
+OTHER = {"role": "assistant", "content": "No."}
+SYSTEM = {"role": "system", "content": "Be kind."}
+LONG = "u:Hi a:No. u:How?"
+
+
+@pytest.mark.parametrize(
+    ("values", "turns"),
+    [
+        # A prompt beside whole conversations is a copy of what they begin with ...
+        ({"prompt": "How? ", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
+        ({"prompt": [ASKED], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
+        ({"prompt": [SYSTEM, ASKED], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "s:Be kind. u:How?"),
+        (
+            {"prompt": "How?", "system": "Be kind.", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]},
+            "s:Be kind. u:How?",
+        ),
+        ({"system": "Be kind.", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "s:Be kind. u:How?"),
+        ({"prompt": [USER], "chosen": [USER, OTHER, ASKED, REPLY], "rejected": [USER, OTHER, ASKED, OTHER]}, LONG),
+        ({"prompt": "", "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
+        # ... or what they lack.
+        ({"prompt": "How?", "chosen": [SYSTEM, REPLY], "rejected": [SYSTEM, OTHER]}, "s:Be kind. u:How?"),
+        ({"prompt": "How?", "chosen": [REPLY], "rejected": [OTHER]}, "u:How?"),
+        ({"prompt": "How?", "chosen": REPLY, "rejected": OTHER}, "u:How?"),
+        ({"question": "How?", "system": "Be kind.", "chosen": "So.", "rejected": "No."}, "s:Be kind. u:How?"),
+        ({"question": "How?", "system": "", "chosen": "So.", "rejected": "No."}, "u:How?"),
+        ({"messages": [SYSTEM, ASKED], "chosen": "So.", "rejected": "No."}, "s:Be kind. u:How?"),
+        ({"messages": [USER, REPLY], "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, "u:How?"),
+        ({"prompt": [USER, OTHER, ASKED], "chosen": [REPLY], "rejected": "No."}, LONG),
+    ],
+)
+def test_prompts_of_conversations_that_are_compared(values: dict[str, Any], turns: str) -> None:
+    assert recognise(Row(values, "file:1"), SOURCE, "rm pairs").name == "preference"
+    record = read(values, "preference")
+    assert " ".join(f"{m.role[0]}:{m.content}" for m in record.messages) == turns
+    assert record.answers == (Answer(" So."), Answer(" No."))
+    assert record.prompt == transcript(record.messages)
+
+
+# ------------------------------------------------------------------------------------ scores and rankings
+
+
+def test_weights_make_one_score_of_several_grades() -> None:
+    record = read(fixture("helpsteer")[0].values, "helpsteer", source(weights={"helpfulness": 0.5, "verbosity": -1.5}))
+    assert record.answers == (Answer("Pressed wool.", -1.0),)
+    ratings = source(weights={"helpfulness": 1.0, "honesty": 0.5})
+    record = read(fixture("ultrafeedback")[0].values, "ultrafeedback", ratings)
+    # The second has no rating for honesty, and so no score.
+    assert [answer.score for answer in record.answers] == [4.5, None, 5.5]
+    assert seen(record)[1:3] == ("Onward, gently.", ("Onward, gently.", "Go."))
+    row = {"prompt": "a", "response": "b", "clear": 2, "marks": {"true": "3"}}
+    weighed = source(weights={"clear": 1.0, "marks.true": 2.0})
+    assert recognise(Row(row, "file:1"), weighed, "rm scores").name == "scored"
+    assert recognise(Row(row, "file:1"), weighed, "sft").name == "scored"
+    assert scored(read(row, "scored", weighed))[0].score == 8.0
+    lists = {"prompt": "a", "responses": ["b", "c"], "clear": [0, 1], "kind": [5, 1]}
+    weighed = source(weights={"clear": 3.0, "kind": 1.0})
+    assert recognise(Row(lists, "file:1"), weighed, "rm pairs").name == "ranking"
+    assert [answer.score for answer in read(lists, "ranking", weighed).answers] == [5.0, 4.0]
+
+
+def test_the_margin_is_a_column_of_the_row() -> None:
+    record = read_record(fixture("shp")[0], FORMATS["shp"], SOURCE)
+    order = ranking(record, margin_column="score_ratio")
+    assert order is not None
+    assert order.margin == 3.0
+    assert (order.chosen, order.rejected) == ("About a month in the fridge.", "No idea.")
+    assert ranking(record).margin == 0.0  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"^shp.jsonl:1: `gap` is null, it must be a number"):
+        ranking(record, margin_column="gap")
+
+
+def records_of(scores: list[float | None], texts: list[str] | None = None) -> Record:
+    texts = texts or [f"answer {n}" for n in range(len(scores))]
+    return Record("file:1", "p", tuple(map(Answer, texts, scores)), "p")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.sampled_from([0.0, 1.0, 2.0])), max_size=6))
+def test_a_ranking_tells_every_two_of_its_answers_apart(answers: list[tuple[str, float | None]]) -> None:
+    record = records_of([score for _, score in answers], [text for text, _ in answers])
+    best: dict[str, float] = {}
+    for text, score in answers:
+        if score is not None:
+            best[text] = max(score, best.get(text, -math.inf))
+    order = ranking(record)
+    if len(set(best.values())) < 2:
+        assert order is None
+        return
+    assert order is not None
+    kept = [best[text] for text in order.answers]
+    # One answer for each score that is the best of its text; strictly falling; the first of equals stays.
+    assert kept == sorted(set(best.values()), reverse=True)
+    for text in order.answers:
+        equals = [t for t, score in answers if score == best[text] == best[t]]
+        assert text == equals[0]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=6))
+def test_a_ranked_row_keeps_the_best_place_of_a_text(texts: list[str]) -> None:
+    record = Record("file:1", "p", tuple(map(Answer, texts)), "p", ranked=True)
+    order = ranking(record)
+    expected = tuple(dict.fromkeys(texts))
+    assert (order.answers if order else ()) == (expected if len(expected) > 1 else ())
+
+
+def test_a_score_of_zero_is_a_score() -> None:
+    assert scored(records_of([0.0, None, 0])) == [
+        Scored("p", "answer 0", 0.0, "file:1"),
+        Scored("p", "answer 2", 0, "file:1"),
+    ]
+    best = demonstration(records_of([-1.0, None, 0.0]))
+    assert best == Demonstration("p", "answer 2", "file:1")
+
+
+@pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, "9" * 400])
+def test_what_is_no_score(score: object) -> None:
+    with pytest.raises(DataError, match=r"^file:3: `score` is .{1,50}, it must be a number$"):
+        read({"prompt": "a", "response": "b", "score": score}, "scored")
+
+
+@pytest.mark.parametrize("score", [None, "", " "])
+def test_no_score_is_given(score: object) -> None:
+    assert scored(read({"prompt": "a", "response": "b", "score": score}, "scored")) == []
+
+
+def test_labels_are_paired_as_they_always_were() -> None:
+    """Written down from the code before records; the film-review task depends on the order of the draws."""
+    scores = [float(i % 2) for i in range(9)]
+    assert pairs_of_labels(scores, torch.Generator().manual_seed(0)) == [(1, 8), (3, 0), (5, 2), (7, 6)]
+    # Higher is above the middle of the extremes, and the lower ones are used again when there are too few.
+    assert pairs_of_labels([1, 5, 4, 3.5, 3], torch.Generator().manual_seed(1)) == [(1, 4), (2, 0), (3, 4)]
+    for scores in ([1.0, 1.0], []):
+        with pytest.raises(DataError, match="pairs need two different ones"):
+            pairs_of_labels(scores, torch.Generator())
+
+
+TURNS = st.lists(st.sampled_from([ASSISTANT, ASSISTANT[:-1], "\n\nHuman:", ":", " a", "b"]), max_size=6).map("".join)
+
+
+@given(TURNS, TURNS, TURNS)
+def test_transcripts_are_cut_where_letter_by_letter_comparison_says(shared: str, one: str, two: str) -> None:
+    common = 0
+    for a, b in zip(shared + one, shared + two, strict=False):
+        if a != b:
+            break
+        common += 1
+    cut = (shared + one)[:common].rfind(ASSISTANT)
+    assert end_of_prompt(shared + one, shared + two) == (cut + len(ASSISTANT) if cut >= 0 else 0)
+
+
+# ------------------------------------------------------------------------------------------ the key map
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_mapped_columns_give_the_same_record(name: str) -> None:
+    """Every column of a fixture under another name, some inside mappings, and the same is read."""
+    rows = fixture(name)
+    read_columns = {key for row in rows for key in row.values if key in FORMATS[name].columns}
+    for row in rows:
+        columns = [key for key in row.values if key in read_columns]
+        inside = {f"deep {key}": {"x": {"y": row.values[key]}} for key in columns[::2]}
+        beside = {f"a.{key}": row.values[key] for key in columns[1::2]}
+        keys = {key: f"deep {key}.x.y" for key in columns[::2]} | {key: f"a.{key}" for key in columns[1::2]}
+        moved = Row(inside | beside, row.where)
+        given = source(keys=keys, format=name)
+        record = read_record(moved, FORMATS[name], given)
+        plain = read_record(row, FORMATS[name], SOURCE)
+        assert (record.prompt, record.answers, record.key, record.messages, record.ranked, record.undesirable) == (
+            (plain.prompt, plain.answers, plain.key, plain.messages, plain.ranked, plain.undesirable)
+        )
+        assert record.columns is moved.values
+
+
+def test_a_renamed_column_is_not_read_under_its_old_name() -> None:
+    given = source(keys={"prompt": "instruction", "response": "output"})
+    row = Row({"instruction": "Why?", "output": "So."}, "file:1")
+    assert recognise(row, given, "sft").name == "prompt_response"
+    # Dolly's columns in Alpaca's template.
+    given = source(format="alpaca", keys={"input": "context", "output": "response"})
+    row = Row({"instruction": "Who?", "context": "Ann came.", "response": "Ann."}, "file:1")
+    assert seen(read_record(row, recognise(row, given, "sft"), given))[1] == "Ann."
+
+
+@pytest.mark.parametrize(
+    "path", ["reply", "out.reply", "out.text.more", "out.text.b", "out.none.b", "out.list.b", "prompt.", ""]
+)
+def test_a_mapped_column_that_is_missing_is_named(path: str) -> None:
+    given = source(keys={"response": path})
+    row = Row({"prompt": "a", "out": {"text": "b", "none": None, "list": ["b"]}}, "file:48211")
+    message = rf"^file:48211: found the keys prompt, out, `{path}` is not there, and `keys` says .* our `response`$"
+    for act in (lambda: recognise(row, given, "sft"), lambda: read_record(row, FORMATS["prompt_response"], given)):
+        with pytest.raises(DataError, match=message):
+            act()
+
+
+# --------------------------------------------------------------------------------------------- refusals
+
+
+def test_keys_that_no_format_has() -> None:
+    takes = {
+        "sft": ["prompt + response", "messages", "chosen + rejected", "text"],
+        "rm pairs": ["prompt + chosen + rejected", "chosen + rejected", "text + label", "prompt + answers"],
+        "rm scores": ["prompt + response + score", "text + label", "response + helpfulness"],
+        "ppo": ["prompt", "text", "messages"],
+    }
+    for purpose in ALL:
+        with pytest.raises(DataError) as error:
+            recognise(Row({"foo": 1, "bar": 2}, "file:1"), SOURCE, purpose)
+        said = str(error.value)
+        assert said.startswith(f"file:1: found the keys foo, bar, {purpose} takes rows of: ")
+        listed = said.partition(": ")[2].partition(": ")[2].partition(". Rename")[0].split("; ")
+        assert set(takes[purpose]) <= set(listed)
+        assert len(listed) == len(set(listed))
+        assert len(said) < 500
+    with pytest.raises(DataError, match="found the keys no keys at all"):
+        recognise(Row({}, "file:1"), SOURCE, "sft")
+
+
+@pytest.mark.parametrize(
+    ("given", "purpose", "message"),
+    [
+        (source(format="hh"), "rm scores", "the format is hh, rm scores takes rows of"),
+        (source(format="scored"), "rm pairs", "the format is scored, rm pairs takes rows of"),
+        (source(format="ranking"), "rm scores", "the format is ranking, rm scores takes"),
+        (source(format="preference", weights={"a": 1}), "sft", "rows of preference have no grades"),
+        (source(weights={"a": 1}), "sft", r"sft with the columns of `weights` \(a\) takes rows of"),
+        (source(keys={"respones": "response"}), "sft", "`keys` maps `respones`, which rows of prompt_response"),
+    ],
+)
+def test_settings_that_mean_nothing(given: DataSource, purpose: Purpose, message: str) -> None:
+    row = Row({"prompt": "a", "question": "c", "response": "b", "answer": "d"}, "file:1")
+    with pytest.raises(DataError, match=rf"^file:1: (found .*, )?{message}"):
+        recognise(row, given, purpose)
+
+
+def test_a_list_with_scores_serves_both_losses_by_either_name() -> None:
+    row = Row({"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}, "file:1")
+    for name in ("ranking", "scored"):
+        for purpose in ALL:
+            assert recognise(row, source(format=name), purpose).name == name
+        record = read_record(row, FORMATS[name], SOURCE)
+        assert seen(record) == ("a", "c", ("c", "b"), [("b", 1.0), ("c", 2.0)])
+
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+NEEDED = {
+    "prompt_response": ("prompt", "response"),
+    "prompt": ("user_input",),
+    "text": ("text",),
+    "labelled": ("text", "label"),
+    "messages": ("messages",),
+    "alpaca": ("instruction",),
+    "instruction": ("instruction",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "hh": ("chosen", "rejected"),
+    "shp": ("history", "human_ref_A", "human_ref_B", "labels"),
+    "summarize": ("info", "summaries", "choice"),
+    "webgpt": ("question", "answer_0", "answer_1", "score_0", "score_1"),
+    "stackexchange": ("question", "response_j", "response_k"),
+    "pandalm": ("instruction", "response1", "response2"),
+    "ultrafeedback": ("instruction", "completions"),
+    "helpsteer": ("prompt", "response", "helpfulness"),
+    "kto": ("prompt", "completion", "label"),
+    "ranking": ("prompt", "answers"),
+    "scored": ("prompt", "response", "score"),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys])
+def test_a_row_without_a_column_is_named(name: str, key: str) -> None:
+    values = without(fixture(name)[0].values, key)
+    with pytest.raises(DataError, match=r"^file:3: ") as error:
+        read(values, name)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    if (name, key) != ("preference", "prompt"):
+        assert "is needed in every row" in str(error.value) or "is not there" in str(error.value)
+
+
+LONE = "half \ud800"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("prompt_response", {"prompt": "a", "response": LONE}, "`response` holds half a character (a lone surrogate)"),
+    ("prompt_response", {"prompt": LONE, "response": "a"}, "`prompt` holds half a character"),
+    ("prompt_response", {"prompt": "a", "response": " "}, "`response` is empty"),
+    ("prompt_response", {"prompt": "a", "response": 3}, "`response` is a number, it must be text or messages"),
+    ("prompt_response", {"prompt": None, "response": "a"}, "`prompt` is null, it must be text"),
+    ("prompt_response", {"prompt": [USER, REPLY], "response": "a"}, "`prompt` ends with the assistant's message"),
+    ("prompt", {"prompt": "\n"}, "`prompt` is empty"),
+    ("text", {"text": ""}, "`text` is empty"),
+    ("labelled", {"text": "a", "label": "good"}, "`label` is 'good', it must be a number"),
+    ("messages", {"messages": []}, "`messages` is not a list of messages"),
+    ("messages", {"messages": [{"role": "user"}]}, "message 1 of `messages` needs a text `role`"),
+    ("messages", {"messages": [USER, {"role": "tool", "content": "a"}]}, "message 2 of `messages` has role 'tool'"),
+    ("messages", {"conversations": [{"from": "bing", "value": "a"}]}, "has role 'bing', not system, user or assistant"),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "must be the assistant's and not empty"),
+    ("messages", {"messages": [SYSTEM]}, "the last message of `messages` must be"),
+    ("messages", {"messages": [REPLY]}, "has nothing before the assistant's message"),
+    ("messages", {"messages": [{"role": "user", "content": LONE}, REPLY]}, "message 1 of `messages` holds half"),
+    ("messages", {"messages": [USER, ["a"]]}, "message 2 of `messages` needs"),
+    ("alpaca", {"instruction": "a", "input": ["b"], "output": "c"}, "`input` is a list, it must be text"),
+    ("alpaca", {"instruction": "a", "output": ""}, "`output` is empty"),
+    ("preference", {"prompt": "a", "chosen": "b", "rejected": ""}, "`rejected` is empty"),
+    ("preference", {"chosen": "a", "rejected": "b"}, "the answers have no prompt"),
+    ("preference", {"prompt": "", "chosen": REPLY, "rejected": OTHER}, "the answers have no prompt"),
+    ("kto", {"prompt": "a", "completion": {"role": "assistant", "content": " "}, "label": True}, "and not empty"),
+    (
+        "preference",
+        {"prompt": "a", "chosen": [USER, REPLY], "rejected": [ASKED, OTHER]},
+        "the answers' messages differ",
+    ),
+    ("preference", {"prompt": "a", "chosen": [USER, REPLY], "rejected": "No."}, "the answers' messages differ"),
+    ("preference", {"prompt": "a", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "the prompt is none of the"),
+    ("preference", {"prompt": "a", "chosen": [USER], "rejected": [ASKED]}, "the last message of `chosen` must be"),
+    ("preference", {"chosen": [USER, REPLY, OTHER], "rejected": [USER, REPLY, REPLY]}, "ends with the assistant's"),
+    (
+        "hh",
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"},
+        "no common beginning",
+    ),
+    ("shp", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 2}, "`labels` is 2, it must be one of"),
+    ("summarize", {"info": [], "summaries": [], "choice": 0}, "`info` is a list, it must be a mapping"),
+    ("summarize", {"info": {"post": "a"}, "summaries": [1], "choice": 0}, "`summaries` holds 1, there must be two"),
+    ("summarize", {"info": {"post": "a"}, "summaries": [1, {"text": "b"}], "choice": 0}, "`text` of summary 0"),
+    ("webgpt", {"question": {}, "answer_0": "a", "answer_1": "b"}, "`question` is null"),
+    ("pandalm", {"instruction": "a", "response1": "b", "response2": "c", "vote": 3}, "`vote` is 3, it must be one of"),
+    ("pandalm", {"instruction": "a", "response1": "b", "response2": "c"}, "one of vote, annotator1, label_0 is needed"),
+    ("ultrafeedback", {"instruction": "a", "completions": [{"response": "b"}]}, "completion 1 has no `overall_score`"),
+    ("ultrafeedback", {"instruction": "a", "completions": ["b"]}, "`response` of completion 1 is null"),
+    ("kto", {"prompt": "a", "completion": "b", "label": "perhaps"}, "`label` is 'perhaps'"),
+    ("kto", {"messages": [USER], "label": True}, "the label needs an answer"),
+    ("ranking", {"prompt": "a", "answers": ["b"]}, "there is 1 answer, a ranking needs two at least"),
+    ("ranking", {"prompt": "a", "answers": ["b", ""]}, "`answers 2` is empty"),
+    ("ranking", {"prompt": "a", "answers": ["b", "c"], "scores": [1]}, "`scores` has 1 values for 2 answers"),
+    ("scored", {"prompt": "a", "responses": ["b"], "scores": ["x"]}, "`scores 1` is 'x', it must be a number"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "message"), REFUSED)
+def test_a_row_that_is_wrong(name: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as error:
+        read(values, name)
+    assert str(error.value).startswith("file:3: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_input_of_blanks_is_none() -> None:
+    for blank in (" ", "\n", None, math.nan):
+        assert read({"instruction": "Why?", "input": blank}, "instruction").prompt == "Why?"
+        assert read({"instruction": "Why?", "input": blank}, "alpaca").prompt == KETTLE.format("Why?")
+
+
+def test_an_empty_prompt_is_nothing_to_answer() -> None:
+    with pytest.raises(DataError, match=r"^file:3: the prompt is empty"):
+        prompt(read({"prompt": " ", "response": "a"}, "prompt_response"))
+    # A plain text without a prompt is one to write anything after.
+    assert prompt(read({"text": "a"}, "text")).prompt == ""
+
+
+# ---------------------------------------------------------------------------------------- the real data
+
+
+def real(path: str) -> list[Row]:
+    file = DATA / path
+    if not file.exists():
+        pytest.skip(f"{file} is not here; RLHF_REAL_DATA names its folder")
+    if path.endswith(".json"):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            values = [json.loads(line) for line in lines]
+    return [Row(value, f"{path} row {n}") for n, value in enumerate(values, 1)]
+
+
+def counts(rows: list[Row], purpose: Purpose) -> tuple[str, int, int, int]:
+    """The format, and how many rows give a demonstration, a ranking and a score."""
+    format_ = recognise(rows[0], SOURCE, purpose)
+    records = [read_record(row, format_, SOURCE) for row in rows]
+    assert all(prompt(record).prompt == record.prompt for record in records)
+    views: list[Callable[[Record], Any]] = [demonstration, ranking, scored]
+    return (format_.name, *(sum(bool(view(record)) for record in records) for view in views))  # type: ignore[return-value]
+
+
+def test_real_transcripts() -> None:
+    rows = real("hh-rlhf/helpful-base-test.jsonl.gz")
+    assert counts(rows, "rm pairs") == ("hh", 2354, 2352, 0)
+    for row in rows:
+        record = read_record(row, FORMATS["hh"], SOURCE)
+        assert record.prompt.startswith("\n\nHuman:")
+        assert record.prompt.endswith(ASSISTANT)
+        for answer, whole in zip(record.answers, (row.values["chosen"], row.values["rejected"]), strict=True):
+            assert record.prompt + answer.text == whole or (record.prompt, answer.text) == (whole, " ")
+
+
+def test_real_pairs_and_scores() -> None:
+    assert counts(real("pandalm/pairs.jsonl.gz"), "rm pairs") == ("preference", 842, 842, 0)
+    rows = real("mt-bench-scores/scored.jsonl.gz")
+    assert counts(rows, "rm scores") == ("scored", 640, 0, 640)
+    assert counts(rows, "sft") == ("prompt_response", 640, 0, 0)
+    values = [scored(read_record(row, FORMATS["scored"], SOURCE))[0].score for row in rows]
+    assert 1.0 <= min(values) < max(values) <= 5.0
+    rows = real("sentence-polarity/sentences.jsonl.gz")
+    assert counts(rows, "rm scores") == ("labelled", 10662, 0, 10662)
+    assert counts(rows, "sft") == ("text", 10662, 0, 0)
+
+
+def test_real_questions_and_instructions() -> None:
+    assert counts(real("gsm8k/test.jsonl.gz"), "ppo") == ("prompt_response", 1319, 0, 0)
+    rows = real("formats/alpaca_en_demo.json")
+    assert counts(rows, "sft") == ("alpaca", 999, 0, 0)
+    with_input = [read_record(row, FORMATS["alpaca"], SOURCE).prompt.count("### Input:") for row in rows]
+    assert sum(with_input) == 412
+
+
+def test_real_sharegpt_pairs() -> None:
+    rows = real("formats/dpo_en_demo.json")
+    assert counts(rows, "rm pairs") == ("preference", 300, 300, 0)
+    records = [read_record(row, FORMATS["preference"], SOURCE) for row in rows]
+    assert sum(record.messages[0].role == "system" for record in records) == 80
+    assert {record.messages[-1].role for record in records} == {"user"}

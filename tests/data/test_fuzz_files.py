@@ -1,0 +1,283 @@
+"""Files spoilt in every way end in rows, bad rows with a place and a reason, or one line of refusal: never in another
+exception, never in a hang."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.sources import BadRow, Row, read_rows
+from rlhf_cli.data_files import SUFFIXES
+from rlhf_cli.errors import DataError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f'quéstion "{i}",\n', "response": "ja 😀" * i, "n": i, "messages": [{"role": "user", "content": "x"}]}
+    for i in range(12)
+]
+FLAT = [{key: str(value) for key, value in row.items()} for row in ROWS]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.Codec("zstd").compress(content, asbytes=True),
+}
+KINDS_OF_END = {"rows", "rows and bad rows", "bad rows", "refused", "refused after rows"}
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def table(delimiter: str) -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(FLAT[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(FLAT)
+    return file.getvalue().encode()
+
+
+def parquet(compression: str) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, compression=compression, row_group_size=5)
+    return file.getvalue()
+
+
+def arrow(new: Callable[..., Any]) -> bytes:
+    file, whole = io.BytesIO(), pyarrow.Table.from_pylist(ROWS)
+    with new(file, whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=5)
+    return file.getvalue()
+
+
+FILES: list[tuple[str, bytes]] = [
+    (".jsonl", lines(ROWS)),
+    (".ndjson", lines(FLAT)),
+    (".json", json.dumps(ROWS, indent=1).encode()),
+    (".json", json.dumps(ROWS, ensure_ascii=False).encode()),
+    (".csv", table(",")),
+    (".tsv", table("\t")),
+    (".txt", "".join(row["response"] + "\n" for row in ROWS).encode()),
+    (".parquet", parquet("none")),
+    (".parquet", parquet("snappy")),
+    (".arrow", arrow(pyarrow.ipc.new_stream)),
+    (".arrow", arrow(pyarrow.ipc.new_file)),
+]
+
+
+# ------------------------------------------------------------------------------------------ mutations
+
+
+def put(content: bytes, rng: random.Random, piece: bytes) -> bytes:
+    """`piece` at a place of the content, over as much of it or between."""
+    at = rng.randrange(len(content) + 1)
+    return content[:at] + piece + content[at + rng.choice([0, len(piece)]) :]
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    spoilt = bytearray(content)
+    for _ in range(rng.randint(1, 6)):
+        spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
+    return bytes(spoilt)
+
+
+def recode(content: bytes, rng: random.Random) -> bytes:
+    text = content.decode("utf-8", "replace")
+    return text.encode(rng.choice(["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "cp037"]), "replace")
+
+
+def repeat(content: bytes, rng: random.Random) -> bytes:
+    start, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+    return content[:end] + content[start:]
+
+
+MUTATIONS: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "cut off": lambda content, rng: content[: rng.randrange(len(content))],
+    "begun late": lambda content, rng: content[rng.randrange(len(content)) :],
+    "bits flipped": flip,
+    "a slice twice": repeat,
+    "another encoding": recode,
+    "NUL bytes": lambda content, rng: put(content, rng, b"\0" * rng.randint(1, 9)),
+    "wrong bytes": lambda content, rng: put(content, rng, rng.randbytes(rng.randint(1, 9))),
+    "half a character": lambda content, rng: put(content, rng, rng.choice([b"\xed\xa0\x80", b"\\ud800", b"\xf0\x9f"])),
+    "deep": lambda content, rng: put(content, rng, rng.choice([b"[", b'{"a":', b'"', b"{"]) * rng.choice([300, 10**5])),
+    "huge": lambda content, rng: put(content, rng, rng.choice([b"x", b"9", b'"', b"\n", b",", b" "]) * 200_000),
+    "punctuation": lambda content, rng: put(
+        content, rng, rng.choice([b'"', b",", b"\n", b"\r", b"}", b"]", b":", b"\t"])
+    ),
+    "nothing": lambda *_: b"",
+    "blank lines": lambda _, rng: b"\n \n\r\n" * rng.randint(1, 9),
+    "one byte": lambda _, rng: rng.randbytes(1),
+    "noise": lambda _, rng: rng.randbytes(rng.randint(1, 300)),
+    "whole": lambda content, _: content,
+}
+
+
+# ------------------------------------------------------------------------------------------ one file
+
+
+def is_one_line(message: str, path: Path) -> bool:
+    rest = message.removeprefix(str(path))
+    return rest != message and rest.isprintable() and 10 < len(rest) < 500
+
+
+def end_of(path: Path) -> str:
+    """How reading a file ends, one of KINDS_OF_END; whatever breaks the promise fails."""
+    rows = bad = 0
+    start = time.process_time()
+    try:
+        for row in itertools.islice(read_rows(DataSource(path=str(path))), 200_000):
+            if isinstance(row, Row):
+                rows += 1
+                assert all(type(key) is str for key in row.values)
+                assert row.where.startswith(str(path))
+            else:
+                assert isinstance(row, BadRow)
+                bad += 1
+                assert is_one_line(f"{row.where}: {row.reason}", path)
+                assert row.where != str(path)
+    except DataError as error:
+        message = str(error)
+        assert is_one_line(message, path)
+        return "refused after rows" if rows + bad else "refused"
+    finally:
+        assert time.process_time() - start < 5
+    assert rows + bad
+    return "rows" if not bad else "rows and bad rows" if rows else "bad rows"
+
+
+def write(folder: Path, ending: str, content: bytes) -> Path:
+    path = folder / f"a{ending}"
+    path.write_bytes(content)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+def test_spoilt_files(tmp_path: Path) -> None:
+    """Every kind of file behind every compression, spoilt in every way, before and after it was compressed."""
+    rng = random.Random(0)
+    ends: Counter[str] = Counter()
+    seen: dict[str, set[str]] = {name: set() for name in MUTATIONS}
+    kinds = list(itertools.product(FILES, COMPRESS))
+    for number in range(1200):
+        (kind, content), compression = kinds[number % len(kinds)]
+        name = rng.choice(list(MUTATIONS))
+        if rng.random() < 0.5:
+            content = COMPRESS[compression](MUTATIONS[name](content, rng))
+        else:
+            content = MUTATIONS[name](COMPRESS[compression](content), rng)
+        end = end_of(write(tmp_path, kind + compression, content))
+        ends[end] += 1
+        seen[name].add(end)
+    assert set(ends) == KINDS_OF_END
+    assert min(ends.values()) >= 15, ends
+    assert seen["whole"] == {"rows"}
+    assert seen["nothing"] == {"refused"}
+    assert all("rows" in seen[name] for name in ("half a character", "punctuation", "bits flipped", "huge"))
+    assert all("refused" in seen[name] for name in MUTATIONS.keys() - {"whole"})
+
+
+@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
+def test_compressed_files_cut_off_anywhere_are_refused(tmp_path: Path, compression: str) -> None:
+    content = COMPRESS[compression](lines(ROWS))
+    for length in range(1, len(content), 5):
+        assert end_of(write(tmp_path, f".jsonl{compression}", content[:length])).startswith("refused"), length
+
+
+@pytest.mark.parametrize(("kind", "content"), [file for file in FILES if file[0] in (".parquet", ".arrow")])
+def test_binary_tables_cut_off_anywhere(tmp_path: Path, kind: str, content: bytes) -> None:
+    ends = Counter(end_of(write(tmp_path, kind, content[:length])) for length in range(0, len(content), 41))
+    # Arrow's stream may end between two messages.
+    assert ends["refused"] + ends["refused after rows"] >= sum(ends.values()) - (3 if kind == ".arrow" else 0)
+
+
+def test_names_that_lie(tmp_path: Path) -> None:
+    """Every content under every ending."""
+    ends: Counter[str] = Counter()
+    packed = [pack(lines(ROWS)) for pack in COMPRESS.values()] + [content for _, content in FILES]
+    for ending, content in itertools.product(SUFFIXES, packed):
+        ends[end_of(write(tmp_path, ending, content))] += 1
+    assert sum(ends.values()) == len(SUFFIXES) * len(packed)
+    assert ends["refused"] > 300
+    assert ends["rows"] >= 20
+
+
+def test_a_million_columns(tmp_path: Path) -> None:
+    names = b",".join(b"c%d" % number for number in range(1_000_000))
+    assert end_of(write(tmp_path, ".csv", names + b"\n1,2\n" + names + b"\n" + names + b",1\n")) == "rows and bad rows"
+
+
+def test_what_hypothesis_thinks_of(tmp_path: Path) -> None:
+    """Lines made of the pieces that parsers stumble over."""
+    ends: Counter[str] = Counter()
+    pieces = st.sampled_from(
+        [
+            b'{"a": "b"}',
+            b'{"a": ',
+            b'"',
+            b"\\",
+            b"\\u",
+            b"d800",
+            b"[",
+            b"]",
+            b"{",
+            b"}",
+            b",",
+            b":",
+            b"\n",
+            b"\r",
+            b"\t",
+        ]
+        + [
+            b" ",
+            b"\0",
+            b"\xef\xbb\xbf",
+            b"\xff",
+            b"\xc3",
+            b"\xe2\x80\xa8",
+            b"NaN",
+            b"-Infinity",
+            b"1e999",
+            b"tru",
+            b"-",
+        ]
+        + [b"9" * 5000, b"[" * 2000, b"a,b\n", b'1,"2"\n', b'"x\ny"', b"''", b"\x1f\x8b", b"\xc2\xa0", b"\x0c", b"\x1a"]
+    )
+
+    @settings(
+        max_examples=500,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt"]),
+        beginning=st.sampled_from([b"", b'[{"a": "b"}, ', b'{"a": "b"}\n', b"a,b\n1,2\n"]),
+        parts=st.lists(pieces, max_size=12),
+    )
+    def spoilt(kind: str, beginning: bytes, parts: list[bytes]) -> None:
+        ends[end_of(write(tmp_path, kind, beginning + b"".join(parts)))] += 1
+
+    spoilt()
+    assert sum(ends.values()) >= 500
+    assert set(ends) == KINDS_OF_END, ends

@@ -1,0 +1,506 @@
+"""Which rows a stage reads, on which side they stand, how they are cut, and what is kept of them on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.data import table, tokens
+from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations, fit, fit_prompt
+from rlhf_cli.data.reading import Report, first_format, records
+from rlhf_cli.data.records import Demonstration, Message
+from rlhf_cli.data.table import Table, TableWriter
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.errors import DataError
+
+
+def write(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def numbered(count: int, *, name: str = "question", start: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"{name} {i}", "response": f" answer {i}"} for i in range(start, start + count)]
+
+
+def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"train": [], "test": []}
+    for side, record in records(data, purpose, Report(), **more):  # type: ignore[arg-type]
+        found[side].append(record.prompt)
+    return found
+
+
+# ------------------------------------------------------------------------------------------- sides
+
+
+def test_equal_prompts_stand_on_one_side(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i % 40}", "response": f" answer {i}"} for i in range(200)]
+    found = sides(Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0.3))
+    assert len(found["train"]) + len(found["test"]) == 200
+    assert not set(found["train"]) & set(found["test"])
+    assert len(set(found["test"])) > 3
+
+
+def test_the_order_of_each_side_is_that_of_the_file(tmp_path: Path) -> None:
+    found = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
+    for side in found.values():
+        assert side == sorted(side, key=lambda prompt: int(prompt.split()[1]))
+
+
+def test_given_test_rows_are_the_only_ones_held_out(tmp_path: Path) -> None:
+    train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
+    found = sides(Rows(train=train, test=test, test_fraction=0.5))
+    assert (len(found["train"]), len(found["test"])) == (50, 5)
+
+
+def test_one_side_alone_is_that_side(tmp_path: Path) -> None:
+    train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
+    for data in (Rows(train=train, test=test), Rows(train=train, test_fraction=0.3)):
+        whole = sides(data)
+        for side in ("train", "test"):
+            assert sides(data, only=side) == {"train": [], "test": [], side: whole[side]}
+
+
+def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path: Path) -> None:
+    rows = [*numbered(3000), *numbered(100)]
+    path = write(tmp_path / "a.jsonl", rows)
+    data = Rows(train=path, split=[2, 4, 4], test_fraction=0.1)
+    found = {purpose: sides(data, purpose) for purpose in ("sft", "ppo")}
+    pairs = [{"prompt": row["prompt"], "chosen": " a", "rejected": " b"} for row in rows]
+    rm = Rows(train=write(tmp_path / "pairs.jsonl", pairs), split=[2, 4, 4], test_fraction=0.1)
+    found["rm"] = sides(rm, "rm pairs")
+    prompts = {name: side["train"] + side["test"] for name, side in found.items()}
+    assert sum(map(len, prompts.values())) == len(rows)
+    assert not any(set(prompts[a]) & set(prompts[b]) for a, b in (("sft", "rm"), ("sft", "ppo"), ("rm", "ppo")))
+    # 3,100 draws: three standard deviations are 67 of 620 and 82 of 1,240.
+    assert len(prompts["sft"]) == pytest.approx(620, abs=67)
+    assert len(prompts["rm"]) == pytest.approx(1240, abs=82)
+    assert all(0.05 < len(side["test"]) / len(side["train"]) < 0.18 for side in found.values())
+
+
+def test_a_share_of_nothing_says_so(tmp_path: Path) -> None:
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(20)), split=[0, 1, 1])
+    with pytest.raises(DataError, match="no row is left to train on"):
+        sides(data)
+
+
+def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
+    a, b, c = (write(tmp_path / f"{name}.jsonl", numbered(400, name=name)) for name in ("whole", "often", "seldom"))
+    train = [{"path": a}, {"path": b, "weight": 2.5}, {"path": c, "weight": 0.25}]
+    report = Report()
+    data = Rows.model_validate({"train": train, "test_fraction": 0.1})
+    found: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
+    for side, record in records(data, "sft", report):
+        found[side][record.prompt] += 1
+    copies = {name: Counter(n for p, n in found["train"].items() if p.startswith(name)) for name in ("whole", "often")}
+    assert set(copies["whole"]) == {1}
+    assert set(copies["often"]) == {2, 3}
+    assert copies["often"][3] / copies["often"].total() == pytest.approx(0.5, abs=0.08)
+    kept = sum(p.startswith("seldom") for p in found["train"])
+    assert kept == pytest.approx(0.25 * 360, abs=26)
+    assert set(found["test"].values()) == {1}, "a held-out row is there once, whatever its weight"
+    assert not set(found["train"]) & set(found["test"])
+    assert report.rows["train"] == found["train"].total()
+    assert any("seldom.jsonl" in line and "rows of" in line for line in report.lines())
+
+
+def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", numbered(30))
+    b = write(
+        tmp_path / "b.jsonl",
+        [
+            {"messages": [{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": "ho"}]}
+            for i in range(30)
+        ],
+    )
+    data = Rows.model_validate({"train": [{"path": a, "limit": 7}, {"path": b, "limit": 5}], "test_fraction": 0})
+    report = Report()
+    assert len(list(records(data, "sft", report))) == 12
+    assert (report.rows[a], report.rows[b]) == (7, 5)
+    assert report.kinds == {a: "prompt_response", b: "messages"}
+
+
+def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [*numbered(10), *numbered(4), {"prompt": "question 1", "response": " another answer"}]
+    data = Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0, deduplicate=True)
+    report = Report()
+    assert len(list(records(data, "sft", report))) == 11
+    assert "4 rows left out: the same prompt and answers came before" in "\n".join(report.lines())
+    assert len(sides(data.model_copy(update={"deduplicate": False}))["train"]) == 15
+
+
+def test_select_cuts_a_file_into_parts_without_loss(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(300))
+    parts = [sides(Rows(train=[DataSource(path=path, select=f"{k}/4")], test_fraction=0))["train"] for k in range(4)]
+    assert sorted(prompt for part in parts for prompt in part) == sorted(row["prompt"] for row in numbered(300))
+    assert all(40 < len(part) < 120 for part in parts)
+    two = sides(Rows(train=[DataSource(path=path, select="0/4,2/4")], test_fraction=0))["train"]
+    assert sorted(two) == sorted(parts[0] + parts[2])
+
+
+# ---------------------------------------------------------------------------------------- bad rows
+
+
+BAD = [
+    *numbered(3),
+    {"prompt": "question 3", "response": 7},
+    *numbered(2, start=4),
+    {"prompt": "question 6"},
+    {"prompt": "question 7", "response": " \ud800"},
+]
+
+
+def test_a_bad_row_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", BAD)
+    with pytest.raises(DataError) as error:
+        sides(Rows(train=path, test_fraction=0))
+    assert str(error.value).startswith(f"{path}:4: ")
+    assert "\n" not in str(error.value)
+
+
+def test_bad_rows_are_skipped_aloud(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path, BAD)
+    with path.open("a") as file:
+        file.write("{this is not JSON\n")
+    report = Report()
+    data = Rows(train=str(path), test_fraction=0, on_bad_row="skip")
+    assert [record.prompt for _, record in records(data, "sft", report)] == [f"question {i}" for i in (0, 1, 2, 4, 5)]
+    lines = report.lines()
+    assert "data.train: 4 rows left out: can't be read" in lines
+    assert [line.split(": ")[1] for line in lines if line.startswith("left out: ")] == [
+        f"{path}:{n}" for n in (4, 7, 8)
+    ]
+
+
+def test_a_file_of_bad_rows_is_no_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "response": 7}] * 5)
+    with pytest.raises(DataError, match=r"no row is left to train on.*5 rows: can't be read"):
+        sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
+
+
+def test_skipping_does_not_hide_the_wrong_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"colour": "red"}] * 5)
+    with pytest.raises(DataError, match="colour"):
+        sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
+    with pytest.raises(DataError, match="colour"):
+        first_format(DataSource(path=path), "sft")
+
+
+# --------------------------------------------------------------------------------------------- cut
+
+
+def test_what_is_cut_is_a_part_and_its_answer_stays_marked() -> None:
+    """Random sequences of prompt, answer and turns; ids are their own places."""
+    random.seed(0)
+    counts: Counter[str] = Counter()
+    for _ in range(3000):
+        length, longest = random.randint(1, 30), random.randint(1, 30)
+        ids = list(range(length))
+        turns = [random.random() < 0.5 for _ in range(length)]
+        answer = [False] + [turns[i // 4] for i in range(1, length)]
+        side = random.choice(["drop", "left", "right"])
+        bos = random.choice([0, None])
+        found = fit(ids, answer, Limits(longest, side), bos)  # type: ignore[arg-type]
+        if length <= longest:
+            assert found == (ids, answer)
+        elif side == "drop":
+            assert found == LeftOut(f"longer than {longest} tokens")
+        elif isinstance(found, LeftOut):
+            counts[f"{side} left out"] += 1
+            last = length - next((n for n, a in enumerate(reversed(answer)) if not a), length)
+            if side == "right":
+                assert not any(answer[:longest])
+            elif longest > 1:
+                # The last answer with a token before it does not fit.
+                assert length - last + 1 > longest or not any(answer)
+        else:
+            kept, marks = found
+            assert len(kept) == len(marks) == longest
+            assert kept == (
+                ids[:longest]
+                if side == "right"
+                else [0] * (bos == 0 and longest > 1) + ids[-longest + (bos == 0 and longest > 1) :]
+            )
+            assert marks[1:] == [answer[i] for i in kept[1:]]
+            counts[side] += 1
+    assert min(counts[name] for name in ("left", "right", "left left out", "right left out")) > 50, counts
+
+
+def test_a_short_answer_is_left_out() -> None:
+    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=2), None) == (
+        [1, 2, 3],
+        [False, True, True],
+    )
+    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=3), None) == LeftOut(
+        "answers of fewer than 3 tokens"
+    )
+
+
+def test_prompts_are_cut_on_the_side_that_is_asked_for() -> None:
+    assert fit_prompt([5, 6, 7], Limits(3), None) == [5, 6, 7]
+    assert fit_prompt([5, 6, 7, 8], Limits(3), None) == LeftOut("prompts longer than 3 tokens")
+    assert fit_prompt([5, 6, 7, 8], Limits(3, "right"), 5) == [5, 6, 7]
+    assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), None) == [6, 7, 8]
+    assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), 5) == [5, 7, 8]
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+@dataclass(frozen=True)
+class Thing:
+    ids: list[int]
+    learnt: list[bool]
+    answers: list[list[int]]
+    score: float
+    where: str
+    row: Demonstration
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def things(count: int) -> list[Thing]:
+    random.seed(1)
+    return [
+        Thing(
+            [random.randrange(100_000) for _ in range(i % 7)],
+            [random.random() < 0.5 for _ in range(i % 5)],
+            [[i, j] for j in range(i % 4)],
+            i / 3,
+            f"file:{i}",
+            Demonstration(f"p{i}", " r\n\0é\u2028", f"file:{i}", (Message("user", "hi"),) * (i % 3)),
+            {"a": [1, {"b": None}], "half a character": "\ud800", "n": i},
+        )
+        for i in range(count)
+    ]
+
+
+def build(path: Path, rows: Sequence[Any], kind: type) -> Table[Any]:
+    writer: TableWriter[Any] = TableWriter(path, kind)
+    writer.write(rows)
+    writer.close()
+    return Table(path, kind)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 1000])
+def test_a_table_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    monkeypatch.setattr(table, "BATCH", batch)
+    rows = things(25)
+    found = build(tmp_path / "a.arrow", rows, Thing)
+    assert len(found) == 25
+    assert list(found) == rows
+    assert found[-1] == rows[-1]
+    assert found[3:20:4] == rows[3:20:4]
+    assert found.lengths("ids").tolist() == [len(row.ids) for row in rows]
+    assert found.numbers("score").tolist() == [row.score for row in rows]
+    for index in (25, -26):
+        with pytest.raises(IndexError):
+            found[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (table.TOKENS["list[int]"], [[1, -2, 2**31 - 1], [], [7]]),
+        (table.TOKENS["list[bool]"], [[True], [], [False, True] * 7, [True, True, False]]),
+        (table.TOKENS["list[list[int]]"], [[[1, 2], []], [], [[3]]]),
+        (table.TOKENS["float"], [0.1, float("inf"), -0.0]),
+        (pa.large_string(), ["", "caf\u00e9 \u6f22", "a"]),
+    ],
+)
+def test_a_column_is_the_one_that_arrow_makes(kind: pa.DataType, values: list) -> None:
+    for some in (values, values[1:2]):
+        found = table._column(some, kind)
+        found.validate(full=True)
+        assert found.equals(pa.array(some, kind))
+
+
+def test_an_empty_table(tmp_path: Path) -> None:
+    found = build(tmp_path / "a.arrow", [], Thing)
+    assert len(found) == 0
+    assert list(found) == found[:5] == []
+    assert found.lengths("ids").tolist() == []
+
+
+def test_a_table_is_mapped_and_not_read(tmp_path: Path) -> None:
+    """80 MB of tokens: opening it and looking at a hundred rows leaves the process where it was."""
+    rows = (Example(list(range(2000)), [True] * 2000, "w") for _ in range(10_000))
+    build(tmp_path / "a.arrow", rows, Example)  # type: ignore[arg-type]
+    assert (tmp_path / "a.arrow").stat().st_size > 80_000_000
+    program = (
+        "import sys; from pathlib import Path; from rlhf_cli.data.table import Table; "
+        "from rlhf_cli.data.encode import Example\n"
+        "status = lambda: open('/proc/self/status')\n"
+        "def anonymous(): return int(next(l for l in status() if l.startswith('RssAnon')).split()[1])\n"
+        "before = anonymous(); t = Table(Path(sys.argv[1]), Example)\n"
+        "assert t[9999].ids[-1] == 1999 and len(t) == 10000 and sum(len(t[i].ids) for i in range(0, 10000, 100))\n"
+        "print(anonymous() - before)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "a.arrow")], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) < 20_000, "kB"
+
+
+# ------------------------------------------------------------------------------------------- cache
+
+
+class Counting:
+    """Encodes demonstrations, and counts the rows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer, self.rows = tokenizer, 0
+
+    def __call__(self, rows: Sequence[Demonstration]) -> Iterator[Example | LeftOut]:
+        self.rows += len(rows)
+        yield from encode_demonstrations(self.tokenizer, rows, None, learn_all=False, limits=Limits(500))
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> Any:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+
+    def run(data: Rows, *, tokenizer: PreTrainedTokenizerBase = tokenizer, **more: Any) -> tuple[Any, int]:
+        encode = Counting(tokenizer)
+        found = tokenise(data, "sft", Example, answer_to_learn, encode, tokenizer, **more)
+        return found, encode.rows
+
+    return run
+
+
+def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(2500)), test_fraction=0.1)
+    first, encoded = cached(data)
+    assert encoded == 2500 == len(first.train) + len(first.test)
+    again, encoded = cached(data)
+    assert encoded == 0
+    assert list(again.train) == list(first.train)
+    assert list(again.test) == list(first.test)
+    assert again.lines == first.lines
+    wanted = [d for d in numbered(2500) if d["prompt"] in sides(data)["train"]]
+    plain = encode_demonstrations(
+        tokenizer, [Demonstration(d["prompt"], d["response"], "") for d in wanted], None, learn_all=False
+    )
+    assert [e.ids for e in first.train] == [e.ids for e in plain]
+
+
+def test_what_decides_the_tokens_makes_a_new_entry(
+    tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(20))
+    data = Rows(train=path, test_fraction=0.1)
+    cached(data)
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["question"])
+    assert cached(data, tokenizer=other)[1] == 20
+    assert cached(data, settings={"template": "x"})[1] == 20
+    assert cached(data, prompt_words=2)[1] == 20
+    assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
+    with monkeypatch.context() as changed:
+        changed.setattr(tokens, "_digest_code", lambda _: "other code")
+        assert cached(data)[1] == 20
+    assert cached(data)[1] == 0
+    write(tmp_path / "a.jsonl", numbered(21))
+    assert cached(data)[1] == 21
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "facts"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, cached: Any, damage: str) -> None:
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
+    first, _ = cached(data)
+    rows = list(first.train)
+    (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    arrow = entry / "train.arrow"
+    if damage == "cut":
+        arrow.write_bytes(arrow.read_bytes()[:-40])
+    elif damage == "gone":
+        arrow.unlink()
+    else:
+        (entry / "facts.json").write_text('{"lines": [')
+    again, encoded = cached(data)
+    assert encoded == 50
+    assert list(again.train) == rows
+
+
+def test_a_bad_row_leaves_nothing_behind(tmp_path: Path, cached: Any) -> None:
+    data = Rows(train=write(tmp_path / "a.jsonl", BAD), test_fraction=0)
+    with pytest.raises(DataError):
+        cached(data)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_without_a_place_for_the_cache_it_still_runs(
+    tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
+    found, encoded = cached(data)
+    assert encoded == 50 == len(found.train) + len(found.test)
+    assert found.train[0].where.endswith(":1")
+
+
+def test_entries_that_nobody_used_for_a_month_go(tmp_path: Path, cached: Any) -> None:
+    one = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
+    other = Rows(train=write(tmp_path / "b.jsonl", numbered(6)), test_fraction=0)
+    cached(one)
+    cached(other)
+    cached(one)
+    entries = sorted(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert len(entries) == 2
+    old = time.time() - 31 * 86400
+    for path in (tmp_path / "cache").iterdir():
+        os.utime(path, (old, old))
+    assert cached(other)[1] == 6
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_two_processes_make_one_entry(tmp_path: Path, tokenizer_path: str) -> None:
+    """Both start at once; one of them encodes, the other waits and reads what it made."""
+    path = write(tmp_path / "a.jsonl", numbered(3000))
+    program = (
+        "import sys\n"
+        "from transformers import AutoTokenizer\n"
+        "from rlhf_cli.config.data import Rows\n"
+        "from rlhf_cli.data.encode import Example, answer_to_learn, encode_demonstrations\n"
+        "from rlhf_cli.data.tokens import tokenise\n"
+        "tokenizer, rows = AutoTokenizer.from_pretrained(sys.argv[2]), []\n"
+        "def encode(some):\n"
+        "    rows.extend(some)\n"
+        "    return encode_demonstrations(tokenizer, some, None, learn_all=False)\n"
+        "found = tokenise(Rows(train=sys.argv[1]), 'sft', Example, answer_to_learn, encode, tokenizer)\n"
+        "print(len(rows), len(found.train), sum(map(len, (e.ids for e in found.train))))\n"
+    )
+    environment = {**os.environ, "RLHF_CACHE": str(tmp_path / "cache")}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, path, tokenizer_path], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate()[0].split() for process in running]
+    assert sorted(int(line[0]) for line in said) == [0, 3000]
+    assert said[0][1:] == said[1][1:]
+
+
+def test_lengths_are_those_of_the_rows(tmp_path: Path, cached: Any) -> None:
+    found, _ = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(30)), test_fraction=0))
+    assert found.train.lengths("ids").tolist() == [len(e.ids) for e in found.train]
+    assert isinstance(found.train.lengths("ids"), np.ndarray)

@@ -1,0 +1,227 @@
+"""The three demos on real text: a few steps of every stage, with the shipped files and small settings.
+
+The data and the model are public and are not part of the project. RLHF_REAL_DATA names the folder that holds
+`sentence-polarity/` and `hh-rlhf/`, with `models/babyllama` beside it; without it `../shared/data` is tried.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.stage import STAGES
+from support.paths import ROOT
+
+CONFIG_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data")))
+SENTENCES = DATA / "sentence-polarity" / "sentences.jsonl.gz"
+TRANSCRIPTS = DATA / "hh-rlhf" / "helpful-base-test.jsonl.gz"
+BABYLLAMA = DATA.parent / "models" / "babyllama"
+TINY = (
+    "{architecture: llama, config: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+    "intermediate_size: 64, max_position_embeddings: 256, tie_word_embeddings: true}, tokenizer: {vocab_size: 800}}"
+)
+
+
+def needs(path: Path) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not path.exists(), reason=f"{path} is not here; RLHF_REAL_DATA names its data folder")
+
+
+def rlhf(*arguments: str) -> str:
+    """Run the command line from the repository's root, as a user does; its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def settings(*pairs: str) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def manifest(root: Path, stage: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((root / stage / "manifest.json").read_text(encoding="utf-8"))
+    return read
+
+
+def figures(root: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((root / "ppo" / "evaluation.json").read_text(encoding="utf-8"))
+    return read
+
+
+def parts(path: Path, chosen: str) -> str:
+    return f"{{path: {path}, select: '{chosen}'}}"
+
+
+SHORT_TRAINING = ("training.num_epochs=null", "training.num_steps=4", "training.minibatch_size=8")
+SHORT_PPO = (
+    "ppo:ppo.num_iterations=2",
+    "ppo:ppo.rollout_batch_size=8",
+    "ppo:ppo.minibatch_size=4",
+    "ppo:ppo.microbatch_size=null",
+    "ppo:rollout.max_new_tokens=12",
+    "ppo:evaluation.num_prompts=8",
+)
+
+
+def short(stages: tuple[str, ...]) -> list[str]:
+    return [f"{stage}:{pair}" for stage in stages for pair in SHORT_TRAINING]
+
+
+# ------------------------------------------------------------------------------------ what is shipped
+
+
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_shipped_config_is_valid(file: Path) -> None:
+    stage = file.stem.partition("_")[0]
+    assert stage in STAGES, "a config's name begins with its stage"
+    load_config(file, CONFIGS[stage])
+
+
+def test_there_are_configs_to_check() -> None:
+    folders = {file.parent.name for file in CONFIG_FILES}
+    assert {"support", "sentiment", "hh", "stories"} <= folders
+
+
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_config_opens_with_its_command(file: Path) -> None:
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    stage = file.stem.partition("_")[0]
+    assert first == f"# rlhf {stage} --config {file.relative_to(ROOT)}"
+
+
+def test_stages_of_a_folder_share_their_prompts() -> None:
+    """PPO's prompts are written as SFT wrote them, else the policy starts from text that it never saw."""
+    for folder in sorted({file.parent for file in CONFIG_FILES}):
+        sft, ppo = folder / "sft.yaml", folder / "ppo.yaml"
+        if not sft.is_file():
+            continue
+        a, b = (yaml.safe_load(file.read_text(encoding="utf-8"))["data"] for file in (sft, ppo))
+        for key in ("prompt_words", "prompt_template"):
+            assert a.get(key) == b.get(key), f"{folder.name}: {key}"
+
+
+def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
+    folder = ROOT / "data" / "stories"
+    subprocess.run([sys.executable, "-B", folder / "generate.py", "--out", tmp_path], check=True)
+    shipped = (folder / "prompts.jsonl").read_bytes()
+    assert (tmp_path / "prompts.jsonl").read_bytes() == shipped
+    texts = [json.loads(line)["prompt"] for line in shipped.splitlines()]
+    assert len(set(texts)) == len(texts) == 400
+    assert max(map(len, texts)) <= 64
+
+
+# ------------------------------------------------------------------------------------- the real data
+
+
+@needs(SENTENCES)
+def test_sentiment_by_pairs(tmp_path: Path) -> None:
+    """All three stages on 1,000 or so of the film-review sentences."""
+    root = tmp_path / "run"
+    data = settings(
+        f"artifacts={root}",
+        f"data.train={parts(SENTENCES, '1/10')}",
+        f"data.test={parts(SENTENCES, '0/40')}",
+        "sft:model.path=null",
+        f"sft:model.scratch={TINY}",
+        *short(("sft", "rm")),
+        "sft:evaluation.max_new_tokens=12",
+        "rm:evaluation.max_new_tokens=12",
+        "rm:evaluation.num_normalization_samples=8",
+        *SHORT_PPO,
+    )
+    printed = rlhf("pipeline", "configs/sentiment", *data)
+    assert "rows of labelled" in printed
+    rm = manifest(root, "rm")["metrics"]
+    assert 0.0 <= rm["eval/accuracy_low95"] <= rm["eval/accuracy"] <= rm["eval/accuracy_high95"] <= 1.0
+    assert 0.3 < rm["eval/length_baseline"] < 0.7, "sentences of both labels are about equally long"
+    evaluation = figures(root)
+    assert evaluation["num_prompts"] == 8
+    assert evaluation["sft"]["kl"] == 0.0
+    assert all(len(example["prompt"].split()) == 3 for example in evaluation["examples"])
+
+    # The same labels as scores, into a second run that takes the first one's SFT model.
+    second = tmp_path / "scores"
+    more = settings(
+        f"artifacts={second}",
+        f"model.path={root}/sft/model",
+        f"data.train={parts(SENTENCES, '1/10')}",
+        f"data.test={parts(SENTENCES, '0/40')}",
+        *SHORT_TRAINING,
+        "evaluation.num_normalization_samples=8",
+    )
+    rlhf("rm", "--config", "configs/sentiment/rm_scores.yaml", *more)
+    scores = manifest(second, "rm")["metrics"]
+    assert scores["eval/target_variance"] == pytest.approx(0.25, abs=0.01), "labels 0 and 1, half of each"
+    assert -1.0 <= scores["eval/pearson"] <= 1.0
+
+
+@needs(TRANSCRIPTS)
+def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
+    """The whole published file, with its pairs of equal answers and its long transcripts."""
+    root = tmp_path / "run"
+    with gzip.open(TRANSCRIPTS, "rt", encoding="utf-8") as file:
+        first = json.loads(next(iter(file)))
+    assert set(first) == {"chosen", "rejected"}
+    printed = rlhf(
+        "pipeline",
+        "configs/hh",
+        *settings(
+            f"artifacts={root}",
+            f"data.train={TRANSCRIPTS}",
+            "data.test=null",
+            "sft:data.max_length=200",
+            "rm:data.max_length=200",
+            "ppo:data.max_prompt_length=100",
+            "sft:model.path=null",
+            f"sft:model.scratch={TINY}",
+            *short(("sft", "rm")),
+            "sft:training.microbatch_size=4",
+            "rm:training.microbatch_size=4",
+            "sft:evaluation.max_new_tokens=12",
+            "rm:evaluation.max_new_tokens=12",
+            "rm:evaluation.num_normalization_samples=8",
+            *SHORT_PPO,
+        ),
+    )
+    assert "rows of hh" in printed
+    # The file as published has two pairs of equal answers, both among the training rows.
+    assert "data.train: 2 rows left out: no two answers of which one is better" in printed
+    assert "rows left out: longer than 200 tokens" in printed
+    assert "rows left out: prompts longer than 100 tokens" in printed
+    for example in figures(root)["examples"]:
+        assert example["prompt"].startswith("\n\nHuman:")
+        assert example["prompt"].endswith("\n\nAssistant:")
+
+
+@needs(BABYLLAMA)
+def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
+    """pad is eos in this tokenizer, and a story ends with <s>: both must be in what is saved."""
+    root = tmp_path / "run"
+    pairs = [pair.removeprefix("ppo:") for pair in SHORT_PPO]
+    rlhf(
+        "pipeline",
+        "configs/stories",
+        *settings(f"artifacts={root}", f"policy.path={BABYLLAMA}", *pairs, "rollout.max_new_tokens=60"),
+    )
+    saved = json.loads((root / "ppo" / "model" / "generation_config.json").read_text(encoding="utf-8"))
+    assert saved["eos_token_id"] == [1, 2]
+    for example in figures(root)["examples"]:
+        letters = sum(c.isalpha() or c in " .,!?'\"" for c in example["sft"]["reply"])
+        assert letters > 0.9 * len(example["sft"]["reply"]), "a story, not noise"
+        assert -3.0 <= example["sft"]["score"] <= 4.0

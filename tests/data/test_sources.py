@@ -1,0 +1,938 @@
+"""Rows of files, folders, globs and the hub: what is read, what is a bad row, what ends the reading."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import datetime
+import gzip
+import hashlib
+import http.server
+import io
+import itertools
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import tracemalloc
+import urllib.parse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data import sources
+from rlhf_cli.data.sources import BadRow, Row, in_part, read_rows
+from rlhf_cli.data_files import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
+from rlhf_cli.errors import DataError
+from support.paths import ROOT
+
+ROWS = [{"prompt": f"quéstion {i}\n", "response": f' "answer", {i}'} for i in range(10)]
+GOOD = b'{"a": "b"}\n'
+TABLE = pyarrow.Table.from_pylist(ROWS)
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
+
+
+def csv_bytes(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def parquet_bytes(table: pyarrow.Table, compression: str = "snappy") -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file, compression=compression, use_dictionary=False)
+    return file.getvalue()
+
+
+def arrow_bytes(table: pyarrow.Table, new: Callable[..., Any] = pyarrow.ipc.new_stream) -> bytes:
+    file = io.BytesIO()
+    with new(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+def file_bytes(kind: str) -> bytes:
+    """ROWS as a file of that kind."""
+    if kind == ".json":
+        return json.dumps(ROWS, indent=1).encode()
+    if kind in (".csv", ".tsv"):
+        return csv_bytes(ROWS, "," if kind == ".csv" else "\t")
+    if kind == ".parquet":
+        return parquet_bytes(TABLE)
+    if kind == ".arrow":
+        return arrow_bytes(TABLE)
+    if kind == ".txt":
+        return "".join(f"{row['response']}\n" for row in ROWS).encode()
+    return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def read(path: Path, **settings: Any) -> list[Row | BadRow]:
+    return list(read_rows(DataSource(path=str(path), **settings)))
+
+
+def values(path: Path, **settings: Any) -> list[Any]:
+    """Every row's values, with the reason in place of a bad one."""
+    return [row.values if isinstance(row, Row) else row.reason for row in read(path, **settings)]
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def refused(path: Path | str, **settings: Any) -> str:
+    """The one line that reading ends with."""
+    with pytest.raises(DataError) as error:
+        read(Path(path), **settings)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 500 + len(str(path))
+    return str(error.value)
+
+
+# -------------------------------------------------------------------------------------- kinds of files
+
+
+@pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str, compression: str) -> None:
+    path = write(tmp_path / f"a{kind}{compression}", PACK[compression](file_bytes(kind)))
+    rows = read(path)
+    expected = [{"text": row["response"]} for row in ROWS] if kind == ".txt" else ROWS
+    assert [row.values for row in rows if isinstance(row, Row)] == expected
+    by_line = kind in (".jsonl", ".ndjson", ".txt")
+    assert [row.where for row in rows] == [f"{path}:{n}" if by_line else f"{path} row {n}" for n in range(1, 11)]
+
+
+def test_endings_are_known_in_capitals_too(tmp_path: Path) -> None:
+    assert values(write(tmp_path / "A.b.CSV.GZ", gzip.compress(b"a,b\n1,2\n"))) == [{"a": "1", "b": "2"}]
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.py", "rows.jsonl.zip", "rows.gz", ".jsonl"])
+def test_an_ending_that_is_not_known(tmp_path: Path, name: str) -> None:
+    assert "not an ending that is known, .jsonl," in refused(write(tmp_path / name, GOOD))
+
+
+def test_arrow_files_with_random_access(tmp_path: Path) -> None:
+    content = arrow_bytes(TABLE, pyarrow.ipc.new_file)
+    assert values(write(tmp_path / "a.arrow", content)) == ROWS
+    assert values(write(tmp_path / "a.arrow.xz", lzma.compress(content))) == ROWS
+
+
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert values(tmp_path / "saved") == ROWS
+
+
+def test_nested_columns_become_python(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}], "scores": [1.5, None], "none": None, "of": {"a": {"b": 1}}}
+    for name, content in (
+        ("a.parquet", parquet_bytes(pyarrow.Table.from_pylist([row]))),
+        ("a.arrow", arrow_bytes(pyarrow.Table.from_pylist([row]))),
+    ):
+        assert values(write(tmp_path / name, content)) == [row]
+
+
+def test_what_json_says_is_kept(tmp_path: Path) -> None:
+    """Lone surrogates, NUL, NaN and keys written twice are for those who know what the columns mean."""
+    line = r'{"a": "\ud800", "b": "\u0000", "c": [NaN, -Infinity], "d": 1, "d": 2, "e": "\ud83d\ude00"}'
+    for name, content in (("a.jsonl", line), ("a.json", f"[{line}]")):
+        (row,) = values(write(tmp_path / name, content.encode()))
+        assert (row["a"], row["b"], row["d"], row["e"]) == ("\ud800", "\0", 2, "😀")
+        assert row["c"][0] != row["c"][0]
+        assert row["c"][1] == float("-inf")
+
+
+def test_lines_as_editors_of_all_systems_end_them(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n \t\r\n  {"a": 2}  \n{"a": 3}'))
+    assert [(row.where[-2:], row.values) for row in rows if isinstance(row, Row)] == [
+        (":1", {"a": 1}),
+        (":4", {"a": 2}),
+        (":5", {"a": 3}),
+    ]
+    lines = b"\xef\xbb\xbfa line\r\n\n  of text \x0c\nend\r"
+    assert values(write(tmp_path / "a.txt", lines)) == [{"text": t} for t in ("a line", "  of text \x0c", "end")]
+    for ending in (b"\n", b"\r\n", b"\r"):
+        content = ending.join([b"\xef\xbb\xbfa,b", b"1,2", b"", b'"x' + ending + b'y",4', b""])
+        assert values(write(tmp_path / "a.csv", content)) == [
+            {"a": "1", "b": "2"},
+            {"a": f"x{ending.decode()}y", "b": "4"},
+        ]
+    assert values(write(tmp_path / "a.json", b'\xef\xbb\xbf \r\n[{"a": 1}]\r\n')) == [{"a": 1}]
+
+
+# --------------------------------------------------------------------------------- folders and globs
+
+
+def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
+    write(tmp_path / "b.csv", b"a\n2\n")
+    write(tmp_path / "a.jsonl", GOOD)
+    write(tmp_path / "c.jsonl", b"")
+    for name in ("README.md", ".hidden.jsonl", "sub/other.jsonl", "LICENSE.txt", "dataset_info.json", "folder.csv/x"):
+        write(tmp_path / name, GOOD)
+    assert [row.where for row in read(tmp_path)] == [f"{tmp_path / 'a.jsonl'}:1", f"{tmp_path / 'b.csv'} row 1"]
+
+
+def test_a_folder_of_text(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", b"b\n")
+    write(tmp_path / "a.txt.gz", gzip.compress(b"a\n"))
+    assert values(tmp_path) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_folder_without_files_tells_of_the_glob(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a.jsonl", GOOD)
+    message = refused(tmp_path)
+    assert "a folder without a data file, one that ends in .jsonl," in message
+    assert f"{tmp_path}/**/*.jsonl" in message
+
+
+def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a1.jsonl", "a2.jsonl", "b.jsonl", "x/a3.jsonl", "x/y/a4.jsonl", ".git/a5.jsonl", "x/.a6.jsonl"):
+        write(tmp_path / name, GOOD)
+    (tmp_path / "x" / "around").symlink_to(tmp_path)
+
+    def names(pattern: str) -> list[str]:
+        return [file.name.removesuffix(".jsonl") for file in find_files(pattern)]
+
+    assert names(f"{tmp_path}/a*.jsonl") == ["a1", "a2"]
+    assert names(f"{tmp_path}/a?.jsonl") == ["a1", "a2"]
+    assert names(f"{tmp_path}/[b-z].jsonl") == ["b"]
+    assert names(f"{tmp_path}/*/a*.jsonl") == ["a3"]
+    assert names(f"{tmp_path}/**/*.jsonl") == ["a1", "a2", "b", "a3", "a4"]
+    assert names(f"{tmp_path}/.git/*") == ["a5"]
+    monkeypatch.chdir(tmp_path / "x")
+    assert names("*.jsonl") == ["a3"]
+    assert names("../a*.jsonl") == ["a1", "a2"]
+    assert "no data file fits" in refused(f"{tmp_path}/z*.jsonl")
+    assert "no data file fits" in refused(f"{tmp_path}/*/y")
+    write(tmp_path / "x" / "[1].jsonl", GOOD)
+    assert names("[1].jsonl") == ["[1]"]
+
+
+def test_the_limit_counts_over_files_and_bad_rows_too(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", GOOD + b"oops\n" + GOOD)
+    write(tmp_path / "b.jsonl", GOOD * 3)
+    for limit in range(1, 7):
+        assert len(read(tmp_path, limit=limit)) == limit
+    assert [type(row) for row in read(tmp_path, limit=3)] == [Row, BadRow, Row]
+
+
+def test_the_limit_reads_no_further(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": 2}, oops')
+    assert values(path, limit=2) == [{"a": 1}, {"a": 2}]
+    assert "row 3: not JSON" in refused(path, limit=3)
+
+
+def test_nothing_is_opened_before_the_first_row_and_all_is_closed(tmp_path: Path) -> None:
+    rows = read_rows(DataSource(path=str(tmp_path / "a.jsonl.gz")))
+    write(tmp_path / "a.jsonl.gz", gzip.compress(GOOD * 5))
+    before = sorted(Path("/proc/self/fd").iterdir())
+    assert isinstance(next(rows), Row)
+    assert sorted(Path("/proc/self/fd").iterdir()) != before
+    del rows
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_names_that_cant_be_printed_are_escaped(tmp_path: Path) -> None:
+    for name in (b"two\nlines.jsonl", b"latin\xe9.jsonl"):
+        write(tmp_path / os.fsdecode(name), GOOD)
+    for row in read(tmp_path):
+        assert row.where.isprintable()
+        assert row.where.encode()
+        assert "\\" in row.where
+
+
+# ------------------------------------------------------------------------------------------ bad rows
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{'a': 1}", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b'{"a": 1', "not JSON (Expecting ',' delimiter at column 8)"),
+        (b'{"a": 1} {"a": 2}', "not JSON (Extra data at column 9)"),
+        (b"oops", "not JSON (Expecting value at column 1)"),
+        (b'{"a": "\x00"}', "not JSON (Invalid control character at column 8)"),
+        (b"\0", "not JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not JSON (a number of more than 4300 digits)"),
+        (b'{"a": ' + b"[" * 100_000, "not JSON (nested too deep)"),
+        (b"[" * 100_000 + b"]" * 100_000, "not JSON (nested too deep)"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 200 deep"),
+        (b'{"a": ' + b'{"b":' * 200 + b"1" + b"}" * 201, "nested more than 200 deep"),
+        (b"[1, 2]", "a JSON list, every row is an object with named columns"),
+        (b'"text"', "a JSON string, every"),
+        (b"1.5", "a JSON number, every"),
+        (b"NaN", "a JSON number, every"),
+        (b"true", "a JSON boolean, every"),
+        (b"null", "a JSON null, every"),
+        (b'{"a": "\xff"}', "not UTF-8 (byte 0xff in place 8 of the line)"),
+        ('{"a": "é"}'.encode("latin-1"), "not UTF-8 (byte 0xe9 in place 8 of the line)"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8 (byte 0xed"),  # half a character, as bytes
+    ],
+)
+def test_a_bad_line_is_named_and_the_file_goes_on(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD + b"\n" + content + b"\n" + GOOD)
+    first, bad, last = read(path)
+    assert isinstance(bad, BadRow)
+    assert bad.where == f"{path}:3"
+    assert bad.reason.startswith(reason)
+    assert bad.reason.endswith(". Mend or remove the line") or "Convert the file, or mend" in bad.reason
+    assert len(bad.reason) < 200
+    assert isinstance(first, Row)
+    assert isinstance(last, Row)
+    assert last.where == f"{path}:4"
+
+
+def test_nesting_as_deep_as_is_allowed(tmp_path: Path) -> None:
+    deep = b'{"a": ' + b"[" * 199 + b"]" * 199 + b', "b": [[]]}\n'
+    wide = b'{"a": [' + b",".join([b'{"b": [1]}'] * 500) + b"]}\n"
+    text = b'{"a": {}, "b": "' + b"{[" * 500 + b'"}\n'
+    assert all(isinstance(row, Row) for row in read(write(tmp_path / "a.jsonl", deep + wide + text)))
+    listed = b"[" + b",".join([deep, wide, text, b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", b"{}"]) + b"]"
+    rows = read(write(tmp_path / "a.json", listed))
+    assert [type(row) for row in rows] == [Row, Row, Row, BadRow, Row]
+
+
+def test_a_list_in_a_file_of_lines_is_told_apart(tmp_path: Path) -> None:
+    for content in (b'[{"a": 1}]', b'[\n {"a": 1}\n]'):
+        first = read(write(tmp_path / "a.jsonl", content))[0]
+        assert isinstance(first, BadRow)
+        assert first.reason.endswith("If the file is one JSON list, rename it to .json")
+
+
+@pytest.mark.parametrize("item", ["3", "[1]", "null", '"a"', "[[]]", "-1.5e3"])
+def test_an_item_of_a_list_that_is_no_object(tmp_path: Path, item: str) -> None:
+    path = write(tmp_path / "a.json", f'[{{"a": 1}}, {item}, {{"a": 2}}]'.encode())
+    first, bad, last = read(path)
+    assert isinstance(bad, BadRow)
+    assert bad.where == f"{path} row 2"
+    assert "every row is an object" in bad.reason
+    assert (first.where, last.where) == (f"{path} row 1", f"{path} row 3")
+
+
+def test_wrong_bytes_in_a_list_lose_one_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'[{"a": "\xc3\xa9"}, {"a": "\xe9"}, {"a": "\\udce9"}]')
+    assert values(path) == [
+        {"a": "é"},
+        "not UTF-8, all text is. Convert the file, or mend or remove the row",
+        {"a": "\udce9"},  # written so, with a backslash: kept
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"1,2,3", "has 3 cells, the header names 2 columns"),
+        (b"1", "has 1 cells, the header names 2 columns"),
+        (b"1,\xff", "not UTF-8"),
+        (b"1,\0", "a NUL byte"),
+        (b'1,"a"b', "not CSV (',' expected after '\"', up to line 4)"),
+    ],
+)
+def test_a_bad_row_of_a_table_of_text(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = write(tmp_path / "a.csv", b"a,b\n1,2\n\n" + content + b"\n3,4\n")
+    first, bad, last = read(path)
+    assert isinstance(bad, BadRow)
+    assert bad.where == f"{path} row 2"
+    assert bad.reason.startswith(reason)
+    assert (first.where, last.where) == (f"{path} row 1", f"{path} row 3")
+
+
+def test_a_quote_that_is_never_closed_swallows_nothing_in_silence(tmp_path: Path) -> None:
+    first, bad = read(write(tmp_path / "a.csv", b'a,b\n1,2\n3,"4\n5,6\n7,8\n'))
+    assert isinstance(first, Row)
+    assert isinstance(bad, BadRow)
+    assert bad.reason.startswith("not CSV (unexpected end of data, up to line 5)")
+
+
+def test_bad_rows_of_text(tmp_path: Path) -> None:
+    rows = values(write(tmp_path / "a.txt", b"good text\n\xff\nn\0ul\nend"))
+    assert [row["text"] if isinstance(row, dict) else row[:10] for row in rows] == [
+        "good text",
+        "not UTF-8 ",
+        "a NUL byte",
+        "end",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
+    """Strings that are none, and a time that Python has no value for."""
+    cells = pyarrow.array([f"text {i}" for i in range(3000)])
+    offsets, letters = cells.buffers()[1:]
+    spoilt = bytearray(letters)
+    spoilt[spoilt.index(b"text 1234")] = 0xFF
+    text = pyarrow.StringArray.from_buffers(3000, pyarrow.py_buffer(offsets), pyarrow.py_buffer(bytes(spoilt)))
+    times = pyarrow.array([2**62 if i == 2345 else 0 for i in range(3000)], pyarrow.timestamp("us"))
+    table = pyarrow.table({"text": text, "time": times})
+    path = write(tmp_path / f"a.{kind}", parquet_bytes(table) if kind == "parquet" else arrow_bytes(table))
+    if kind == "arrow":
+        # Arrow's own check of a batch refuses the string, and with it the file.
+        assert "not Arrow, or damaged (" in refused(path)
+        path = write(path, arrow_bytes(table.drop_columns("text")))
+    rows = read(path)
+    bad = {row.where: row.reason for row in rows if isinstance(row, BadRow)}
+    assert len(rows) == 3000
+    expected = {f"{path} row 1235": "not UTF-8. Mend or remove the row"} if kind == "parquet" else {}
+    assert {where: bad[where] for where in expected} == expected
+    assert set(bad) == {*expected, f"{path} row 2346"}
+    assert "can't be read (" in bad[f"{path} row 2346"]
+    good = rows[0]
+    assert isinstance(good, Row)
+    assert good.values["time"] == datetime.datetime(1970, 1, 1)
+
+
+# ---------------------------------------------------------------------------------------- whole files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "no rows, at least one is needed"),
+        ("a.jsonl", b"\n \n\r\n", "no rows"),
+        ("a.txt", b"\n\n", "no rows"),
+        ("a.json", b" \n ", "no rows"),
+        ("a.json", b" [ ] ", "no rows"),
+        ("a.csv", b"", "no rows"),
+        ("a.csv", b"a,b\n", "no rows"),
+        ("a.jsonl.gz", b"", "no rows"),
+        ("a.parquet", parquet_bytes(TABLE.slice(0, 0)), "no rows"),
+        ("a.arrow", arrow_bytes(TABLE.slice(0, 0)), "no rows"),
+        ("a.json", b'{"a": 1}', "holds one JSON object, a list of objects is needed. If it is the only row, put [ ]"),
+        ("a.json", b'{"n": 1, "data": [{"a": 1}]}', "take the list out of it, jq '.[\"data\"]' does"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', "holds several JSON values, as .jsonl files do. Rename it to .jsonl"),
+        ("a.json", b'"text"', "holds a JSON string, a list of objects is needed"),
+        ("a.json", b"17", "holds a JSON number, a list of objects is needed"),
+        ("a.json", b"oops", "not a list of objects: not JSON (Expecting value in line 1). Mend it"),
+        ("a.json", b'\n{"a": \n', "not a list of objects: the file ends inside it (Expecting value in line 3)"),
+        ("a.json", b"[" * 100_000, "row 1: not JSON (nested too deep in line 1)"),
+        ("a.json", b'[{"a": 1},\n{"a": ', "row 2: the file ends inside it (Expecting value in line 2)"),
+        ("a.json", b'[{"a": 1},\n{"a": "b', "row 2: the file ends inside it (Unterminated string starting in line 2)"),
+        ("a.json", b'[{"a": 1},\n{"a" 2}]', "row 2: not JSON (Expecting ':' delimiter in line 2)"),
+        ("a.json", b'[{"a": 1},\n{"a": 1,}' + b" " * 99, "row 2: not JSON (Expecting property name enclosed in double"),
+        ("a.json", b'[{"a": 1},\n]', "row 2: not JSON (Expecting value in line 2)"),
+        ("a.json", b'[{"a": 1}\n{"a": 2}]', "row 1: '{' in line 2 behind it, a comma or the list's end belongs there"),
+        ("a.json", b'[{"a": 1}', "row 1: the file's end behind it, a comma or"),
+        ("a.json", b"[1, 2", "row 2: the file's end behind it"),
+        ("a.json", b'[{"a": 1}]\n[]', "more text behind the list's end, line 2. Put all rows in one list"),
+        ("a.json", b'[{"a": 1}]\xff', "more text behind"),
+        ("a.json", b'[{"a": 1}]\xc3', "more text behind"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "the header names column 'a' 2 times. The first line names the columns"),
+        ("a.csv", b"a,,c\n1,2,3\n", "column 2 of 3 has no name in the header. The first line names the columns"),
+        ("a.csv", b",a\n0,1\n", "column 1 of 2 has no name in the header. If pandas wrote its index there"),
+        ("a.csv", b'"a"b,c\n1,2\n', "the header is not CSV (',' expected after '\"'). Mend the first line"),
+        ("a.tsv", b'"a"b\tc\n1\t2\n', "the header is not CSV (a tab expected after '\"'). Mend the first line"),
+        ("a.csv", b"\xe9,b\n1,2\n", "the header is not UTF-8 text"),
+        ("a.csv", b"a\0,b\n1,2\n", "the header is not UTF-8 text"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"),
+        ("a.csv", b"\xfe\xff" + "a,b".encode("utf-16-be"), "is UTF-16"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16-le"), "every other byte is NUL, it may be UTF-16"),
+        ("a.txt", "text".encode("utf-16-be"), "every other byte is NUL, it may be UTF-16"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-32"), "is UTF-16"),  # its mark begins with UTF-16's
+        ("a.jsonl", gzip.compress(GOOD), "is gzip. Add .gz to its name"),
+        ("a.csv", bz2.compress(GOOD), "is bzip2. Add .bz2 to its name"),
+        ("a.json", lzma.compress(GOOD), "is xz. Add .xz to its name"),
+        ("a.txt", zstd(GOOD), "is Zstandard. Add .zst to its name"),
+        ("a.csv", b"PK\x03\x04" + b"\0" * 30, "is a zip archive or an Excel file. Unpack it, or save it as CSV"),
+        ("a.json", parquet_bytes(TABLE), "is Parquet. Let its name end in .parquet"),
+        ("a.jsonl", arrow_bytes(TABLE, pyarrow.ipc.new_file), "is Arrow. Let its name end in .arrow"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), "is gzip"),
+        ("a.jsonl.gz", b"not gzip", "can't be read as .gz (Not a gzipped file (b'no'))"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 500)[:11] + b"\xff" * 40, "can't be read as .gz (Error -3"),
+        ("a.jsonl.bz2", GOOD, "can't be read as .bz2 (Invalid data stream)"),
+        ("a.jsonl.xz", GOOD, "can't be read as .xz (Input format not supported by decoder)"),
+        ("a.jsonl.zst", GOOD, "can't be read as .zst (ZSTD decompress failed"),
+        ("a.parquet.gz", parquet_bytes(TABLE), "can't be read as .gz"),
+        ("a.parquet", b"nothing", "not Parquet, or damaged (Parquet"),
+        ("a.parquet", b"", "not Parquet, or damaged (Parquet file size is 0 bytes)"),
+        ("a.parquet", parquet_bytes(TABLE)[:-20], "not Parquet, or damaged (Parquet magic bytes not found"),
+        ("a.parquet.gz", gzip.compress(GOOD), "not Parquet, or damaged"),
+        ("a.arrow", b"nothing", "not Arrow, or damaged"),
+        ("a.arrow", b"", "not Arrow, or damaged"),
+        ("a.arrow", arrow_bytes(TABLE)[:-200], "not Arrow, or damaged"),
+        ("a.arrow", arrow_bytes(TABLE, pyarrow.ipc.new_file)[:-20], "not Arrow, or damaged"),
+        ("a.parquet", parquet_bytes(pyarrow.table([[1], [2]], ["a", "a"])), "has 2 columns 'a', each name once"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_cant_be_read_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = write(tmp_path / name, content)
+    assert message in refused(path)
+    assert refused(path).startswith(f"{path}")
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".txt"])
+def test_a_cut_off_file_gives_its_rows_and_then_says_so(tmp_path: Path, kind: str, compression: str) -> None:
+    rows = [{"text": hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()} for i in range(20_000)]
+    content = {
+        ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        ".json": json.dumps(rows).encode(),
+        ".csv": csv_bytes(rows),
+        ".txt": "".join(row["text"] + "\n" for row in rows).encode(),
+    }[kind]
+    pack = partial(lzma.compress, preset=0) if compression == ".xz" else PACK[compression]
+    path = write(tmp_path / f"a{kind}{compression}", pack(content)[:-9])
+    got: list[Row | BadRow] = []
+
+    def consume() -> None:
+        for row in read_rows(DataSource(path=str(path))):
+            got.append(row)
+
+    with pytest.raises(DataError, match=rf"{path}: can't be read as \{compression} \(.*Is it whole"):
+        consume()
+    assert [row.values for row in got if isinstance(row, Row)] == rows[: len(got)]
+    assert len(got) > 5_000
+
+
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (f"{tmp_path}/a.jsonl", "a.JSONL", "./a", "~/a", "sub/a.csv.zst"):
+        assert f"{path}: no such file (looked from {tmp_path})" in refused_path(path)
+    assert find_files("org/name") == []
+    (tmp_path / "broken.jsonl").symlink_to("nowhere")
+    assert "no such file" in refused_path("broken.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "neither a file nor a folder" in refused_path("pipe.jsonl")
+    (tmp_path / "round.jsonl").symlink_to("round.jsonl")
+    assert "no such file" in refused_path("round.jsonl")
+    assert "can't be looked up (File name too long)" in refused_path("/" + "a" * 300 + ".jsonl")
+    assert "can't be looked up" in refused_path("/**a/*.jsonl") or sys.version_info >= (3, 13)
+
+
+def refused_path(path: str) -> str:
+    with pytest.raises(DataError) as error:
+        list(read_rows(DataSource(path=path)))
+    assert str(error.value).isprintable()
+    return str(error.value)
+
+
+def test_what_may_not_be_read() -> None:
+    """As somebody else than root, who may read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        files = [write(Path(folder) / name, GOOD) for name in ("a.jsonl", "a.parquet", "a.jsonl.zst", "a.csv.gz")]
+        closed = write(Path(folder) / "closed" / "a.jsonl", GOOD).parent
+        for path in (*files, closed):
+            path.chmod(0)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            for path in files:
+                assert "can't be read" in refused(path)
+                assert "Permission denied" in refused(path)
+            assert "can't be looked up (Permission denied)" in refused(closed)
+            assert "can't be looked up (Permission denied)" in refused(closed / "a.jsonl")
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o755)
+
+
+@pytest.mark.parametrize("setting", [{"name": "x"}, {"data_dir": "x"}, {"revision": "x"}, {"streaming": True}])
+def test_settings_of_the_hub_say_nothing_of_a_file(tmp_path: Path, setting: dict[str, Any]) -> None:
+    assert "where name, data_dir, revision and streaming say nothing" in refused(
+        write(tmp_path / "a.jsonl", GOOD), **setting
+    )
+
+
+# ----------------------------------------------------------------------------------- whatever they hold
+
+
+def test_messages_are_short_whatever_a_row_holds(tmp_path: Path) -> None:
+    long = b"x" * 300_000
+    wide = b",".join(b"c%d" % i for i in range(100_000))
+    for name, content in (
+        ("long.jsonl", b'{"' + long + b'": ' + long + b"}\n[" + long + b"]\n\xff" + long + b'\n"' + long),
+        ("wide.jsonl", b'{"a": [' + b"1," * 100_000 + b"]}\n[" + b"1," * 100_000 + b"1]\n"),
+        ("wide.csv", wide + b"\n1,2\n" + wide + b",1\n" + b'"' + long + b'"x\n'),
+        ("long.txt", long + b"\0\n\xff" + long),
+        ("long.json", b'[["' + long + b'"], "' + long + b'", {"a": "\xff' + long + b'"}]'),
+    ):
+        rows = read(write(tmp_path / name, content))
+        assert len(rows) >= 2
+        assert all(isinstance(row, BadRow) and len(row.reason) < 300 for row in rows), name
+    for name, content in (
+        ("names.csv", long + b"," + long + b"\n1,2\n"),
+        ("head.csv", wide + b",c7\n"),
+        ("head2.csv", wide + b",\n"),
+        ("object.json", b'{"' + long + b'": [1]}'),
+        ("object2.json", b'{"a": ' + long + b"}"),
+        ("open.json", b'[{"a": "' + long),
+        ("behind.json", b"[{}" + long),
+        ("names.parquet", parquet_bytes(pyarrow.table([[1], [2]], [long.decode()] * 2))),
+    ):
+        assert len(refused(write(tmp_path / name, content)).removeprefix(str(tmp_path))) < 300, name
+    assert len(values(write(tmp_path / "columns.csv", wide + b"\n" + wide + b"\n"))[0]) == 100_000
+
+
+def test_what_other_libraries_say_is_one_short_line() -> None:
+    assert reason(ValueError("one\ntwo \t three")) == "one two three"
+    assert reason(OSError(13, "Permission denied", "/a/path")) == "Permission denied"
+    assert reason(EOFError()) == "EOFError"
+    assert reason(ValueError("x" * 1000)) == "x" * 200 + "..."
+    assert reason(ValueError("nul \0 and \ud800")).isprintable()
+
+
+def test_lines_without_end_are_stepped_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW", 1000)
+    for length in (999, 1000, 1001, 1999, 2000, 2001, 4000):
+        line = b'{"a": "' + b"x" * (length - 9) + b'"}'
+        assert len(line) == length
+        first, middle, last = read(write(tmp_path / "a.jsonl", GOOD + line + b"\n" + GOOD))
+        assert isinstance(middle, Row if length < 1000 else BadRow), length
+        assert (first.where[-2:], middle.where[-2:], last.where[-2:]) == (":1", ":2", ":3")
+        assert isinstance(last, Row)
+        assert [type(row) for row in read(write(tmp_path / "a.txt", line))] == [Row if length <= 999 else BadRow]
+    assert "a.csv:3: a line of more than" in refused(write(tmp_path / "a.csv", b"a,b\n1,2\n" + b"x" * 1000))
+
+
+def test_an_item_without_end_stops_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW", 5000)
+    monkeypatch.setattr(sources, "BLOCK", 100)
+    path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 4000 + b'"}]')
+    assert len(read(path)) == 2
+    path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 40_000 + b'"}]')
+    assert "row 2: longer than" in refused(path)
+
+
+def test_a_cell_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CELL", 1000)
+    path = write(tmp_path / "a.csv", b"a,b\n" + b'1,"2\n' + b"x,y\n" * 300 + b"3,4\n")
+    rows = values(path)
+    assert rows[0].startswith("not CSV (field larger than field limit (1000), up to line ")
+    assert rows[-1] == {"a": "3", "b": "4"}
+    monkeypatch.undo()
+    # Twice what the csv module takes by itself.
+    assert values(write(path, b"a\n" + b"x" * 262_144 + b"\n")) == [{"a": "x" * 262_144}]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+def oracle(text: str) -> list[Any] | None:
+    """What a .json file's rows are, None where a bad one stands, or nothing at all where it is refused."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return None
+    return [item if isinstance(item, dict) else None for item in whole] if isinstance(whole, list) and whole else None
+
+
+def ours(path: Path) -> list[Any] | None:
+    try:
+        return [row.values if isinstance(row, Row) else None for row in read(path)]
+    except DataError:
+        return None
+
+
+def test_a_list_is_the_same_wherever_it_is_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers go on behind a cut; names, escapes and characters are no use without their second half."""
+    text = (
+        '[0.5, -1.25e+10, 1E-3, -0, true, null, NaN, -Infinity, "\\ud83d\\ude00\\n", [], {}, '
+        '{"é😀": -1.5e-7, "a": [false], "b": -Infinity, "\\ud83d\\ude00": "\\ud83d\\ude00"}]'
+    )
+    whole = json.loads(text)
+    path = write(tmp_path / "a.json", text.encode())
+    for block in range(1, len(text.encode()) + 2):
+        monkeypatch.setattr(sources, "BLOCK", block)
+        rows = read(path)
+        assert len(rows) == len(whole), block
+        assert [row.values for row in rows if isinstance(row, Row)] == [
+            item for item in whole if isinstance(item, dict)
+        ]
+
+
+def test_the_line_of_a_fault_counts_from_the_files_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        tmp_path / "a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).replace('": "quéstion 7', '" "').encode()
+    )
+    for block in (3, 20, 10_000):
+        monkeypatch.setattr(sources, "BLOCK", block)
+        # "[", then four lines for each row before, "{", and the line itself.
+        assert "row 8: not JSON (Expecting ':' delimiter in line 31)" in refused(path)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    items=st.lists(JSON_VALUES | st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3), max_size=6),
+    indent=st.none() | st.integers(0, 3),
+    escape=st.booleans(),
+    block=st.integers(1, 30),
+    change=st.none() | st.tuples(st.integers(0, 300), st.integers(0, 3), st.sampled_from(list('[]{}",:0 e-.tnN\\\n'))),
+)
+def test_a_list_in_pieces_is_what_json_says_it_is(
+    place: Path,
+    items: list[Any],
+    indent: int | None,
+    escape: bool,
+    block: int,
+    change: tuple[int, int, str] | None,
+) -> None:
+    """Whatever the blocks cut in two, and however the text is spoilt."""
+    text = json.dumps(items, indent=indent, ensure_ascii=escape)
+    if change is not None:
+        at, length, put = change
+        text = text[:at] + put + text[at + length :]
+    path = write(place / "a.json", text.encode("utf-8"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "BLOCK", block)
+        assert ours(path) == oracle(text)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6), min_size=3),
+        max_size=6,
+    )
+)
+def test_a_table_of_text_is_what_the_csv_module_says_it_is(place: Path, rows: list[list[str]]) -> None:
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["a", "b", "c"], *rows, ["1", "2", "3"]])
+    path = write(place / "a.csv", file.getvalue().encode())
+    expected = [row if len(row) == 3 else None for row in [*rows, ["1", "2", "3"]]]
+    assert [list(row.values.values()) if isinstance(row, Row) else None for row in read(path)] == expected
+
+
+# -------------------------------------------------------------------------------------- memory, speed
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "one line.json", "csv", "txt", "jsonl.gz", "parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+    row = {"prompt": "a" * 300, "response": "b" * 700}
+    lines = itertools.repeat(json.dumps(row), 20_000)
+    content = {
+        "jsonl": lambda: "".join(line + "\n" for line in lines).encode(),
+        "json": lambda: ("[" + ",\n".join(lines) + "]").encode(),
+        "one line.json": lambda: ("[" + ",".join(lines) + "]").encode(),
+        "csv": lambda: csv_bytes([row] * 20_000),
+        "txt": lambda: b"".join(line.encode() + b"\n" for line in lines),
+        "jsonl.gz": lambda: gzip.compress("".join(line + "\n" for line in lines).encode(), 1),
+        "parquet": lambda: parquet_bytes(pyarrow.Table.from_pylist([row] * 20_000), compression="none"),
+    }[kind]()
+    path = write(tmp_path / f"a.{kind}", content)
+    assert kind == "jsonl.gz" or len(content) > 20_000_000
+    del content
+    tracemalloc.start()
+    try:
+        assert sum(isinstance(row, Row) for row in read_rows(DataSource(path=str(path)))) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6_000_000
+
+
+# ------------------------------------------------------------------------------------------------ hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as `datasets` asks for: one dataset of these files, and what was asked."""
+
+    FILES: ClassVar[dict[str, bytes]] = {
+        "README.md": b"---\nlicense: mit\n---\n",
+        "sub/train-1.jsonl": b'{"prompt": "a", "n": 1}\n{"prompt": "b", "n": 2}\n',
+        "sub/train-2.jsonl": b'{"prompt": "c", "n": 3}\n',
+        "sub/test.jsonl": b'{"prompt": "d", "n": 4}\n',
+        "broken/train-1.jsonl": b'{"prompt": "a"}\n',
+        "broken/train-2.jsonl": b'{"prompt": \n',
+    }
+    COMMIT = "0123456789abcdef0123456789abcdef01234567"
+    asked: ClassVar[list[str]] = []
+
+    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for key, value in headers.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Not to the screen."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        url = urllib.parse.urlsplit(self.path)
+        path = urllib.parse.unquote(url.path)
+        Hub.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
+        if path.startswith("/datasets/org/name/resolve/"):
+            self.file(path.split("/", 6)[6])
+        elif path.startswith("/api/datasets/org/name/tree/"):
+            self.tree(path.split("/tree/")[1].partition("/")[2], "recursive=true" in url.query.lower())
+        elif path.startswith("/api/datasets/org/name"):
+            siblings = [{"rfilename": name} for name in Hub.FILES]
+            self.answer(200, json.dumps({"id": "org/name", "sha": Hub.COMMIT, "siblings": siblings}).encode())
+        else:
+            self.answer(404, X_Error_Code="RepoNotFound")
+
+    def file(self, name: str) -> None:
+        if name not in Hub.FILES:
+            self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=Hub.COMMIT)
+            return
+        body, code, headers = Hub.FILES[name], 200, {}
+        if "Range" in self.headers:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            headers = {"Content_Range": f"bytes {first}-{last}/{len(body)}"}
+            body, code = body[int(first) : int(last) + 1], 206
+        etag = f'"{hashlib.sha1(Hub.FILES[name]).hexdigest()}"'
+        self.answer(code, body, X_Repo_Commit=Hub.COMMIT, ETag=etag, Accept_Ranges="bytes", **headers)
+
+    def tree(self, folder: str, recursive: bool) -> None:
+        prefix = folder + "/" if folder else ""
+        inside = {name.removeprefix(prefix): body for name, body in Hub.FILES.items() if name.startswith(prefix)}
+        if not inside:
+            self.answer(404, X_Error_Code="EntryNotFound")
+            return
+        items: list[dict[str, Any]] = [
+            {"type": "file", "path": prefix + name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+            for name, body in inside.items()
+            if recursive or "/" not in name
+        ]
+        folders = {name.split("/")[0] for name in inside if "/" in name}
+        items += [{"type": "directory", "path": prefix + name, "size": 0, "oid": "0" * 40} for name in sorted(folders)]
+        self.answer(200, json.dumps(items).encode())
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
+    """A function: run lines of Python with `read(**settings of a source)` against the hub above."""
+    Hub.asked.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    head = (
+        "from rlhf_cli.config.data import DataSource\n"
+        "from rlhf_cli.data.sources import read_rows\n"
+        "from rlhf_cli.errors import DataError\n"
+        "def read(**settings):\n"
+        "    try:\n"
+        "        for row in read_rows(DataSource(path='org/name', **settings)):\n"
+        "            print(row.where, row.values)\n"
+        "    except DataError as error:\n"
+        "        print('refused:', error)\n"
+    )
+    env = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))},
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "NO_PROXY": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def run(lines: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", head + lines], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    yield run
+    server.shutdown()
+    server.server_close()
+
+
+def test_datasets_of_the_hub_whole_and_streamed(hub: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    """The real `datasets`, against a stand-in of the hub on this machine."""
+    done = hub(
+        "read(data_dir='sub', revision='v1')\n"
+        "read(data_dir='sub', split='test', streaming=True)\n"
+        "read(data_dir='sub', streaming=True, limit=2)\n"
+        "read(data_dir='sub', split='nothing')\n"
+        "read(data_dir='broken', streaming=True)\n"
+    )
+    said = done.stdout.splitlines()
+    assert said[:6] == [
+        "org/name[train] row 1 {'prompt': 'a', 'n': 1}",
+        "org/name[train] row 2 {'prompt': 'b', 'n': 2}",
+        "org/name[train] row 3 {'prompt': 'c', 'n': 3}",
+        "org/name[test] row 1 {'prompt': 'd', 'n': 4}",
+        "org/name[train] row 1 {'prompt': 'a', 'n': 1}",
+        "org/name[train] row 2 {'prompt': 'b', 'n': 2}",
+    ], done.stderr
+    assert said[6].startswith("refused: org/name: neither a file here nor a hub dataset that can be loaded (ValueError")
+    assert said[7] == "org/name[train] row 1 {'prompt': 'a'}"
+    assert said[8].startswith("refused: org/name[train] row 2: the hub dataset can't be read on (")
+    assert len(said) == 9
+    assert all(len(line) < 500 for line in said)
+    assert any("/resolve/v1/" in line for line in Hub.asked)
+    # Streamed means in pieces: this file was never asked for whole.
+    streamed = [line for line in Hub.asked if line.startswith("GET") and "/broken/train-1" in line]
+    assert streamed
+    assert all("bytes=" in line for line in streamed)
+
+
+def test_a_hub_out_of_reach_and_a_dataset_that_is_not_there(
+    hub: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    done = hub(
+        "import itertools\n"
+        "for path in ('org/nothing', 'no such name!'):\n"
+        "    try:\n"
+        "        next(read_rows(DataSource(path=path)))\n"
+        "    except DataError as error:\n"
+        "        print(error)\n"
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 2, done.stderr
+    assert all("neither a file here nor a hub dataset that can be loaded" in line and len(line) < 500 for line in said)
+
+
+@pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
+def test_a_reader_of_datasets_is_no_dataset(tmp_path: Path, reader: str) -> None:
+    with pytest.raises(DataError, match="no dataset"):
+        next(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def test_parts_cut_a_file_without_loss(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(200))
+    path = write(tmp_path / "a.jsonl", lines.encode())
+    rows = [row.values["prompt"] for row in read(path) if isinstance(row, Row)]
+    parts = [[prompt for prompt in rows if in_part(f"{k}/4", prompt)] for k in range(4)]
+    assert sorted(itertools.chain(*parts)) == sorted(rows)
+    assert all(30 <= len(part) <= 70 for part in parts)
+    assert [p for p in rows if in_part("0/4,2/4", p)] == [p for p in rows if p in parts[0] or p in parts[2]]
+    assert all(in_part(None, prompt) for prompt in rows)
+
+
+def test_suffixes_are_every_kind_behind_every_compression() -> None:
+    assert {".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".txt.zst"} <= set(SUFFIXES)
+    assert len(SUFFIXES) == len(KINDS) * (1 + len(COMPRESSIONS))

@@ -1,0 +1,387 @@
+"""The fast tier of sampling against plain forwards, token by token, and what it must leave to the general one."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.decoders import cpu as fast_decoder_module
+from rlhf_cli.decoders import paged_cache
+from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
+from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.kernels import linear
+from rlhf_cli.models.adapters import adapters_off, add_lora
+from rlhf_cli.rollout import sampling as sampling_module
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample, why_not_fast
+from support.decoders import (
+    _GPT2,
+    _LLAMA,
+    FAST,
+    GENERAL,
+    HOW,
+    LONGEST,
+    PROMPTS,
+    TABLE,
+    VOCAB,
+    made,
+    plain_logits,
+    random_ids,
+    same,
+)
+
+
+def only_general(monkeypatch):
+    def never(*_):
+        raise NotFastError("told so")
+
+    monkeypatch.setattr(sampling_module, "fast_decoder", never)
+
+
+def sampled_by(model, prompts, table, how, tier, monkeypatch, **settings):
+    """By the tier that is named, and certainly by it."""
+    tiers = []
+    with monkeypatch.context() as patch:
+        if tier == "general":
+            only_general(patch)
+        chosen = sampling_module._decoder
+        patch.setattr(sampling_module, "_decoder", lambda *args: tiers.append(chosen(*args)) or tiers[-1])
+        responses = sample(model, prompts, table, how, **settings)
+    assert [type(t) for t in tiers] == [PlainDecoder if tier == "general" else FastDecoder]
+    return responses
+
+
+def test_the_examples_run():
+    assert doctest.testmod(fast_decoder_module).failed == 0
+    assert doctest.testmod(fast_decoder_module).attempted > 0
+
+
+# --------------------------------------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("read_tokens", [1024, 40])
+@torch.no_grad()
+def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, read_tokens, monkeypatch):
+    """Rows of unequal length over several pages; some leave, and others come when pages have been given back."""
+    monkeypatch.setattr(fast_decoder_module, "READ_TOKENS", read_tokens)
+    model, later = made(name), random_ids(3, 66, 20, seed=8)
+    texts = [list(prompt) for prompt in PROMPTS]
+    decoder = FastDecoder(model, 160)
+    logits = decoder.admit(PROMPTS)
+    drawn = torch.Generator().manual_seed(5)
+    compared = 0
+    for step in range(70):
+        for text, row in zip(texts, logits, strict=True):
+            if step % 7 == 0 or len(text) % PAGE in (0, 1):
+                plain = plain_logits(model, text)[-1]
+                assert (row - plain).abs().max() <= 1e-4 * plain.abs().max().clamp_min(1), (step, len(text))
+                compared += 1
+        if step in (3, 20, 21, 40):
+            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
+            decoder.keep(stay)
+            texts = [texts[i] for i in stay]
+        new = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
+        for text, token in zip(texts, new.tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(new)
+        if step in (5, 30):
+            logits = torch.cat([logits, decoder.admit(later)])
+            texts += [list(prompt) for prompt in later]
+    assert compared > 60
+    decoder.keep(torch.tensor([], dtype=torch.int64))
+    assert sorted(decoder.cache.clean + decoder.cache.unused) == list(range(len(decoder.cache.users))), (
+        "every page came back"
+    )
+    assert set(decoder.cache.users) == {0}
+
+
+@pytest.mark.parametrize("name", ["llama one key head", "qwen3", "gpt2"])
+@torch.no_grad()
+def test_a_step_of_more_rows_than_there_are_gives_the_same_logits(name):
+    """Nineteen rows are computed as twenty and seventeen too: the last ones are nobody's."""
+    model = made(name)
+    texts = [list(prompt) for prompt in (*PROMPTS, *random_ids(*range(25, 70, 5), seed=9))]
+    decoder = FastDecoder(model, 160)
+    logits = decoder.admit(texts)
+    for step in range(12):
+        assert logits.shape == (len(texts), VOCAB)
+        for text, row in zip(texts, logits, strict=True):
+            plain = plain_logits(model, text)[-1]
+            assert (row - plain).abs().max() <= 1e-4 * plain.abs().max().clamp_min(1), (step, len(text))
+        if step == 4:
+            decoder.keep(torch.arange(1, 18))
+            texts = texts[1:18]
+        assert len(texts) < linear.rounded_up(len(texts)) == 20
+        new = logits.argmax(1)
+        for text, token in zip(texts, (new if step != 4 else new[1:18]).tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(new if step != 4 else new[1:18])
+
+
+def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
+    cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
+    prompt = list(range(2 * PAGE + 3))
+    cache.open_rows([prompt, [1, 2]], [[0, 2, 3], [1]])
+    first, other, second, third = cache.pages
+    assert first[:2] == second[:2] == third[:2]
+    assert len({first[2], second[2], third[2], *other}) == 4
+    assert [cache.users[page] for page in (*first, *other)] == [3, 3, 1, 1]
+    cache.keep([2, 1])
+    assert [cache.users[page] for page in first] == [1, 1, 0]
+    assert cache.pages == [second, other]
+
+
+def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
+    """A row of nan, whose pages are used again: what is not yet written has weight 0, and 0 * nan is nan."""
+    monkeypatch.setattr(paged_cache, "FEWEST", 1)
+    cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
+    cache.open_rows([[1] * 40], [[0]])
+    for pool in (*cache.keys, *cache.values):
+        pool[cache.pages[0]] = math.nan
+    used = set(cache.pages[0])
+    cache.keep([])
+    cache.open_rows([[1]], [[0]])
+    cache.add_token()
+    assert set(cache.pages[0]) <= used
+    query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
+    assert cache.attend(0, query, key, key, 1.0).isfinite().all()
+
+
+def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
+    monkeypatch.setattr(paged_cache, "FEWEST", 1)
+    cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
+    (place,) = cache.open_rows([[1] * 40], [[0]])
+    key, value = torch.randn(2, 40, 1, 4, generator=torch.Generator().manual_seed(1))
+    cache.write_prompts(1, key, value, place)
+    before = [pool[cache.pages[0]] for pool in (cache.keys[1], cache.values[1])]
+    pages = len(cache.users)
+    cache.open_rows([[1] * 40 * pages], [[0]])
+    assert len(cache.users) > pages
+    for pool, written in zip((cache.keys[1], cache.values[1]), before, strict=True):
+        assert torch.equal(pool[cache.pages[0]], written)
+
+
+# ------------------------------------------------------------------------------------------- the two tiers
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, "plain") for name in FAST] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
+)
+def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
+    model = made(name)
+    fast = sampled_by(model, PROMPTS, TABLE, HOW[how], "fast", monkeypatch)
+    same(fast, sampled_by(model, PROMPTS, TABLE, HOW[how], "general", monkeypatch))
+    if how == "plain":
+        assert len({len(r.ids) for r in fast}) > 3
+        assert any(r.ended and 1 < len(r.ids) < LONGEST for r in fast)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"])
+def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
+    tier = "general" if name in GENERAL else "fast"
+    model = made(name)
+    whole = sampled_by(model, PROMPTS, TABLE, HOW["plain"], tier, monkeypatch)
+    for size in (1, 3):
+        parts = []
+        for i in range(0, len(PROMPTS), size):
+            some = slice(i, i + size)
+            parts += sampled_by(model, PROMPTS[some], TABLE[some], HOW["plain"], tier, monkeypatch)
+        same(parts, whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("how", ["plain", "filters", "min_new_tokens"])
+@pytest.mark.parametrize("max_live_rows", [1, 3, 7])
+def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, monkeypatch):
+    tier = "general" if name in GENERAL else "fast"
+    model, most = made(name), []
+    whole = sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch)
+    for kind in (FastDecoder, PlainDecoder):
+        step = kind.step
+        monkeypatch.setattr(kind, "step", lambda self, ids, step=step: most.append(len(ids)) or step(self, ids))
+    same(sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch, max_live_rows=max_live_rows), whole)
+    assert max(most) <= max_live_rows
+    if tier == "fast" and max_live_rows == 3:
+        waves = -(-len(PROMPTS) // 3) * max(len(r.ids) for r in whole)
+        assert len(most) < waves, "rows come in while others go on"
+
+
+@pytest.mark.parametrize("tier", ["fast", "general"])
+def test_tokens_come_as_often_as_the_model_says(tier, monkeypatch):
+    """Two tokens a row, over all pairs of a small vocabulary."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **{**_LLAMA, "vocab_size": 7})
+    model, n = AutoModelForCausalLM.from_config(config).eval(), 20_000
+    prompt, temperature = [3, 1, 4], 1.3
+    first = (plain_logits(model, prompt)[-1].double() / temperature).softmax(0)
+    second = [(plain_logits(model, [*prompt, v])[-1].double() / temperature).softmax(0) for v in range(7)]
+    wanted = n * first[:, None] * torch.stack(second)
+    table = draw_uniforms(3, "chi-square", 0, n, 2)
+    drawn = sampled_by(model, [prompt] * n, table, Sampling(temperature), tier, monkeypatch, max_live_rows=5000)
+    counts = torch.zeros(7, 7, dtype=torch.float64)
+    for response in drawn:
+        counts[tuple(response.ids)] += 1
+    assert wanted.min() > 5
+    chi_square = ((counts - wanted).square() / wanted).sum()
+    assert chi_square < 86, "48 degrees of freedom: once in 1,600 times by chance, and the seed is fixed"
+    assert chi_square > 20
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_new_weights_are_sampled_from_at_once(name, monkeypatch):
+    model = copy.deepcopy(made(name))
+    before = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    for number in range(len(list(model.parameters()))):
+        moved = list(model.parameters())[number]
+        with torch.no_grad():
+            moved += 0.1 * torch.randn(moved.shape, generator=torch.Generator().manual_seed(number))
+    after = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    assert [r.ids for r in after] != [r.ids for r in before]
+    same(after, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("targets", ["all", "some"])
+def test_adapters_are_sampled_through_and_can_be_off(name, targets, monkeypatch):
+    pytest.importorskip("peft")
+    model = copy.deepcopy(made(name))
+    plain = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    some = ["c_attn"] if name == "gpt2" else ["q_proj", "down_proj"]
+    add_lora(model, Lora(r=4, target_modules=None if targets == "all" else some), "policy.lora", seed=0)
+    same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), plain)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "lora_B" in key:
+                weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key)))
+    adapted = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    same(adapted, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch))
+    assert [r.ids for r in adapted] != [r.ids for r in plain]
+    with adapters_off(model):
+        same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), plain)
+
+
+def test_without_onednn_it_is_the_same(monkeypatch):
+    for name in ("llama biases", "gpt2"):
+        model = made(name)
+        usual = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "prefers_onednn", lambda: False)
+            same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), usual)
+
+
+# ------------------------------------------------------------------------------------- where it isn't used
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_fast_families_are_fast(name):
+    assert why_not_fast(made(name), 200) is None
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_other_families_say_why_not(name):
+    model, reason = made(name), GENERAL[name][2]
+    assert reason in why_not_fast(model)
+    assert why_not_fast(model).startswith(f"{type(model).__name__}: ")
+    assert sample(model, PROMPTS[:2], TABLE[:2, :3], Sampling())
+
+
+def test_a_text_beyond_the_sliding_window_goes_through_the_forward(monkeypatch):
+    """Up to the window all is seen, and one token more would not be."""
+    config = AutoConfig.for_model("mistral", **{**_LLAMA, "sliding_window": 48})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = random_ids(3, 28, seed=6)
+    same(
+        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "fast", monkeypatch),
+        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "general", monkeypatch),
+    )
+    assert "sliding window of 48" in why_not_fast(model, 49)
+    longer = sampled_by(model, prompts, TABLE[:2, :40], Sampling(), "general", monkeypatch)
+    same(sample(model, prompts, TABLE[:2, :40], Sampling()), longer)
+
+
+@pytest.mark.parametrize("wrong", ["rotated", "causal_attention", "_gated"])
+def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
+    """As it would be with a transformers that computes something else."""
+    model = copy.deepcopy(made("llama"))
+    right = {
+        "rotated": lambda x, _: x,
+        "causal_attention": lambda query, *_: query.flatten(1),
+        "_gated": lambda *_: lambda x: 0 * x,
+    }
+    monkeypatch.setattr(fast_decoder_module, wrong, right[wrong])
+    with pytest.raises(NotFastError, match="differs from a plain forward by"):
+        fast_decoder(model, 100)
+    assert isinstance(sampling_module._decoder(model, 100, 1), PlainDecoder)
+
+
+def test_modules_that_are_not_there_are_no_traceback():
+    model = copy.deepcopy(made("llama"))
+    model.model.layers[1].mlp = torch.nn.Identity()
+    assert "AttributeError" in why_not_fast(model)
+
+
+def test_a_model_that_is_changed_is_checked_again():
+    model = copy.deepcopy(made("llama"))
+    assert why_not_fast(model) is None
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Tanh())
+    assert why_not_fast(model) is None, "called as it is"
+    block = model.model.layers[0]
+    block.forward = lambda hidden, *_, **__: 2 * hidden
+    block.extra = torch.nn.Identity()
+    assert "differs" in why_not_fast(model)
+
+
+def test_hooks_are_not_passed_by():
+    model = copy.deepcopy(made("llama"))
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert "hooks" in why_not_fast(model)
+    handle.remove()
+    assert why_not_fast(model) is None
+
+
+@pytest.mark.parametrize("way", ["a bfloat16 model", "autocast"])
+def test_bfloat16_goes_through_the_forward(way, monkeypatch):
+    model = copy.deepcopy(made("llama"))
+    if way == "a bfloat16 model":
+        model = model.to(torch.bfloat16)
+    with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.bfloat16):
+        assert "float32" in why_not_fast(model)
+        responses = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch)
+        same(sample(model, PROMPTS, TABLE, HOW["plain"]), responses)
+    assert way == "a bfloat16 model" or why_not_fast(model) is None
+
+
+def test_a_model_of_few_positions_is_checked_within_them():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **{**_GPT2, "n_positions": 12})).eval()
+    assert why_not_fast(model, 12) is None
+
+
+# ------------------------------------------------------------------------------------------------ the draw
+
+
+@pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 1000, 50_257])
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_a_draw_is_the_first_token_whose_cumulative_probability_is_above_u(vocabulary, temperature):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(40, vocabulary, generator=generator)
+    logits[:, ::5] = -math.inf
+    u = torch.rand(40, generator=generator)
+    ids, logprobs = draw(logits, u, temperature)
+    p = (logits.double() / temperature).softmax(1)
+    cdf = p.cumsum(1)
+    at = ids[:, None]
+    assert (p.gather(1, at) > 0).all()
+    assert (cdf.gather(1, at)[:, 0] > u - 1e-6).all()
+    assert (cdf.gather(1, at) - p.gather(1, at))[:, 0].le(u + 1e-6).all()
+    torch.testing.assert_close(logprobs, p.gather(1, at)[:, 0].log().float(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,575 @@
+"""The GPU's tier of sampling, on a CPU: its step without a graph, and recorded by torch.fx in the place of a graph.
+
+What torch.fx records has, as a CUDA graph has, every shape, every number of Python's and every tensor's memory burned
+in. The capture itself needs a GPU; those tests are skipped without one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.decoders import gpu as static_module
+from rlhf_cli.decoders.cpu import NotFastError, difference
+from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.models.adapters import adapters_off, add_lora
+from rlhf_cli.rollout import sampling as sampling_module
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import sample, why_not_fast
+from support.decoders import FAST, HOW, LONGEST, PROMPTS, TABLE, VOCAB, made, plain_logits, random_ids, same
+from support.tiny import read_jsonl
+
+NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
+PRECISIONS = [torch.float32, torch.bfloat16]
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+
+
+def autocast(dtype):
+    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+
+class Recorded:
+    """What torch.fx saw of one step."""
+
+    def __init__(self, decoder, num_rows, num_keys):
+        decoder._step(num_rows, num_keys)
+        self.replay = make_fx(lambda: decoder._step(num_rows, num_keys))()
+
+
+def record(monkeypatch):
+    """Let every decoder replay its steps."""
+    monkeypatch.setattr(StaticDecoder, "_record", lambda *args: Recorded(*args))
+    start = StaticDecoder.__init__
+
+    def with_graphs(self, *args):
+        start(self, *args)
+        self.uses_graphs = True
+
+    monkeypatch.setattr(StaticDecoder, "__init__", with_graphs)
+
+
+def sampled_by(tier, model, prompts, table, how, monkeypatch, **settings):
+    """By the static decoder or the general tier, and certainly by it."""
+    made_decoders = []
+
+    def chosen(model, longest, rows):
+        made_decoders.append(static_decoder(model, longest, rows) if tier == "static" else PlainDecoder(model))
+        return made_decoders[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_module, "_decoder", chosen)
+        responses = sample(model, prompts, table, how, **settings)
+    assert len(made_decoders) == 1
+    return responses
+
+
+def on_a_gpu(monkeypatch):
+    """The sampler chooses as it would there."""
+    monkeypatch.setattr(sampling_module, "_fast", static_decoder)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """So that these short texts cross some."""
+    monkeypatch.setattr(static_module, "BUCKET", 16)
+    monkeypatch.setattr(static_module, "READ_TOKENS", 60)
+
+
+# --------------------------------------------------------------------------------------------- logits
+
+
+def walk(decoder, num_steps):
+    """Rows of unequal length; some leave, others come beside them. Yields each step's texts and logits."""
+    texts, later = [list(prompt) for prompt in PROMPTS], random_ids(3, 66, 20, seed=8)
+    logits = decoder.admit(PROMPTS)
+    drawn = torch.Generator().manual_seed(5)
+    for step in range(num_steps):
+        yield texts, logits
+        if step in (3, 20, 21, 40):
+            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
+            decoder.keep(stay)
+            texts = [texts[i] for i in stay]
+        new = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
+        for text, token in zip(texts, new.tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(new).clone()
+        if step in (5, 30):
+            logits = torch.cat([logits, decoder.admit(later)])
+            texts += [list(prompt) for prompt in later]
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, "directly") for name in FAST] + [(name, "recorded") for name in ("llama", "qwen3", "gpt2")]
+)
+@torch.no_grad()
+def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, way, monkeypatch):
+    if way == "recorded":
+        record(monkeypatch)
+    model, compared = made(name), 0
+    decoder = StaticDecoder(model, 150, 12, torch.float32)
+    for step, (texts, logits) in enumerate(walk(decoder, 60)):
+        assert logits.dtype == torch.float32
+        if step % 7 == 0 or step in (4, 6, 21, 22, 31, 41):
+            for text, row in zip(texts, logits, strict=True):
+                plain = plain_logits(model, text)[-1]
+                assert (row - plain).abs().max() <= 1e-4 * plain.abs().max().clamp_min(1), (step, len(text))
+                compared += 1
+    assert compared > 90
+    if way == "recorded":
+        num_rows, num_keys = zip(*decoder.graphs, strict=True)
+        assert set(num_rows) == {12, 8, 4}
+        assert len(set(num_keys)) > 2
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("name", FAST)
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_the_forward_is(name):
+    """On average over many logits, where its own copies of weights and its own order of sums make the only gap."""
+    model, ours, theirs, size = made(name), 0.0, 0.0, 0.0
+    decoder = StaticDecoder(model, 150, 12, torch.bfloat16)
+    for step, (texts, logits) in enumerate(walk(decoder, 45)):
+        if step % 9 == 0:
+            for text, row in zip(texts, logits, strict=True):
+                exact = plain_logits(model, text)[-1]
+                with autocast(torch.bfloat16):
+                    plain = plain_logits(model, text)[-1].float()
+                ours += (row - exact).square().sum().item()
+                theirs += (plain - exact).square().sum().item()
+                size += exact.square().sum().item()
+    assert 0 < ours <= 1.3**2 * theirs
+    assert theirs < 0.03**2 * size, "or anything would do"
+
+
+@pytest.mark.usefixtures("small_buckets")
+@torch.no_grad()
+def test_a_step_reads_no_further_than_the_longest_row_needs(monkeypatch):
+    shapes = []
+    step = StaticDecoder._step
+    monkeypatch.setattr(StaticDecoder, "_step", lambda self, *shape: shapes.append(shape) or step(self, *shape))
+    decoder = StaticDecoder(made("llama"), 60, 7, torch.float32)
+    decoder.admit(random_ids(14, 3, 2, 2, 2))
+    for _ in range(4):
+        decoder.step(torch.zeros(5, dtype=torch.int64))
+    decoder.keep(torch.tensor([1, 4]))
+    decoder.step(torch.zeros(2, dtype=torch.int64))
+    decoder.admit(random_ids(40))
+    decoder.step(torch.zeros(3, dtype=torch.int64))
+    assert shapes == [(7, 16), (7, 16), (7, 32), (7, 32), (2, 16), (4, 48)]
+
+
+@torch.no_grad()
+def test_equal_prompts_are_read_once(monkeypatch):
+    read, pack = [], static_module.pack
+    monkeypatch.setattr(static_module, "pack", lambda prompts, device: read.extend(prompts) or pack(prompts, device))
+    model, prompts = made("llama"), random_ids(20, 20, 3)
+    decoder = StaticDecoder(model, 40, 5, torch.float32)
+    logits = decoder.admit([prompts[0], prompts[1], prompts[0], prompts[2], prompts[1]])
+    assert [list(prompt) for prompt in read] == prompts
+    assert torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], logits[1])
+    with pytest.raises(ValueError, match="room for 5"):
+        decoder.admit(prompts)
+
+
+@torch.no_grad()
+def test_what_a_row_left_behind_is_not_read_by_the_next():
+    """A row of nan: what is not yet written has weight 0, and 0 * nan is nan."""
+    decoder = StaticDecoder(made("llama"), 60, 2, torch.float32)
+    decoder.admit(random_ids(30, 5))
+    for pool in (*decoder.keys, *decoder.values):
+        pool[1] = math.nan
+    decoder.keep(torch.tensor([0]))
+    decoder.admit(random_ids(3))
+    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_row_that_is_full_goes_on_for_nothing():
+    """With a table of positions that ends there (GPT-2)."""
+    decoder = StaticDecoder(made("gpt2"), 256, 2, torch.float32)
+    text = random_ids(250, 100)
+    decoder.admit(text)
+    for step in range(12):
+        logits = decoder.step(torch.tensor([1, 2]))
+        text[1].append(2)
+        assert (logits[1] - plain_logits(made("gpt2"), text[1])[-1]).abs().max() < 1e-3, step
+
+
+# -------------------------------------------------------------------------------------- against the general tier
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, "plain") for name in NAMES] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
+)
+def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
+    model = made(name)
+    found = sampled_by("static", model, PROMPTS, TABLE, HOW[how], monkeypatch)
+    same(found, sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch))
+    if how == "plain":
+        assert len({len(r.ids) for r in found}) > 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_too(name, monkeypatch):
+    model, how = made(name), Sampling(top_k=1, stop=HOW["plain"].stop)
+    found = sampled_by("static", model, PROMPTS, TABLE, how, monkeypatch)
+    same(found, sampled_by("general", model, PROMPTS, TABLE, how, monkeypatch))
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("how", "max_live_rows", "way"),
+    [(how, n, "directly") for how in ("plain", "min_new_tokens", "endless") for n in (1, 3, 7)]
+    + [("plain", 7, "recorded"), ("endless", 3, "recorded")],
+)
+def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, way, monkeypatch):
+    """A row that has ended goes on for a step or more, and no neighbour of it sees that."""
+    model, most = made(name), []
+    whole = sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch)
+    if way == "recorded":
+        record(monkeypatch)
+    step = StaticDecoder.step
+    monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: most.append(len(ids)) or step(self, ids))
+    found = sampled_by("static", model, PROMPTS, TABLE, HOW[how], monkeypatch, max_live_rows=max_live_rows)
+    same(found, whole)
+    assert max(most) <= max_live_rows
+
+
+def test_as_many_rows_as_fit_give_the_same_responses(monkeypatch):
+    model = made("qwen2")
+    whole = sampled_by("static", model, PROMPTS, TABLE, HOW["plain"], monkeypatch)
+    monkeypatch.setattr(static_module, "_rows_that_fit", lambda _bytes, rows, _device: min(rows, 4))
+    most, step = [], StaticDecoder.step
+    monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: most.append(len(ids)) or step(self, ids))
+    same(sampled_by("static", model, PROMPTS, TABLE, HOW["plain"], monkeypatch), whole)
+    assert max(most) == 4
+
+
+def test_rows_are_counted_from_what_the_gpu_has_free(monkeypatch):
+    gpu = torch.device("cuda")
+    for name, number in {"memory_reserved": 500, "memory_allocated": 300}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, number=number: number)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 5000))
+    assert static_module._rows_that_fit(100, 64, gpu) == 8
+    assert static_module._rows_that_fit(100, 5, gpu) == 5
+    assert static_module._rows_that_fit(10**6, 5, torch.device("cpu")) == 5
+    with pytest.raises(NotFastError, match="more than the GPU has free"):
+        static_module._rows_that_fit(801, 64, gpu)
+
+
+@torch.no_grad()
+def test_a_row_takes_the_memory_that_is_reckoned(monkeypatch):
+    reckoned = []
+    monkeypatch.setattr(static_module, "_rows_that_fit", lambda size, rows, _: reckoned.append(size) or rows)
+    for dtype in PRECISIONS:
+        decoder = StaticDecoder(made("llama one key head"), 200, 5, dtype)
+        pools = sum(pool.nbytes for pool in (*decoder.keys, *decoder.values))
+        assert 5 * (reckoned.pop() - 16 * VOCAB) == pools
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_responses_in_bfloat16_have_the_log_probabilities_of_the_model(name, monkeypatch):
+    """As nearly as those of the general tier under the same autocast have."""
+    model, gaps = made(name), {}
+    for tier in ("static", "general"):
+        with autocast(torch.bfloat16):
+            responses = sampled_by(tier, model, PROMPTS, TABLE, HOW["plain"], monkeypatch)
+        found, wanted = [], []
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            logprobs = plain_logits(model, [*prompt, *response.ids])[len(prompt) - 1 : -1].log_softmax(1)
+            wanted.append(logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0])
+            found += response.logprobs
+        gaps[tier] = (torch.tensor(found) - torch.cat(wanted)).square().mean().sqrt().item()
+    assert 1e-4 < gaps["static"] <= 1.3 * gaps["general"] < 0.2
+
+
+def test_ppo_in_bfloat16_learns_from_what_it_sampled(pipeline, run_stage, tmp_path, monkeypatch):
+    """The old log-probabilities are those of the training's forward, so that of the sampler need only be near."""
+    root, steps, step = pipeline("llama"), [], StaticDecoder.step
+    on_a_gpu(monkeypatch)
+    record(monkeypatch)
+    monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: steps.append(self.dtype) or step(self, ids))
+    judge = {"path": str(root / "rm" / "model")}
+    folder = run_stage(
+        "ppo",
+        tmp_path,
+        precision="bfloat16",
+        policy={"path": str(root / "sft" / "model")},
+        value_model=judge,
+        rewards=[{"type": "reward_model", **judge}],
+    )
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "policy/first_ratio_error" in row]
+    assert len(rows) == 2
+    assert steps.count(torch.bfloat16) > 14
+    assert [row["policy/first_ratio_error"] for row in rows] == [0.0, 0.0]
+    assert all(1e-4 < row["policy/sampler_gap"] < 0.1 for row in rows)
+
+
+# ----------------------------------------------------------------------------------------------- the weights
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@torch.no_grad()
+def test_new_weights_are_sampled_from_at_once(name, dtype):
+    model = copy.deepcopy(made(name))
+    with autocast(dtype):
+        before = static_decoder(model, 50, 10).admit(PROMPTS[:3])
+        for number, weight in enumerate(model.parameters()):
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+        after = static_decoder(model, 50, 10).admit(PROMPTS[:3])
+    assert difference(after, before) > 0.1
+    wanted = torch.stack([plain_logits(model, prompt)[-1] for prompt in PROMPTS[:3]])
+    assert difference(after, wanted) < (1e-4 if dtype == torch.float32 else 0.05)
+
+
+@torch.no_grad()
+def test_bfloat16_copies_the_linear_layers_and_float32_nothing():
+    model = made("llama")
+    addresses = {weight.data_ptr() for weight in model.parameters()}
+    seen = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.linear):
+                seen.extend(x for x in args if isinstance(x, torch.Tensor) and x.dim() == 2)
+            return func(*args, **(kwargs or {}))
+
+    decoder = StaticDecoder(model, 50, 2, torch.bfloat16)
+    decoder.admit(random_ids(3, 4))
+    with Products():
+        decoder.step(torch.tensor([1, 2]))
+    assert {x.dtype for x in seen} == {torch.bfloat16}
+    assert len(seen) == 2 * (2 * 4 + 1)
+    assert not addresses & {x.data_ptr() for x in seen}
+    assert StaticDecoder(model, 50, 2, torch.float32).network.head is model.lm_head
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("targets", ["all", "some"])
+@torch.no_grad()
+def test_adapters_are_sampled_through_and_can_be_off(name, targets, dtype, monkeypatch):
+    pytest.importorskip("peft")
+    record(monkeypatch)
+    model = copy.deepcopy(made(name))
+    some = ["c_attn"] if name == "gpt2" else ["q_proj", "down_proj"]
+    add_lora(model, Lora(r=4, target_modules=None if targets == "all" else some), "policy.lora", seed=0)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key:
+            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key)))
+
+    def gap(wanted):
+        with autocast(dtype):
+            decoder = static_decoder(model, 50, 10)
+            decoder.admit([prompt[:-1] for prompt in PROMPTS[1:4]])
+            found = decoder.step(torch.tensor([prompt[-1] for prompt in PROMPTS[1:4]]))
+        return difference(found, torch.stack([plain_logits(wanted, prompt)[-1] for prompt in PROMPTS[1:4]]))
+
+    most = 1e-4 if dtype == torch.float32 else 0.1
+    assert gap(model) < most
+    assert gap(made(name)) > 0.3
+    with adapters_off(model):
+        assert gap(made(name)) < most
+
+
+# ------------------------------------------------------------------------------------- where it isn't used
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", FAST)
+def test_the_fast_families_are_taken(name, dtype):
+    with autocast(dtype):
+        assert static_decoder(made(name), 200, 4).dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", ["rotated", "packed_attention", "_rms_norm"])
+def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
+    """As it would be with a transformers that computes something else."""
+    on_a_gpu(monkeypatch)
+    right = {
+        "rotated": lambda x, _: x,
+        "packed_attention": lambda _module, query, *_, **__: (query.transpose(1, 2), None),
+        "_rms_norm": lambda module: lambda x: 1.001 * module(x),
+    }
+    monkeypatch.setattr(static_module, wrong, right[wrong])
+    model = copy.deepcopy(made("llama"))
+    with autocast(torch.bfloat16):
+        assert "differs from a plain forward by" in why_not_fast(model, 100)
+        assert isinstance(sampling_module._decoder(model, 100, 2), PlainDecoder)
+
+
+def test_a_bfloat16_that_differs_is_found_out(monkeypatch):
+    """What float32 does not show: copies that are off by a fiftieth."""
+    on_a_gpu(monkeypatch)
+    linear_in = static_module._linear_in
+
+    def worse(dtype):
+        right = linear_in(dtype)
+        return right if dtype == torch.float32 else lambda *modules: lambda x: 1.02 * right(*modules)(x)
+
+    monkeypatch.setattr(static_module, "_linear_in", worse)
+    model = copy.deepcopy(made("llama"))
+    assert why_not_fast(model, 100) is None, "in float32"
+    with autocast(torch.bfloat16):
+        assert "in bfloat16 the fast sampler is" in why_not_fast(model, 100)
+
+
+def test_a_model_that_is_changed_is_checked_again(monkeypatch):
+    on_a_gpu(monkeypatch)
+    model = copy.deepcopy(made("llama"))
+    assert why_not_fast(model) is None
+    block = model.model.layers[0]
+    block.forward = lambda hidden, *_, **__: 2 * hidden
+    block.extra = torch.nn.Identity()
+    assert "differs" in why_not_fast(model)
+    model.model.layers[1].mlp = torch.nn.Identity()
+    assert "AttributeError" in why_not_fast(model)
+
+
+@pytest.mark.parametrize("way", ["a bfloat16 model", "float16"])
+def test_other_precisions_go_through_the_forward(way, monkeypatch):
+    on_a_gpu(monkeypatch)
+    model = copy.deepcopy(made("llama"))
+    if way == "a bfloat16 model":
+        model = model.to(torch.bfloat16)
+    with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.float16):
+        assert "weights in float32" in why_not_fast(model)
+
+
+def test_a_capture_that_fails_is_no_traceback(monkeypatch):
+    on_a_gpu(monkeypatch)
+    record(monkeypatch)
+
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(StaticDecoder, "_record", fails)
+    assert "RuntimeError" in why_not_fast(copy.deepcopy(made("llama")))
+
+
+def test_the_tier_is_chosen_by_the_device(monkeypatch):
+    chosen = []
+    for name in ("static_decoder", "fast_decoder"):
+        monkeypatch.setattr(sampling_module, name, lambda *_, name=name: chosen.append(name))
+    for device in ("cuda", "cpu"):
+        weight = SimpleNamespace(device=torch.device(device))
+        sampling_module._decoder(SimpleNamespace(parameters=lambda weight=weight: iter([weight])), 10, 2)
+    assert chosen == ["static_decoder", "fast_decoder"]
+
+
+# --------------------------------------------------------------------------------------------- the recording
+
+
+def test_a_graph_is_recorded_as_torch_shows_it(monkeypatch):
+    """Warm-up on a stream of its own, then the capture, of the same step, with arguments that torch has."""
+    log, takes = [], inspect.signature(torch.cuda.graph)
+
+    @contextmanager
+    def within(name):
+        log.append(name)
+        yield
+        log.append(f"{name} ends")
+
+    def capture(*args, **kwargs):
+        assert takes.bind(*args, **kwargs).arguments["capture_error_mode"] == "thread_local"
+        return within("capture")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "a graph")
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(StaticDecoder, "_step", lambda _, *shape: log.append(shape))
+    with torch.no_grad():
+        decoder = StaticDecoder(made("llama"), 50, 4, torch.float32)
+    assert decoder._record(4, 128) == "a graph"
+    warm_up = ["wait", "a stream", (4, 128), (4, 128), (4, 128), "a stream ends", "wait"]
+    assert log == [*warm_up, "capture", (4, 128), "capture ends"]
+
+
+# ------------------------------------------------------------------------------------------ nothing is waited for
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@torch.no_grad()
+def test_neither_a_step_nor_reading_prompts_asks_the_device_for_a_number(name, dtype, monkeypatch):
+    """Tensors without numbers refuse that, and to be mixed with tensors of the host."""
+    monkeypatch.setattr(StaticDecoder, "_autocast", lambda _: nullcontext())
+    model = copy.deepcopy(made(name)).to("meta")
+    decoder = StaticDecoder(model, 60, 4, dtype)
+    assert decoder.admit([[1, 2, 3], [4, 5], [1, 2, 3]]).device.type == "meta"
+    for _ in range(3):
+        assert decoder.step(torch.zeros(3, dtype=torch.int64, device="meta")).shape == (3, VOCAB)
+
+
+def test_a_step_of_the_sampler_reads_one_number_and_that_a_step_late(monkeypatch):
+    asked, steps, read = [], [], []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+                asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, step, read_count = made("llama"), StaticDecoder.step, sampling_module._Count.read
+    monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: steps.append(len(read)) or step(self, ids))
+    monkeypatch.setattr(sampling_module._Count, "read", lambda self: read.append(len(steps)) or read_count(self))
+    monkeypatch.setattr(static_module, "_why_not", lambda *_: "")
+    with Asked():
+        sampled_by("static", copy.deepcopy(model), PROMPTS, TABLE, Sampling(), monkeypatch)
+    assert len(steps) == LONGEST, "the last of them is for nothing"
+    assert steps[:4] == [0, 1, 2, 3], "before a step those of all steps but the last are read"
+    assert len(asked) == len(read) + 2, "the tokens of all prompts, which the host has, and who stays at the end"
+
+
+# --------------------------------------------------------------------------------------------- on a GPU only
+
+
+@no_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@torch.no_grad()
+def test_a_replayed_graph_gives_what_the_step_gives(name, dtype):
+    model = copy.deepcopy(made(name)).to("cuda")
+    direct, replayed = (StaticDecoder(model, 200, 4, dtype) for _ in range(2))
+    direct.uses_graphs = False
+    prompts = random_ids(120, 5, 3)
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    assert difference(direct.admit(prompts), replayed.admit(prompts)) < near
+    for i in range(20):
+        ids = torch.tensor([i, 2 * i, 3 * i], device="cuda")
+        if i == 12:
+            for decoder in (direct, replayed):
+                decoder.keep(torch.tensor([0, 2], device="cuda"))
+        ids = ids[: len(direct.lengths)]
+        assert difference(direct.step(ids), replayed.step(ids)) < near, i
+    assert set(replayed.graphs) == {(4, 128), (4, 256), (2, 256)}
+
+
+@no_gpu
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_it_is_the_tier(name, dtype):
+    model = copy.deepcopy(made(name)).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert why_not_fast(model, 200) is None
+        found = sample(model, PROMPTS, TABLE, HOW["plain"], max_live_rows=4)
+    assert [len(r.ids) > 0 for r in found] == [True] * len(PROMPTS)
+    if dtype == torch.float32:
+        same(found, sample(made(name), PROMPTS, TABLE, HOW["plain"]))

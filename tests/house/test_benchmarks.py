@@ -1,0 +1,195 @@
+"""The pure parts of the speed benchmark: what it counts as work, and what it makes of seconds."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from support.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """A script of benchmarks/ as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["speed_inputs", "speed_limits", "speed_report", "growth"])
+def test_the_examples_in_its_docstrings_run(load, name):
+    failures, tests = doctest.testmod(load(name))
+    assert tests > 0
+    assert failures == 0
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_arithmetic_of_a_forward_pass_is_what_torch_counts_token_by_token(load, kv_heads):
+    limits, inputs = load("speed_limits"), load("speed_inputs")
+    size = inputs.Size(32, 40, 2, 4, 50, ppo_batch=1, steps=0, learning_rate=0.0, kv_heads=kv_heads)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        vocab_size=50,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    # One token at a time, so that no product is wasted on what a token doesn't attend to.
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        cache = None
+        for token in range(7):
+            cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
+    assert limits.forward(size, 7, 7).flops == counter.get_total_flops()
+    shared = limits.forward(size, 3, 0) + limits.forward(size, 7, 7, start=3)
+    assert shared.flops == limits.forward(size, 7, 7).flops
+
+
+def test_a_rollout_computes_every_token_but_the_last_and_reads_the_weights_once_a_step(load):
+    limits, inputs = load("speed_limits"), load("speed_inputs")
+    size = inputs.MODELS["a"]
+    work = limits.rollout_work(size, [5, 3], [2, 4])
+    assert work.flops == limits.forward(size, 6, 2).flops + limits.forward(size, 6, 4).flops
+    weights = size.layers * (4 * 128**2 + 3 * 128 * 344) + 128 * 2048
+    # A step over a row that holds n tokens reads n keys and values of 128 numbers in each of 4 layers.
+    cached = 2 * 4 * 128 * (5 + 6 + 3 + 4 + 5 + 6)
+    assert work.bytes == 4 * (4 * weights + cached)
+
+
+def result(ours, trl, **more):
+    """What speed.py keeps of one task, one second a unit unless said otherwise."""
+    task = {
+        "name": "SFT a",
+        "kind": "sft",
+        "model": "a",
+        "unit": "real tokens/s",
+        "floor": 2.2,
+        "goal": 3.0,
+        "epochs": 1,
+    }
+    steps = {
+        side: [
+            {"units": units, "wall_s": wall, "cpu_s": wall, "peak_rss": 1e6, "work": [[9, 4], [8, 3]], "computed": 20}
+            for units, wall in pairs
+        ]
+        for side, pairs in (("ours", ours), ("trl", trl))
+    }
+    return {
+        "task": task,
+        "code": "abc",
+        "packing": False,
+        "threads": 1,
+        "warmup": 1,
+        "checks": {},
+        "microbatch": None,
+        **steps,
+        **more,
+    }
+
+
+def test_a_ratio_is_of_rates_pair_by_pair_without_the_warm_up(load):
+    report = load("speed_report")
+    found = result(ours=[(1, 99.0), (10, 2.0), (10, 1.0)], trl=[(1, 1.0), (5, 2.0), (10, 4.0)])
+    assert report.ratios(found, "wall_s") == [2.0, 4.0]
+    assert report.rate(found, "ours") == 20 / 3
+    assert report.rate(found, "trl") == 15 / 6
+
+
+def test_the_report_names_what_is_below_its_floor_and_what_was_not_measured(load, tmp_path):
+    report, speed = load("speed_report"), load("speed")
+    speed.write_json(tmp_path / "SFT a, 1.json", result(ours=[(17, 1.0)] * 4, trl=[(17, 1.5)] * 4))
+    report.write(tmp_path, tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert "| SFT a | 1 | real tokens/s | 11.33 | 17 | **1.50 (1.50-1.50)** |" in text
+    assert "BELOW THE FLOOR" in text
+    assert "GPU: unmeasured." in text
+    assert "## Growth\n\nNot measured." in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "trl", "step", "complaint"),
+    [
+        ({"batch": "x", "loss": 2.0}, {"batch": "y", "loss": 2.0}, 0, "other tokens"),
+        ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": 2.001}, 0, "first loss differs by 0.0005"),
+        ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": float("nan")}, 0, "first loss differs by nan"),
+        ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": 2.2}, 5, "last loss differs"),
+    ],
+)
+def test_sides_that_compute_something_else_stop_the_benchmark(load, ours, trl, step, complaint):
+    speed = load("speed")
+    with pytest.raises(SystemExit, match=complaint):
+        speed.compare(speed.TASKS[0], ours, trl, step)
+
+
+def test_equal_sides_pass(load):
+    speed = load("speed")
+    same = {"batch": "x", "loss": 2.0}
+    assert speed.compare(speed.TASKS[0], same, {"batch": "x", "loss": 2.0001}, 0) == {
+        "first loss": pytest.approx(5e-5, rel=1e-3)
+    }
+
+
+WORKER = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from speed_gate import Gate
+
+gate = Gate(sorted(os.sched_getaffinity(0)))
+
+def burn():
+    time.sleep(0.2)  # By then the main thread waits.
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    open(sys.argv[2], "w").close()
+
+print("not an answer")
+gate.arrive()
+gate.arrive(lambda: {"units": 1})
+threading.Thread(target=burn).start()
+gate.arrive(lambda: {"units": 2})
+gate.arrive(lambda: {"units": 3})
+"""
+
+
+def test_what_a_worker_computes_while_it_should_wait_is_added_to_its_next_step(tmp_path):
+    script, burnt = tmp_path / "worker.py", tmp_path / "burnt"
+    script.write_text(WORKER, encoding="utf-8")
+    command = [sys.executable, str(script), str(BENCHMARKS), str(burnt)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+
+        def ask(do):
+            worker.stdin.write(json.dumps({"do": do}) + "\n")
+            worker.stdin.flush()
+            return json.loads(worker.stdout.readline())
+
+        assert json.loads(worker.stdout.readline())["ready"]
+        assert ask("go")["units"] == 1
+        assert ask("forget peak") == {}
+        assert ask("go")["units"] == 2
+        while not burnt.exists():
+            time.sleep(0.01)
+        last = ask("go")
+        assert last["units"] == 3
+        assert last["wall_s"] >= last["paused_cpu_s"] >= 0.04
+        assert last["cpu_s"] >= last["paused_cpu_s"]
+        worker.stdin.write('{"do": "quit"}\n')
+        worker.stdin.flush()
+        assert worker.wait(30) == 0

@@ -1,0 +1,79 @@
+"""What is installed is what was written: the wheel holds both packages and its command works elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
+    subprocess.run(command, check=True, timeout=300)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ("rlhf_cli/cli.py", "rlhf_cli/config/data.py", "stages/sft.py", "stages/rm.py", "stages/ppo.py"):
+        assert name in names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rlhf_cli", "stages"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
+    """Another environment, away from the checkout; the dependencies are lent from this one."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True, timeout=300)
+    site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
+    lent = next(path for path in sys.path if path.endswith("site-packages"))
+    # Only what stands in the lent folder itself: its editable install of this checkout is not followed.
+    env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{lent}"}
+    (tmp_path / "away").mkdir()
+    where = "import rlhf_cli, stages; print(rlhf_cli.__file__, stages.__file__)"
+    found = subprocess.run([python, "-c", where], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
+    assert found.stdout.count(str(site)) == 2, found.stdout + found.stderr
+    config = ROOT / "configs" / "support"
+    small = ["--set", f"artifacts={tmp_path / 'run'}", "--set", f"data.train={ROOT}/data/support/sft_test.jsonl"]
+    small += ["--set", "data.test=null", "--set", "training.num_steps=3", "--set", "evaluation.num_samples=0"]
+    command = [tmp_path / "env" / "bin" / "rlhf", "sft", "--config", str(config / "sft.yaml"), *small]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path / "away", timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").is_file()
+
+
+NAME_OF = {"yaml": "pyyaml"}
+COME_ALONG = {"pyarrow": "datasets"}
+"""Named nowhere: it comes along with what is, which can't do without it."""
+
+
+def test_every_package_that_is_imported_is_asked_for_and_pinned() -> None:
+    """Inside functions too; one that happens to be there for another's sake may be gone tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
+    asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    imported: dict[str, Path] = {}
+    for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            imported |= {name.split(".")[0]: path for name in names}
+    others = imported.keys() - sys.stdlib_module_names - {"rlhf_cli", "stages"} - COME_ALONG.keys()
+    assert {NAME_OF.get(name, name) for name in others} == asked
+    assert asked <= pinned

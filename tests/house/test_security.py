@@ -1,0 +1,753 @@
+"""What comes from outside, models, data, configs, artifacts, runs no code and leads nowhere else.
+
+The traps are real: a pickle or a module that writes a file when it is read. Only a reward function and a judge, which
+the user's own config names, are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers.utils import is_env_variable_true
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.artifacts import digest_file
+from rlhf_cli.cli import app
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.data.sources import read_rows
+from rlhf_cli.errors import ArtifactError, DataError, UserError
+from rlhf_cli.models import load
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, found, new_checkpoint, what_is_wrong
+from rlhf_cli.training.stage_run import StageRun
+from support.paths import ROOT
+from support.projects import DEMONSTRATIONS, PREFERENCES, fails, write_project, write_rows
+
+LOADERS: dict[str, Callable[[str], object]] = {
+    "policy": load.load_policy,
+    "reward model": load.load_reward_model,
+    "new reward model": lambda path: load.new_reward_model(path, None, seed=0, head_std=None),
+    "new value model": lambda path: load.new_value_model(path, None),
+    "value model": load.load_value_model,
+}
+
+
+class Trap:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, sprung: Path):
+        self.sprung = sprung
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (self.sprung, "ran"))
+
+
+opened: list[str] = []
+
+
+def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str | Path):
+        opened.append(str(arguments[0]))
+
+
+sys.addaudithook(note_opened)
+
+
+@pytest.fixture
+def sprung(tmp_path: Path) -> Iterator[Path]:
+    """Where a trap writes; the test fails if one did."""
+    path = tmp_path / "sprung"
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture
+def model(make_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a tiny Llama that a test may spoil."""
+    return Path(shutil.copytree(make_model("llama"), tmp_path / "llama"))
+
+
+def change_config(model: Path, **values: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(load_model: Callable[[str], object], model: Path) -> str:
+    """The one line that a model is refused with."""
+    with pytest.raises(ArtifactError) as caught:
+        load_model(str(model))
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value).removeprefix(f"{model}: ")
+
+
+# ------------------------------------------------------------------------------------------ pickles
+
+
+def test_the_traps_work(tmp_path: Path) -> None:
+    """Read by those who read pickles, they spring: what follows would see it."""
+    torch.save({"a": Trap(tmp_path / "one")}, tmp_path / "a.bin")
+    torch.load(tmp_path / "a.bin", weights_only=False)
+    pickle.loads(pickle.dumps(Trap(tmp_path / "two")))
+    exec(module(tmp_path, tmp_path / "three").read_text(), {})
+    assert [(tmp_path / name).exists() for name in ("one", "two", "three")] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.bin", "adapter_model.bin", "x.pt"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path, loader: str, name: str) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Trap(sprung)}, model / name)
+    opened.clear()
+    assert "*.safetensors is needed" in refused(LOADERS[loader], model)
+    assert str(model / name) not in opened
+
+
+def pickled(model: Path, sprung: Path, name: str) -> None:
+    """The model's own good weights as a pickle, with a trap among them: whoever reads it gets a working model."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "others.safetensors")
+    torch.save({**tensors, "trap": Trap(sprung)}, model / name)
+
+
+def index(model: Path, shard: str) -> None:
+    names = load_file(next(model.glob("*.safetensors"))).keys()
+    text = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)})
+    (model / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_index_that_names_a_pickle_is_refused(model: Path, sprung: Path, loader: str) -> None:
+    pickled(model, sprung, "pytorch_model.bin")
+    index(model, "pytorch_model.bin")
+    opened.clear()
+    assert refused(LOADERS[loader], model).startswith("its files name 'pytorch_model.bin' as weights")
+    assert str(model / "pytorch_model.bin") not in opened
+
+
+@pytest.mark.parametrize("name", ["../llama2/model.safetensors", "/etc/model.safetensors", "a/b.safetensors", ".."])
+def test_an_index_that_leads_out_of_the_directory_is_refused(model: Path, name: str) -> None:
+    shutil.copytree(model, model.parent / "llama2")
+    (model / "model.safetensors").rename(model / "others.safetensors")
+    index(model, name)
+    assert refused(load.load_policy, model).startswith(f"its files name {name!r} as weights")
+
+
+def test_an_index_of_safetensors_beside_it_is_read(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    index(model, "model-00001-of-00001.safetensors")
+    policy = load.load_policy(str(model))
+    assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin", "../llama/model.safetensors"])
+def test_a_config_that_names_other_weights_is_refused(model: Path, sprung: Path, name: str) -> None:
+    pickled(model, sprung, "adapter_model.bin")
+    shutil.copy(model / "adapter_model.bin", model / "pytorch_model.bin")
+    change_config(model, transformers_weights=name)
+    opened.clear()
+    assert refused(load.load_policy, model).startswith(f"its files name {name!r} as weights")
+    assert not [path for path in opened if path.endswith("_model.bin")]
+
+
+@pytest.mark.parametrize("kind", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter_is_not_put_on_unasked(model: Path, sprung: Path, kind: str) -> None:
+    """transformers would read its weights from a pickle, and train and save a model that is not the one named."""
+    shapes = {"A": (4, 32), "B": (32, 4)}
+    tensors = {
+        f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{x}.weight": torch.ones(*shape)
+        for i in range(2)
+        for x, shape in shapes.items()
+    }
+    if kind.endswith(".bin"):
+        torch.save({**tensors, "trap": Trap(sprung)}, model / kind)
+    else:
+        save_file(tensors, model / kind)
+    lora = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
+    (model / "adapter_config.json").write_text(json.dumps(lora))
+    opened.clear()
+    assert "adapter_config.json" in refused(load.load_policy, model)
+    assert str(model / kind) not in opened
+
+
+def test_a_trap_beside_the_weights_is_not_read(model: Path, sprung: Path) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        torch.save(Trap(sprung), model / name)
+    (model / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+    opened.clear()
+    load.load_policy(str(model))
+    load.load_tokenizer(str(model))
+    assert not [path for path in opened if path.endswith((".bin", ".pt", ".metadata"))]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_no_conversion_service_is_asked_for_a_model_without_safetensors(
+    model: Path, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, seen = "DISABLE_SAFETENSORS_CONVERSION", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    from_pretrained = load.AutoModelForCausalLM.from_pretrained
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        seen.append(is_env_variable_true(name))
+        return from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", observed)
+    load.load_policy(str(model))
+    assert seen == [True]
+    assert os.environ.get(name) == before
+
+
+@pytest.mark.parametrize("stage", ["rm", "ppo"])
+def test_through_the_command(project: Path, sprung: Path, stage: str) -> None:
+    copy = Path(shutil.copytree(project / "run" / "sft" / "model", project / "copy"))
+    torch.save(Trap(sprung), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    key = "model.path" if stage == "rm" else "policy.path"
+    assert "a pickle is never read" in fails(project, stage, "--set", f"{key}={copy}")
+    assert not sprung.exists()
+
+
+# ------------------------------------------------------------------------------- code beside a model
+
+
+def module(folder: Path, sprung: Path) -> Path:
+    """A module that works, and writes a file when it is imported."""
+    path = folder / "beside.py"
+    path.write_text(
+        f"import pathlib\npathlib.Path({str(sprung)!r}).write_text('ran')\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Config(LlamaConfig):\n    model_type = 'not_known'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+        "class Classifier(LlamaForSequenceClassification):\n    config_class = Config\n"
+        "class Words(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return path
+
+
+CODE = {
+    "AutoConfig": "beside.Config",
+    "AutoModelForCausalLM": "beside.Model",
+    "AutoModelForSequenceClassification": "beside.Classifier",
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("prefix", ["", "somebody/somewhere--"])
+def test_a_model_that_needs_its_own_code_is_refused_by_name(
+    model: Path, sprung: Path, loader: str, prefix: str
+) -> None:
+    module(model, sprung)
+    change_config(model, model_type="not_known", auto_map={name: prefix + where for name, where in CODE.items()})
+    assert "it asks for trust_remote_code, and no code that comes with a model is run" in refused(
+        LOADERS[loader], model
+    )
+
+
+def test_a_known_model_that_brings_code_runs_as_transformers_knows_it(model: Path, sprung: Path) -> None:
+    module(model, sprung)
+    change_config(model, auto_map=CODE)
+    assert type(load.load_policy(str(model))).__module__.startswith("transformers.")
+
+
+def test_a_tokenizer_that_needs_its_own_code_is_refused_by_name(model: Path, sprung: Path) -> None:
+    module(model, sprung)
+    path = model / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "beside.Words"]}, "tokenizer_class": "Words"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    assert "trust_remote_code" in refused(load.load_tokenizer, model)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_attention_named_in_a_config_is_not_fetched(model: Path, key: str) -> None:
+    """It may be a kernel of the hub, which is compiled code."""
+    change_config(model, **{key: "somebody/kernel"})
+    assert load.load_policy(str(model)).config._attn_implementation in ("sdpa", "eager")
+
+
+def with_chat_template(model: Path, folder: Path, template: str) -> Result:
+    """SFT of a model whose tokenizer brings this chat template, which is a program of its author."""
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (model / "chat_template.jinja").write_text(template)
+    write_project(folder)
+    changes = [f"model={{path: {model}}}", "data.prompt_template=chat", "training.num_steps=1"]
+    arguments = [part for change in changes for part in ("--set", change)]
+    return CliRunner().invoke(app, ["sft", "--config", str(folder / "sft.yaml"), "--quiet", *arguments])
+
+
+ESCAPES = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ messages.__init__.__globals__ }}",
+    "file": "{% include '/etc/hostname' %}",
+    "changes": "{{ messages.clear() }}",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_chat_template_does_not_leave_its_sandbox(model: Path, tmp_path: Path, name: str) -> None:
+    assert with_chat_template(model, tmp_path, "{{ messages[0].content }}").exit_code == 0
+    assert with_chat_template(model, tmp_path, ESCAPES[name]).exit_code != 0
+    assert not (tmp_path / "run" / ".sft.partial" / "model").exists()
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_chat_template_that_fails_is_said_in_one_line(model: Path, tmp_path: Path, name: str) -> None:
+    result = with_chat_template(model, tmp_path, ESCAPES[name])
+    assert result.exit_code == 2, result.exception
+    assert len(result.stderr.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------- our own source
+
+
+FORBIDDEN_IMPORTS = {
+    "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "code", "codeop", "runpy", "ctypes",
+}  # fmt: skip
+FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__", "breakpoint", "input"}
+FORBIDDEN_CALLS = {
+    "torch.load", "torch.hub.load", "torch.jit.load", "torch.package.PackageImporter", "torch.export.load",
+    "numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "os.system", "os.popen", "yaml.load",
+    "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all",
+}  # fmt: skip
+THE_USERS_CODE = {("rlhf_cli/rewards/functions.py", "spec.loader.exec_module")}
+"""The one place where code of the user's is run: `load_function`, for reward functions and judges."""
+
+
+def suspicious(source: str, name: str) -> list[str]:
+    """What in a module could run something that was read."""
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        line = f"{name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parts = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"{line}: import {part}" for part in parts if part.split(".")[0] in FORBIDDEN_IMPORTS]
+            full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{line}: import {part}" for part in full if part in FORBIDDEN_CALLS]
+        # A field of the config may be called compile; to take the name is what runs something.
+        if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES and isinstance(node.ctx, ast.Load):
+            found.append(f"{line}: {node.id}")
+        if isinstance(node, ast.Attribute):
+            called = ast.unparse(node)
+            if called in FORBIDDEN_CALLS:
+                found.append(f"{line}: {called}")
+            if called.endswith("exec_module") and (name, called) not in THE_USERS_CODE:
+                found.append(f"{line}: {called}")
+        if isinstance(node, ast.keyword):
+            trusts = node.arg == "trust_remote_code" and ast.unparse(node.value) != "False"
+            unsafe = node.arg in ("allow_pickle", "weights_only", "shell") and ast.unparse(node.value) != "False"
+            is_loader = node.arg == "Loader" and ast.unparse(node.value) != "ConfigLoader"
+            if trusts or unsafe or is_loader or node.arg == "custom_generate":
+                found.append(f"{line}: {node.arg}={ast.unparse(node.value)}")
+    return found
+
+
+def test_nothing_in_our_source_runs_what_was_read() -> None:
+    found = []
+    for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
+        found += suspicious(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "import dill as d", "import os, marshal", "from torch import load",
+        "torch.load(f)", "x = torch.load", "torch.load(f, weights_only=True)", "torch.hub.load('a', 'b')", "eval('1')",
+        "exec(s)", "f = exec", "compile(s, 'a', 'exec')", "yaml.load(s, Loader=yaml.SafeLoader)", "yaml.unsafe_load(s)",
+        "yaml.compose(s, Loader=yaml.UnsafeLoader)", "from yaml import load", "np.load(f, allow_pickle=True)",
+        "f(trust_remote_code=True)", "f(trust_remote_code=config.trust)", "spec.loader.exec_module(m)",
+        "os.system('x')", "run('x', shell=True)",
+    ],
+)  # fmt: skip
+def test_the_scan_sees(source: str) -> None:
+    assert suspicious(source, "x.py")
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "re.compile('a')", "yaml.compose(s, Loader=ConfigLoader)", "f(trust_remote_code=False)"]
+)
+def test_the_scan_lets_through(source: str) -> None:
+    assert suspicious(source, "x.py") == []
+
+
+def test_the_yaml_loader_is_a_safe_one() -> None:
+    from rlhf_cli.config import yaml_text
+
+    assert issubclass(yaml_text.ConfigLoader, yaml.SafeLoader)
+    assert not issubclass(yaml_text.ConfigLoader, yaml.UnsafeLoader | yaml.FullLoader)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "!!python/object/apply:pathlib.Path.write_text [{0}, ran]",
+        "!!python/object/new:pathlib.Path [{0}]",
+        "!!python/name:os.system",
+        "!!python/module:antigravity",
+        "!!python/tuple [1]",
+    ],
+)
+def test_a_config_that_names_objects_of_python_is_refused(tmp_path: Path, sprung: Path, tag: str) -> None:
+    text = (
+        yaml.safe_dump({"artifacts": str(tmp_path / "run"), "model": {"path": "x"}}) + f"seed: {tag.format(sprung)}\n"
+    )
+    (tmp_path / "sft.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["sft", "--config", str(tmp_path / "sft.yaml")])
+    assert result.exit_code == 2
+    assert "seed: tag !!python/" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    module(folder, sprung).rename(folder / "folder.py")
+    with pytest.raises(DataError, match="without a data file"):
+        list(read_rows(DataSource(path=str(folder))))
+    with pytest.raises(DataError, match="not an ending that is known"):
+        list(read_rows(DataSource(path=str(folder / "folder.py"))))
+    write_rows(folder / "rows.jsonl", [{"prompt": "a"}])
+    (folder / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
+    opened.clear()
+    assert [row.values for row in read_rows(DataSource(path=str(folder)))] == [{"prompt": "a"}]
+    assert not [path for path in opened if path.endswith((".py", ".pkl")) and path.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
+def test_a_reader_of_datasets_is_not_reached_by_its_name(tmp_path: Path, sprung: Path, reader: str) -> None:
+    """`pandas` reads pickles in some versions that we allow; the others read whatever `data_dir` leads to."""
+    (tmp_path / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
+    with pytest.raises(DataError, match="no dataset"):
+        list(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
+
+
+def test_rows_are_text_and_never_paths(tmp_path: Path) -> None:
+    """Nothing that a row, a probe or a judge says is opened, run or made into a file's name."""
+    canary = tmp_path / "canary.txt"
+    canary.write_text("canary")
+    texts = [
+        str(canary),
+        "../canary.txt",
+        f"file://{canary}",
+        f"{canary}\0",
+        "..",
+        "~",
+        "$HOME",
+        "{prompt}",
+        "%s",
+        "{0}",
+    ]
+    write_project(tmp_path)
+    write_rows(
+        tmp_path / "sft.jsonl",
+        [{**row, "response": " " + texts[i % 10], "path": str(canary), "image": {"path": str(canary), "bytes": None}}
+         for i, row in enumerate(DEMONSTRATIONS)],
+    )  # fmt: skip
+    write_rows(tmp_path / "pref.jsonl", [{**row, "chosen": " " + texts[i % 10]} for i, row in enumerate(PREFERENCES)])
+    write_rows(tmp_path / "probes.jsonl", [{**row, "probe": texts[i % 4]} for i, row in enumerate(PREFERENCES)])
+    judge = tmp_path / "judge.py"
+    names = dict.fromkeys(texts, 1.0)
+    judge.write_text(f"def judge(prompts, responses, rows):\n    return [{names!r}] * len(prompts)\n")
+    changes = [f"rm:data.probes={tmp_path}/probes.jsonl", f"ppo:evaluation.gold={judge}:judge"]
+    expected = {path for path in tmp_path.rglob("*") if path != tmp_path / "run"}
+    opened.clear()
+    arguments = [part for change in changes for part in ("--set", change)]
+    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--quiet", *arguments])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "sft.jsonl") in opened
+    assert not [path for path in opened if "canary" in path]
+    run = tmp_path / "run"
+    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path not in expected}
+    models = ["ppo/model", "ppo/value_model", "rm/model", "sft/model"]
+    kinds = [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+    stage_files = [
+        "config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "health.jsonl", "evaluation.json"
+    ]  # fmt: skip
+    allowed = {"run", *(f"run/{stage}" for stage in CONFIGS), *(f"run/{model}" for model in models)}
+    allowed |= {f"run/{model}/{kind}" for model in models for kind in kinds}
+    allowed |= {f"run/{stage}/{name}" for stage in CONFIGS for name in stage_files}
+    assert {path for path in made if "__pycache__" not in path} <= allowed
+    assert not list(run.glob(".*"))
+
+
+# ---------------------------------------------------------------------------------------- artifacts
+
+
+def saved(root: Path, names: dict[str, bytes]) -> Path:
+    """A good checkpoint with these files."""
+    place = checkpoints_directory(root, "sft")
+    place.mkdir(parents=True, exist_ok=True)
+    with new_checkpoint(place, 3) as directory:
+        for name, data in names.items():
+            (directory / name).write_bytes(data)
+    (checkpoint,) = found(place)
+    assert what_is_wrong(checkpoint) is None
+    return checkpoint
+
+
+def write_manifest(checkpoint: Path, files: Any) -> None:
+    """A manifest as ours looks, of these files."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "", ".", "..", "a\0b", "../../secret"])
+def test_a_checkpoint_that_names_a_file_outside_of_it_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
+    secret = checkpoint.parent / "secret"
+    secret.write_text("not yours")
+    opened.clear()
+    files = {"state.safetensors": digest_file(checkpoint / "state.safetensors"), name: digest_file(secret)}
+    opened.clear()
+    write_manifest(checkpoint, files)
+    assert what_is_wrong(checkpoint) is not None
+    assert not [path for path in opened if path.endswith(("secret", "hostname"))]
+
+
+@pytest.mark.parametrize("files", [[[1, 2]], [["a", "b"]], "ab", 3, None, {"a": 1}, {"a": None}])
+def test_a_checkpoint_whose_manifest_has_other_kinds_of_values_is_refused(tmp_path: Path, files: Any) -> None:
+    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
+    write_manifest(checkpoint, files)
+    assert what_is_wrong(checkpoint) is not None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\xff", "", "3"])
+def test_a_checkpoint_whose_manifest_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
+    (checkpoint / "manifest.json").write_bytes(text.encode("latin-1"))
+    assert what_is_wrong(checkpoint) is not None
+
+
+def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Even to the very bytes: what is behind it may change, and is not ours."""
+    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
+    state = checkpoint / "state.safetensors"
+    state.rename(tmp_path / "elsewhere")
+    state.symlink_to(tmp_path / "elsewhere")
+    assert what_is_wrong(checkpoint) is not None
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
+    checkpoint.rename(tmp_path / checkpoint.name)
+    checkpoint.symlink_to(tmp_path / checkpoint.name, target_is_directory=True)
+    assert checkpoint not in found(checkpoint.parent) or what_is_wrong(checkpoint) is not None
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Stage:
+    """An SFT config that saves after every step."""
+    write_project(tmp_path)
+    return load_config(tmp_path / "sft.yaml", CONFIGS["sft"], ["checkpoints.every_steps=1"])
+
+
+def interrupt(config: Stage) -> Path:
+    """A run that ends after its first step; returns its checkpoint."""
+    with contextlib.suppress(KeyboardInterrupt), StageRun("sft", config, quiet=True) as stage:
+        stage.resume({}, 5)
+        stage.log(1, {"loss": 1.0})
+        stage.finish_step(1, 5)
+        raise KeyboardInterrupt
+    (checkpoint,) = found(checkpoints_directory(config.artifacts, "sft"))
+    return checkpoint
+
+
+def go_on(config: Stage) -> int:
+    """What the next start says of where it is; a refusal counts as nothing done."""
+    try:
+        with StageRun("sft", config, quiet=True) as stage:
+            return stage.resume({}, 5)
+    except UserError:
+        return 0
+
+
+def test_a_run_goes_on_from_its_checkpoint(config: Stage) -> None:
+    """As the next tests need it to."""
+    interrupt(config)
+    assert go_on(config) == 1
+
+
+@pytest.mark.parametrize("name", ["../../victim", "{root}/victim", "../.sft.checkpoints/victim"])
+def test_numbers_that_name_a_file_outside_do_not_reach_it(config: Stage, tmp_path: Path, name: str) -> None:
+    """Going on cuts the files of rows back to the size that the checkpoint says, and no other file."""
+    checkpoint = interrupt(config)
+    victims = [tmp_path / "victim.jsonl", checkpoint.parent / "victim.jsonl"]
+    for victim in victims:
+        victim.write_text("rows\n")
+    numbers = json.loads((checkpoint / "numbers.json").read_text())
+    numbers["files"]["sizes"] |= {name.format(root=tmp_path): 1}
+    (checkpoint / "numbers.json").write_text(json.dumps(numbers))
+    names = [path.name for path in sorted(checkpoint.iterdir()) if path.name != "manifest.json"]
+    write_manifest(checkpoint, {n: digest_file(checkpoint / n) for n in names})
+    go_on(config)
+    for victim in victims:
+        assert not victim.exists() or victim.read_text() == "rows\n"
+    assert (tmp_path / "victim.jsonl").exists()
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(config: Stage, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    Path(config.artifacts).mkdir()
+    (Path(config.artifacts) / ".sft.lock").symlink_to(victim)
+    go_on(config)
+    assert victim.read_text() == "mine"
+
+
+def test_a_checkpoints_folder_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
+    """What a killed run has left in it is removed: everything whose name begins with a dot."""
+    home = tmp_path / "home"
+    (home / ".ssh").mkdir(parents=True)
+    (home / ".profile").write_text("mine")
+    Path(config.artifacts).mkdir()
+    checkpoints_directory(config.artifacts, "sft").symlink_to(home, target_is_directory=True)
+    go_on(config)
+    assert (home / ".ssh").is_dir()
+    assert (home / ".profile").read_text() == "mine"
+
+
+def test_rows_that_are_a_link_are_not_cut(config: Stage, tmp_path: Path) -> None:
+    interrupt(config)
+    victim = tmp_path / "victim"
+    victim.write_text("x" * 1000)
+    rows = Path(config.artifacts) / ".sft.partial" / "metrics.jsonl"
+    rows.unlink()
+    rows.symlink_to(victim)
+    go_on(config)
+    assert victim.read_text() == "x" * 1000
+
+
+def test_a_built_directory_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
+    interrupt(config)
+    home = tmp_path / "home"
+    partial = Path(config.artifacts) / ".sft.partial"
+    partial.rename(home)
+    (home / "mine").write_text("mine")
+    partial.symlink_to(home, target_is_directory=True)
+    go_on(config)
+    assert (home / "mine").read_text() == "mine"
+
+
+def test_artifacts_may_stand_anywhere_and_hold_the_stage_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`artifacts: ..` is the user's own choice; what is written there are the stage and its own hidden names."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    write_project(inner)
+    monkeypatch.chdir(inner)
+    before = {path: path.read_bytes() for path in inner.iterdir()}
+    result = CliRunner().invoke(app, ["sft", "--config", "sft.yaml", "--quiet", "--set", "artifacts=.."])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "sft"]
+    assert {path: path.read_bytes() for path in inner.iterdir()} == before
+
+
+def test_files_of_rows_have_names_of_our_own() -> None:
+    """`StageRun.record` makes a file of its first argument: no caller takes that from data."""
+    for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "record"):
+                continue
+            if node.args or node.keywords:  # A CUDA event's has neither.
+                assert node.args, f"{path}:{node.lineno}"
+                assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}"
+                assert str(node.args[0].value).isidentifier()
+
+
+# ------------------------------------------------------------------------------------------ secrets
+
+
+MARKER = "s3cr3t-m4rker"
+SECRETS = (
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN",
+    "RLHF_SERVER_TOKEN", "HTTPS_PROXY_PASSWORD", "DATABASE_URL",
+)  # fmt: skip
+
+
+def in_a_process(*arguments: str, folder: Path) -> str:
+    """Everything that a command says, with secrets in its environment."""
+    env = {
+        **os.environ,
+        **{name: f"{MARKER}-{name}" for name in SECRETS},
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "rlhf_cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=300, check=False)
+    return done.stdout + done.stderr
+
+
+def leaks(folder: Path, commands: list[list[str]]) -> list[str]:
+    """Who said or wrote a secret, of these commands and of the files in the folder."""
+    found = []
+    for arguments in commands:
+        said = in_a_process(*arguments, folder=folder)
+        assert said
+        assert "Traceback" not in said
+        found += [" ".join(arguments)] if MARKER in said else []
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    return found + [str(path) for path in files if MARKER.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def rewarded(tmp_path: Path) -> Path:
+    """A project with two reward functions, one of which fails."""
+    write_project(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "import os\n"
+        f"assert os.environ['HF_TOKEN'].startswith({MARKER[:6]!r})  # it is there to be leaked\n"
+        "def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n"
+        "def broken(prompts, responses, rows):\n    raise ValueError('broken')\n"
+    )
+    return tmp_path
+
+
+def with_function(folder: Path, name: str) -> str:
+    return f"rewards=[{{type: reward_model}}, {{type: function, function: {folder}/reward.py:{name}}}]"
+
+
+def test_secrets_of_the_environment_are_written_nowhere(rewarded: Path) -> None:
+    run = ["pipeline", str(rewarded), "--set", "ppo:" + with_function(rewarded, "score")]
+    assert leaks(rewarded, [run, ["status", str(rewarded / "run")]]) == []
+    assert (rewarded / "run" / "ppo" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_secrets_are_not_told_by_what_fails(rewarded: Path) -> None:
+    sft = ["sft", "--config", str(rewarded / "sft.yaml"), "--restart", "--set"]
+    ppo = ["ppo", "--config", str(rewarded / "ppo.yaml"), "--restart", "--set"]
+    commands = [
+        ["pipeline", str(rewarded)],
+        [*ppo, with_function(rewarded, "broken")],
+        [*sft, "data.train=org/name"],
+        [*sft, "model={path: org/name}"],
+        [*sft, "optimizer.learning_rate=1e30", "--set", "training.num_steps=9"],
+        ["doctor", str(rewarded / "run")],
+        ["config", "show", str(rewarded / "ppo.yaml")],
+    ]
+    assert leaks(rewarded, commands) == []

@@ -1,0 +1,151 @@
+"""What a stage imports until it is done: what takes long and is not needed stays out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.training.optimizer import build_stepper
+from support.paths import ROOT
+
+# datasets and what comes with it, pandas, which pyarrow imports, and peft, which transformers' Trainer imports.
+HEAVY = (
+    "datasets",
+    "pandas",
+    "pyarrow.compute",
+    "pyarrow.dataset",
+    "peft",
+    "sklearn",
+    "scipy",
+    "transformers.trainer_utils",
+)
+
+
+RUN = f"""
+import json, sys
+from rlhf_cli.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit as stop:
+    import gc
+    print(json.dumps([stop.code, sorted(set({HEAVY}) & set(sys.modules)), gc.isenabled(), gc.get_freeze_count()]))
+"""
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_a_stage_imports_nothing_heavy_that_it_does_not_need(stage, tmp_path: Path, write_config, make_model) -> None:
+    """Rows are tokenised (the cache is empty), learnt from, and the model saved."""
+    llama = str(make_model("llama"))
+    changes = {
+        "sft": {"model": {"path": llama}},
+        "rm": {"model": {"path": llama}, "training": {"num_steps": 1, "minibatch_size": 4}},
+        "ppo": {"policy": {"path": llama}, "rewards": [{"type": "length", "target": 5}], "ppo": {"num_iterations": 1}},
+    }
+    config = write_config(stage, tmp_path, **changes[stage])
+    command = [sys.executable, "-c", RUN, stage, "--config", str(config), "--quiet"]
+    environment = {"RLHF_CACHE": str(tmp_path / "cache"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    code, heavy, collects, frozen = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    assert heavy == []
+    # The imports' objects are out of the collector's way; it is at work on all that came after.
+    assert collects
+    assert frozen > 100_000
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_the_schedules_are_those_of_transformers(schedule: str, warmup_steps: int) -> None:
+    peak, total, least = 3e-3, 17, 0.2
+    config = Optimizer(learning_rate=peak, schedule=schedule, warmup_steps=warmup_steps, min_lr_ratio=least)
+    stepper = build_stepper(torch.nn.Linear(2, 2), config, total)
+    theirs = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=peak)
+    name, kwargs = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
+        "linear": ("polynomial", {"lr_end": least * peak, "power": 1.0}),
+        "constant": ("constant_with_warmup", None),
+    }[schedule]
+    scheduler = get_scheduler(
+        name, theirs, num_warmup_steps=warmup_steps, num_training_steps=total, scheduler_specific_kwargs=kwargs
+    )
+    for _ in range(total + 1):
+        assert stepper.learning_rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18)
+        stepper.advance()
+        theirs.step()
+        scheduler.step()
+
+
+EVERY_IMPORT = """
+import importlib, logging, os, pkgutil
+import torch, transformers
+
+def settings():
+    logs = transformers.utils.logging
+    return {
+        # torch sets the one of its compiler itself.
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")},
+        "logging": (logs.get_verbosity(), logs.is_progress_bar_enabled(), logging.root.level),
+        "torch": (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_default_dtype()),
+    }
+
+before, count = settings(), 0
+import rlhf_cli, stages
+for package in (rlhf_cli, stages):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            count += 1
+after = settings()
+print(count, {name: (before[name], after[name]) for name in before if before[name] != after[name]})
+"""
+
+
+def test_importing_the_package_changes_no_setting_of_the_process() -> None:
+    command = [sys.executable, "-c", EVERY_IMPORT]
+    environment = {"PATH": "", "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    count, _, changed = done.stdout.strip().partition(" ")
+    assert int(count or 0) > 60, done.stderr
+    assert changed == "{}"
+
+
+AT_TORCH = """
+import os, runpy, sys
+class AtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            names = ["GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY",
+                     "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"]
+            print(*map(os.environ.get, names), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, AtTorch())
+sys.argv = ["rlhf", "sft", "--config", sys.argv[2]] if sys.argv[1] == "rlhf_cli" else sys.argv[1:]
+runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["rlhf_cli", "stages.sft", "stages.rm", "stages.ppo"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "2000 128 32 error 1"),
+        ({"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
+        ({"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
+    ],
+)
+def test_a_command_sets_up_its_process_before_torch_is_imported_and_keeps_what_the_user_has_set(
+    module: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
+) -> None:
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
+    command = [sys.executable, "-c", AT_TORCH, module, str(config)]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), **given}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert done.stdout.strip() == expected, done.stderr

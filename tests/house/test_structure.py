@@ -1,0 +1,137 @@
+"""The floors of the code: a module imports only from floors below its own, or from its own room."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+# The first prefix that fits says the floor; the room is the folder, or the module itself at the top level.
+FLOORS = {
+    "rlhf_cli.errors": 0,
+    "rlhf_cli.environment": 0,
+    "rlhf_cli.program": 0,
+    "rlhf_cli.tensor_ops": 0,
+    "rlhf_cli.algorithms.names": 0,
+    "rlhf_cli.seeding": 1,
+    "rlhf_cli.packing": 1,
+    "rlhf_cli.artifacts": 1,
+    "rlhf_cli.concurrency": 1,
+    "rlhf_cli.data_files": 1,
+    "rlhf_cli.http_client": 1,
+    "rlhf_cli.metrics": 1,
+    "rlhf_cli.algorithms": 1,
+    "rlhf_cli.config": 1,
+    "rlhf_cli.data": 2,
+    "rlhf_cli.kernels": 2,
+    "rlhf_cli.models": 3,
+    "rlhf_cli.training": 3,
+    "rlhf_cli.decoders": 4,
+    "rlhf_cli.rollout": 5,
+    "rlhf_cli.rewards": 5,
+    "rlhf_cli.ppo": 6,
+    "stages": 7,
+    "rlhf_cli.commands": 8,
+    "rlhf_cli.cli": 9,
+    "rlhf_cli.__main__": 10,
+    "rlhf_cli": 0,
+}
+
+
+WITHOUT_TORCH = (
+    "errors",
+    "environment",
+    "program",
+    "artifacts",
+    "concurrency",
+    "data_files",
+    "http_client",
+    "metrics",
+    "algorithms.names",
+    "seeding",
+    "rollout.requests",
+    "cli",
+    "config",
+    "commands",
+    "training.launch",
+    "training.identity",
+    "training.health",
+    "training.checkpoint_files",
+)
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package in ("rlhf_cli", "stages"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found.append((name.removesuffix(".__init__"), path))
+    return found
+
+
+def floor(name: str) -> int:
+    return next(level for prefix, level in FLOORS.items() if name == prefix or name.startswith(prefix + "."))
+
+
+def room(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[:2])
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: a relative import hides what is imported"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_a_module_imports_only_from_lower_floors_or_its_own_room(name: str, path: Path) -> None:
+    for imported in imports(path):
+        if not imported.startswith(("rlhf_cli.", "stages.")):
+            continue
+        own_room = room(imported) == room(name) and name.startswith("rlhf_cli.")
+        assert own_room or floor(imported) < floor(name), f"{name} (floor {floor(name)}) imports {imported}"
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_no_stage_imports_another(stage: str) -> None:
+    assert not [name for name in imports(ROOT / "stages" / f"{stage}.py") if name.startswith("stages")]
+
+
+def answers_at_once(name: str) -> bool:
+    short = name.removeprefix("rlhf_cli.")
+    return any(short == prefix or short.startswith(prefix + ".") for prefix in WITHOUT_TORCH)
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if answers_at_once(name)])
+def test_what_must_answer_at_once_does_not_import_torch(name: str, path: Path) -> None:
+    heavy = {"torch", "transformers", "datasets", "numpy"}
+    found = heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
+    assert not found, f"{name} imports {found}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        name
+        for name, path in modules()
+        if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def test_packages_are_all_listed() -> None:
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    real = {name for name, path in modules() if path.name == "__init__.py"}
+    assert listed == real

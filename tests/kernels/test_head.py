@@ -1,0 +1,123 @@
+"""Log-probabilities without the logits are those with them, in value and gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlhf_cli.kernels import head
+from rlhf_cli.kernels.head import linear_logprobs
+from rlhf_cli.models import forward
+from rlhf_cli.models.forward import logits_at, logprobs_at
+from rlhf_cli.models.load import prepare
+from rlhf_cli.packing import pack
+from rlhf_cli.tensor_ops import token_logprobs
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+    if kind == "gpt-neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
+    if kind == "scaled":
+        return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25, pad_token_id=0, eos_token_id=1))
+    if kind == "capped":
+        config = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
+        return Gemma2ForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, temperature: float, has_bias: bool):
+    monkeypatch.setattr(head, "CHUNK", 3 * 11)  # three tokens at a time
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    bias = torch.randn(11, requires_grad=True) if has_bias else None
+    ids, grad = torch.randint(11, (10,)), torch.randn(10)
+    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    whole = (logits / temperature).log_softmax(1).gather(1, ids[:, None])[:, 0]
+    parts = linear_logprobs(hidden, weight, bias, ids, temperature=temperature)
+    assert torch.allclose(parts, whole, atol=1e-5)
+    wanted = torch.autograd.grad(whole, inputs, grad)
+    for a, b in zip(torch.autograd.grad(parts, inputs, grad), wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_under_autocast_the_products_are_in_bfloat16():
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(4, 64), torch.randn(11, 64, requires_grad=True), torch.arange(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = linear_logprobs(hidden, weight, None, ids)
+        whole = token_logprobs(torch.nn.functional.linear(hidden, weight), ids)
+    assert parts.dtype == torch.float32
+    assert torch.equal(parts, whole)
+    (a,), (b,) = (torch.autograd.grad(x.sum(), weight) for x in (parts, whole))
+    assert a.dtype == torch.float32
+    assert torch.allclose(a, b, atol=2e-2 * b.abs().max())
+
+
+def test_many_chunks_in_bfloat16_add_up_as_well_as_one(monkeypatch):
+    """A thousand small gradients, one a chunk: their sum in bfloat16 would stop growing at 256 of them."""
+    hidden, weight = torch.ones(1000, 8), torch.zeros(4, 8, requires_grad=True)
+    ids = torch.zeros(1000, dtype=torch.int64)
+    monkeypatch.setattr(head, "CHUNK", 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(linear_logprobs(hidden, weight, None, ids).sum(), weight)
+    wanted = torch.tensor([750.0, -250.0, -250.0, -250.0])[:, None].expand(4, 8)
+    torch.testing.assert_close(found, wanted, rtol=4e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "gpt2", "gpt-neox", "mixtral", "scaled", "capped"])
+def test_a_model_gives_the_same_whichever_way(monkeypatch, kind: str):
+    """A family that does something to its logits behind the head keeps them whole."""
+    chunked = []
+    real = forward.linear_logprobs
+    monkeypatch.setattr(forward, "linear_logprobs", lambda *a, **k: chunked.append(1) or real(*a, **k))
+    monkeypatch.setattr(head, "CHUNK", 4 * 50)
+    model = model_of(kind).eval()
+    prepare(model, torch.device("cpu"))
+    other = copy.deepcopy(model)
+    batch = pack([[1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 5]])
+    at = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
+    whole = token_logprobs(logits_at(model, batch, at), batch.ids[at + 1], temperature=0.8)
+    assert torch.equal(logprobs_at(model, batch, at, batch.ids[at + 1], 0.8), whole), "a small vocabulary"
+    assert not chunked
+    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 100)
+    parts = logprobs_at(other, batch, at, batch.ids[at + 1], 0.8)
+    assert bool(chunked) == (kind not in ("scaled", "capped"))
+    assert torch.allclose(parts, whole, atol=1e-5)
+    grad = torch.randn(len(at))
+    whole.backward(grad)
+    parts.backward(grad)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        assert torch.allclose(a.grad, b.grad, atol=1e-5), name

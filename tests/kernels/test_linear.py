@@ -1,0 +1,91 @@
+"""Products by oneDNN are torch's own, in value and gradient, and only where they are meant to be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rlhf_cli.kernels import linear as module
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear, linear, prefers_onednn, use_fast_linear
+
+needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast on this processor, so it is used")
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (1, 700, 7)])
+@pytest.mark.parametrize("outputs", [3, 11])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(outputs, 7, requires_grad=True)
+    bias = torch.randn(outputs, requires_grad=True) if has_bias else None
+    inputs = [x, weight] + ([bias] if bias is not None else [])
+    ours, theirs = linear(x, weight, bias), F.linear(x, weight, bias)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(theirs)
+    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+        assert a.shape == b.shape
+        assert a.is_contiguous()  # Autograd keeps it, and the optimizer reads it in the order of the parameter.
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
+def test_views_in_any_strides():
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 9).t(), torch.randn(7, 5).t()
+    assert torch.allclose(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(linear(x[:, ::2], weight[:, ::2]), F.linear(x[:, ::2], weight[:, ::2]), atol=1e-5)
+    assert linear(torch.randn(0, 7), weight).shape == (0, 5)
+
+
+@needs_onednn
+def test_only_plain_float32_goes_there(monkeypatch: pytest.MonkeyPatch):
+    def never(*_args: object) -> None:
+        raise AssertionError("oneDNN was asked")
+
+    monkeypatch.setattr(module, "_product", never)
+    x, weight = torch.randn(5, 7), torch.randn(3, 7)
+    with pytest.raises(AssertionError, match="oneDNN was asked"):
+        linear(x, weight)
+    assert linear(x.double(), weight.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_is_the_same_but_for_rounding(kind: str):
+    torch.manual_seed(0)
+    plain: torch.nn.Module
+    if kind == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        plain = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, tie_word_embeddings=True))
+    else:
+        plain = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
+    plain.eval()
+    fast = copy.deepcopy(plain)
+    use_fast_linear(fast)
+    kinds = {type(layer) for layer in fast.modules()}
+    assert FastLinear in kinds
+    assert (FastConv1D in kinds) == (kind == "gpt2")
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    ids = torch.arange(24).view(2, 12) % 50
+    losses = [model(input_ids=ids, labels=ids).loss for model in (plain, fast)]
+    assert torch.allclose(losses[0], losses[1], rtol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), fast.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("maker", "capability"), [("GenuineIntel", "AVX512"), ("", "AVX512"), ("AuthenticAMD", "AVX2")]
+)
+def test_elsewhere_torch_multiplies(maker: str, capability: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_maker", lambda: maker)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert not prefers_onednn.__wrapped__()

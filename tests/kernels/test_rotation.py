@@ -1,0 +1,171 @@
+"""Rotations in few passes, and the attention layers that make them, are transformers' own, in value and gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.kernels import rotation as module
+from rlhf_cli.kernels.rotation import WINDOWS, FastAttention, rotate, use_fast_attention
+from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.forward import hidden_at
+from rlhf_cli.models.load import prepare
+from rlhf_cli.models.passes import recompute_layers
+from rlhf_cli.packing import pack
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "LlamaAttention": LlamaConfig(**SIZES, attention_bias=True),
+    "MistralAttention": MistralConfig(**SIZES, sliding_window=4),
+    "Qwen2Attention": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "Qwen3Attention": Qwen3Config(**SIZES, head_dim=16),
+}
+ROWS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 7]
+
+
+def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A random model as transformers has it, and the same prepared."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
+    for parameter in plain.parameters():  # Biases start at zero and norms at one, which would hide their loss.
+        torch.nn.init.normal_(parameter, std=0.3)
+    fast = copy.deepcopy(plain)
+    assert prepare(fast, CPU) is None
+    kinds = {type(layer).__name__ for layer in fast.modules()}
+    assert f"Fast{family}" in kinds
+    assert family not in kinds
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    return plain.train(), fast.train()
+
+
+def of_rows(model: PreTrainedModel) -> torch.Tensor:
+    """Hidden states of ROWS, one plain forward each; with a mask, or packed attention would drop the window."""
+    inputs = [torch.tensor([row]) for row in ROWS]
+    outputs = [model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in inputs]
+    return torch.cat([output.last_hidden_state[0] for output in outputs])
+
+
+def packed(model: PreTrainedModel) -> torch.Tensor:
+    batch = pack(ROWS)
+    return hidden_at(model, batch, torch.arange(len(batch.ids)))
+
+
+def gradients(model: PreTrainedModel, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(hidden, list(trained.values()), torch.randn_like(hidden), allow_unused=True)
+    return {name: grad for name, grad in zip(trained, found, strict=True) if grad is not None}
+
+
+def assert_same(ours: PreTrainedModel, found: torch.Tensor, theirs: PreTrainedModel, wanted: torch.Tensor) -> None:
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    a, b = gradients(ours, found), gradients(theirs, wanted)
+    assert list(a) == list(b)
+    assert len(a) > 4
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-4 * b[name].abs().max().item()), name
+
+
+def test_all_families_are_looked_at_here():
+    assert set(CONFIGS) == set(WINDOWS)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_rotation_is_that_of_transformers(heads: int):
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, 5, heads, 8).transpose(1, 2), torch.randn(2, heads, 5, 8)
+    angles = torch.randn(2, 5, 4)
+    cos, sin = (torch.cat([half, half], -1) for half in (angles.cos(), angles.sin()))
+    found = []
+    for of in (rotate, lambda q, cos, sin: apply_rotary_pos_emb(q, q, cos, sin)[0]):
+        own = x.clone().requires_grad_()
+        rotated = of(own, cos, sin)
+        found.append((rotated, *torch.autograd.grad(rotated, own, grad)))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert found[0][0].stride() == x.stride()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_is_the_same_but_for_rounding(family: str):
+    plain, fast = two(family)
+    wanted = of_rows(plain)
+    assert_same(fast, packed(fast), plain, wanted)
+    assert_same(fast, of_rows(fast), plain, of_rows(plain))
+    with torch.no_grad():
+        assert torch.allclose(packed(fast.eval()), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_recomputed_layers(family: str):
+    plain, fast = two(family)
+    recompute_layers(fast)
+    assert_same(fast, packed(fast), plain, of_rows(plain))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_adapters(family: str):
+    pytest.importorskip("peft")
+    plain, fast = two(family)
+    for model in (plain, fast):
+        add_lora(model, Lora(r=2, alpha=4), "lora", seed=0)
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    assert_same(fast, packed(fast), plain, of_rows(plain))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_a_cache(family: str):
+    plain, fast = two(family)
+    ids = torch.tensor([ROWS[0]])
+    with torch.no_grad():
+        seen = torch.ones_like(ids)
+        wanted = plain.eval()(input_ids=ids).logits
+        first = fast.eval()(input_ids=ids[:, :6], attention_mask=seen[:, :6], use_cache=True)
+        rest = fast(input_ids=ids[:, 6:], attention_mask=seen, past_key_values=first.past_key_values).logits
+    assert torch.allclose(torch.cat([first.logits, rest], 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_elsewhere_the_layer_is_transformers_own(monkeypatch: pytest.MonkeyPatch):
+    def never(*_args: object) -> None:
+        raise AssertionError("rotated here")
+
+    plain, fast = two("LlamaAttention")
+    monkeypatch.setattr(module, "rotate", never)
+    with pytest.raises(AssertionError, match="rotated here"):
+        of_rows(fast)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(of_rows(fast), of_rows(plain), rtol=5e-2, atol=5e-2)
+    ids = torch.tensor([ROWS[0]])
+    fast.set_attn_implementation("eager")
+    plain.set_attn_implementation("eager")
+    found, wanted = (model(input_ids=ids, output_attentions=True).attentions for model in (fast, plain))
+    assert torch.allclose(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(of_rows(fast.double()), of_rows(plain.double()))
+
+
+def test_a_layer_that_would_change_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["LlamaAttention"]))
+    monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])
+    line = use_fast_attention(model)
+    assert line is not None
+    assert line.startswith("LlamaAttention: rotated in place it differs by ")
+    assert not any(isinstance(layer, FastAttention) for layer in model.modules())

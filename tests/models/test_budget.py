@@ -1,0 +1,526 @@
+"""How much is computed at a time: cuts by tokens, hands of processes, what fits into memory; and how fast a run is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import statistics
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
+from rlhf_cli.models import cost
+from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import shares_prefixes
+from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.packing import pack
+from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
+from rlhf_cli.rollout.scoring import PromptRow
+from rlhf_cli.training import speed
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.speed import Speed
+from stages import ppo as ppo_stage
+from stages import rm as rm_stage
+from stages import sft as sft_stage
+from stages.rm import RankedIds
+from support.budget import CPU, llama
+from support.paths import ROOT, TESTS
+from support.tiny import ARCHITECTURES, read_jsonl
+
+GB = 1024**3
+
+
+# ------------------------------------------------------------------------------------------ microbatches
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_chunks_have_every_row_once_and_keep_to_their_limits(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(11, 50) for _ in range(draw.randint(0, 40))]
+    groups = [draw.randint(0, 12) for _ in lengths] if seed % 3 == 0 else list(range(len(lengths)))
+    prefix = [draw.randint(0, 10) for _ in range(len(lengths) + 13)]
+    shared = [prefix[group] for group in groups]
+    budget, max_rows, padded = draw.randint(1, 300), draw.choice([None, 1, 4]), seed % 2 == 1
+
+    def computed(rows):
+        if padded:
+            return len(rows) * max(lengths[row] for row in rows)
+        return sum(lengths[row] - shared[row] for row in rows) + sum(prefix[g] for g in {groups[row] for row in rows})
+
+    cut = token_chunks(lengths, budget, max_rows, groups, shared, padded=padded)
+    assert sorted(row for chunk in cut for row in chunk) == list(range(len(lengths)))
+    for chunk in cut:
+        assert len(chunk) == 1 or computed(chunk) <= budget
+        assert max_rows is None or len(chunk) <= max_rows
+    for group in set(groups):
+        own = [row for row, name in enumerate(groups) if name == group]
+        places = [i for i, chunk in enumerate(cut) if set(chunk) & set(own)]
+        whole = computed(own) <= budget and (max_rows is None or len(own) <= max_rows)
+        assert len(places) == 1 or not whole, "a group was cut that fits into a chunk"
+        assert places == list(range(places[0], places[-1] + 1)), "a group stands together"
+    if not padded and groups == list(range(len(lengths))) and max_rows is None:
+        # No chunk takes in less than it could: the next row would not have fitted.
+        for chunk, after in itertools.pairwise(cut):
+            assert computed([*chunk, after[0]]) > budget
+
+
+def test_a_group_is_cut_where_it_is_more_than_fits():
+    """Eight responses of 10 to a prompt of 20: 100 tokens with the prompt once, 240 with each its own."""
+    lengths, groups, shared = [30] * 8 + [5], [*"aaaaaaaa", "b"], [20] * 8 + [0]
+    assert token_chunks(lengths, 100, None, groups, shared) == [list(range(8)), [8]]
+    assert token_chunks(lengths, 60, None, groups, shared) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert token_chunks(lengths, 100, 6, groups, shared) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert token_chunks(lengths, 100, None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_the_same_rows_come_in_the_same_order_wherever_they_are_cut_from():
+    """Scoring and the update then compute the same rows alike, to the last bit."""
+    lengths = [5, 9, 5, 9, 2]
+    (whole,) = token_chunks(lengths, 100)
+    assert whole == [1, 3, 0, 2, 4]
+    (some,) = token_chunks([lengths[row] for row in (0, 2, 3)], 100)
+    assert [(0, 2, 3)[row] for row in some] == [3, 0, 2]
+
+
+def test_in_order_puts_rows_back():
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    cut = token_chunks(lengths, 10)
+    assert len(cut) > 2
+    assert in_order(([lengths[row] for row in chunk] for chunk in cut), cut) == lengths
+    assert in_order([], []) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+def test_processes_get_as_many_rows_and_about_as_many_tokens(seed, num_processes):
+    draw = random.Random(seed)
+    lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(draw.randint(0, 64))]
+    hands = deal(lengths, num_processes)
+    assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
+    sizes = [len(hand) for hand in hands]
+    assert max(sizes) - min(sizes) <= 1
+    tokens = [sum(lengths[row] for row in hand) for hand in hands]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    assert deal(lengths, num_processes) == hands
+
+
+@pytest.mark.parametrize("num_processes", [2, 4, 8])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
+    """Every row once; the slowest process has little more to compute than the mean, prompts that it shares once."""
+    draw = random.Random(num_processes)
+    rows = []
+    for prompt in range(128 // samples):
+        ids = [prompt] * draw.randint(4, 200)
+        rows += [(PromptRow("", ids, None), Response([1] * int(draw.lognormvariate(3.5, 0.8) + 1), [], True))] * samples
+    batch = UpdateBatch(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 6)
+    every_nth: list[float] = []
+    dealt: list[float] = []
+    for seed in range(20):
+        minibatch = random.Random(seed).sample(range(128), 64)
+        hands = [
+            ppo_stage._own_rows(batch, minibatch, World(rank, num_processes, CPU)) for rank in range(num_processes)
+        ]
+        assert sorted(itertools.chain(*hands)) == sorted(minibatch)
+        assert all(hand == sorted(hand) for hand in hands)
+        for found, shares in (
+            (dealt, hands),
+            (every_nth, [minibatch[rank::num_processes] for rank in range(num_processes)]),
+        ):
+            tokens = [
+                sum(len(ids) for ids in {tuple(rows[i][0].ids) for i in share})
+                + sum(len(rows[i][1].ids) for i in share)
+                for share in shares
+            ]
+            found.append(max(tokens) / (sum(tokens) / num_processes) if samples == 1 else max(tokens))
+    assert statistics.fmean(dealt) < statistics.fmean(every_nth)
+    if samples == 1:
+        assert statistics.fmean(dealt) < 1.1
+
+
+def test_responses_that_stand_whole_count_whole():
+    """Equal responses to a prompt share nothing, nor do those to a prompt of a few tokens."""
+    policy = llama()
+    prepare(policy, CPU)
+    assert shares_prefixes(policy)
+    answer = Response([1] * 10, [], True)
+    for prompt, responses, most in (
+        ([5] * 90, [answer] * 16, 200),
+        ([5] * 7, [Response([i] * 3, [], True) for i in range(40)], 64),
+        ([5] * 90, [Response([i] * 10, [], True) for i in range(16)], 200),
+    ):
+        prompts = [PromptRow("", prompt, None)] * len(responses)
+        cut = cut_responses(Budget(most), policy, prompts, responses)
+        assert sorted(itertools.chain(*cut)) == list(range(len(responses)))
+        sizes = []
+        for part in cut:
+            batch = pack([prompt + responses[i].ids for i in part], groups=[0] * len(part))
+            sizes.append(len(batch.ids))
+        assert max(sizes) <= most
+    assert len(cut) == 2, "different answers to a long prompt do share it: 90 + 11 * 10"
+
+
+def test_a_padded_row_counts_its_longest_answer_for_each():
+    item = RankedIds([[1] * 500, [1] * 20, [2] * 20], None)
+    packed = llama()
+    prepare(packed, CPU)
+    assert rm_stage._num_tokens(item, packed) == 500 + 20 + 20
+    padded = copy.deepcopy(packed)
+    padded.set_attn_implementation("sdpa")
+    assert rm_stage._num_tokens(item, padded) == 3 * 500
+    assert rm_stage._num_tokens(RankedIds([[1] * 30 + [2], [1] * 30 + [3, 4]], None), packed) == 33
+    assert rm_stage._num_tokens(RankedIds([[1] * 7 + [2], [1] * 7 + [3, 4]], None), packed) == 17
+
+
+def test_dealing_is_fairer_than_every_nth_row():
+    draw = random.Random(0)
+    gaps = {"dealt": 0, "every second": 0}
+    for _ in range(50):
+        lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(16)]
+        for name, hands in (("dealt", deal(lengths, 2)), ("every second", [range(0, 16, 2), range(1, 16, 2)])):
+            a, b = (sum(lengths[row] for row in hand) for hand in hands)
+            gaps[name] += abs(a - b)
+    assert gaps["dealt"] < 0.4 * gaps["every second"], gaps
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_activation_bytes_are_those_of_the_formula():
+    model = llama()
+    wanted = 4 * 3 * (7 * 64 + 2 * 32 + 4 * 176)
+    assert activation_bytes(model, "float32") == pytest.approx(wanted, rel=0.05)
+    assert activation_bytes(model, "float32") == activation_bytes(model, "float32")
+    assert activation_bytes(llama(layers=6), "float32") == pytest.approx(2 * wanted, rel=0.05)
+    assert activation_bytes(model, "bfloat16") < 0.8 * wanted
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_keeps_something_of_a_token(architecture, pipeline):
+    model = load_policy(str(pipeline(architecture) / "sft/model"))
+    prepare(model, CPU)
+    state = torch.get_rng_state()
+    config = model.config.get_text_config()
+    least = 4 * config.num_hidden_layers * 6 * config.hidden_size
+    assert activation_bytes(model, "float32") > least
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_budget_by_hand(monkeypatch):
+    """It follows from shapes and the memory in all, and is within its bounds."""
+    model, judge = llama(), llama(cls=LlamaForSequenceClassification)
+    weights, judging = (sum(p.numel() for p in m.parameters()) for m in (model, judge))
+    a_token = activation_bytes(model, "float32") + 4 * 4 * 500
+
+    def budget(gigabytes, trained=(model,), frozen=(), num_processes=1):
+        monkeypatch.setattr(cost, "total_memory", lambda _: gigabytes * GB)
+        return token_budget(trained, frozen, CPU, "float32", num_processes)
+
+    wanted = int(0.6 * (0.05 * GB - 16 * weights) / a_token)
+    assert FEWEST_TOKENS < wanted < CPU_TOKENS
+    assert budget(0.05) == wanted
+    assert budget(0.1, num_processes=2) == wanted
+    assert budget(0.05, frozen=[judge]) == int(0.6 * (0.05 * GB - 16 * weights - 4 * judging) / a_token)
+    assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), "one graph at a time: the larger"
+    assert budget(0.06, trained=[model, judge]) == int(0.6 * (0.06 * GB - 16 * (weights + judging)) / a_token)
+    assert budget(64) == CPU_TOKENS
+    assert budget(0.0001) == FEWEST_TOKENS
+    for p in model.model.layers.parameters():
+        p.requires_grad_(False)
+    assert budget(0.05) > wanted, "what is frozen needs no gradient and no moments"
+    a_frozen = activation_bytes(model, "float32") + 4 * 4 * 500
+    monkeypatch.setattr(cost, "CPU_BYTES", 1500.5 * a_frozen)
+    assert budget(64) == 1500
+    monkeypatch.setattr(cost, "CPU_BYTES", 700 * a_frozen)
+    assert budget(64) == CPU_TOKENS // 2
+
+
+def test_the_budget_of_recomputed_layers(monkeypatch):
+    """Of each layer its input, and one layer's activations: more layers cost little."""
+    monkeypatch.setattr(cost, "total_memory", lambda _: int(0.05 * GB))
+    shallow, deep = llama(layers=2), llama(layers=8)
+    found = {
+        (model.config.num_hidden_layers, checkpointing): token_budget(
+            [model], [], CPU, "float32", 1, checkpointing=checkpointing
+        )
+        for model in (shallow, deep)
+        for checkpointing in (False, True)
+    }
+    weights = sum(p.numel() for p in deep.parameters())
+    a_token = activation_bytes(deep, "float32") / 8 + 4 * 8 * deep.config.hidden_size + 4 * 4 * 500
+    assert found[8, True] == min(CPU_TOKENS, int(0.6 * (0.05 * GB - 16 * weights) / a_token))
+    assert found[8, True] > 1.5 * found[8, False]
+    assert found[2, True] >= found[2, False]
+
+
+def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
+    whole = cost.total_memory(CPU)
+    assert whole > GB // 2
+    limit = tmp_path / "memory.max"
+    for text, wanted in (("max\n", whole), (f"{GB // 4}\n", GB // 4), (f"{2**62}\n", whole)):
+        limit.write_text(text)
+        monkeypatch.setattr(cost, "LIMITS", (str(limit), str(tmp_path / "missing")))
+        assert cost.total_memory(CPU) == wanted
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from support.budget import llama, reckoned_and_done
+model = llama(hidden=128, intermediate=344, layers=4, heads=4, key_value_heads=4, vocab=2048)
+reckoned_and_done(model, 64)
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+print(reckoned_and_done(model, 2048) / (memory("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_reckoned_with_is_what_is_needed(tmp_path):
+    """Against the peak of a process that gives freed memory back at once."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT))),
+        "MALLOC_MMAP_THRESHOLD_": "16384",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert 0.75 < float(found.stdout) < 1.35, "reckoned bytes over measured ones"
+
+
+# ------------------------------------------------------------------------------------------ operations
+
+
+def models():
+    """A model of each kind, wide enough that its norms and biases count for little."""
+    return {
+        "llama": LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=128,
+                intermediate_size=320,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=48,
+                vocab_size=300,
+            )
+        ),
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=300, n_positions=256)),
+        "gpt-neox": GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+            )
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=128,
+                intermediate_size=160,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=300,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+            )
+        ),
+    }
+
+
+def counted(model, length, *, backward):
+    """The operations of a pass over one sequence, by torch's own counter."""
+    ids = torch.arange(length)[None] + 3
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "mixtral"])
+def test_operations_are_those_that_torch_counts(name):
+    model = models()[name]
+    model.set_attn_implementation("eager")
+    if name == "mixtral":
+        model.set_experts_implementation("eager")
+    work, length = work_of(model), 240
+    # torch multiplies every token with every other one, ours counts those that it may see.
+    unseen = 4 * work.width * (length * length - length * (length + 1) // 2)
+    forward = work.forward([length], length)
+    assert counted(model, length, backward=False) == pytest.approx(forward + unseen, rel=0.02)
+    assert counted(model, length, backward=True) == pytest.approx(3 * (forward + unseen), rel=0.02)
+    assert work.training([length], length) == 3 * forward
+    assert work.forward([15, 25], 7) == work.forward([15], 3) + work.forward([25], 4)
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute():
+    model = models()["llama"]
+    model.set_attn_implementation("eager")
+    for p in model.model.layers.parameters():
+        p.requires_grad_(False)
+    work, length = work_of(model), 240
+    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
+    assert work.trained < 0.01 * work.weights
+    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+
+
+def test_a_frozen_head_has_no_gradient_to_compute():
+    config = models()["llama"].config
+    config.vocab_size = 4000
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")
+    model.lm_head.weight.requires_grad_(False)
+    work, length = work_of(model), 240
+    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
+    assert work.head > work.weights
+    assert work.trained_head == 0
+    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+
+
+def test_a_shared_prompt_counts_once():
+    """Three answers to one prompt cost the prompt once, and each answer's tokens what they cost behind it."""
+    work = work_of(models()["llama"])
+    prompt, answers = 20, [5, 7, 6]
+    lengths = [prompt + n for n in answers]
+    behind = [work.forward([prompt + n], n) - work.forward([prompt], 0) for n in answers]
+    shared = [0, prompt, prompt]
+    assert work.forward(lengths, sum(answers), shared) == work.forward([prompt], 0) + sum(behind)
+    assert work.training(lengths, sum(answers), shared) == 3 * work.forward(lengths, sum(answers), shared)
+    rows = [PromptRow("", [1] * 9, None), PromptRow("", [2] * 4, None), PromptRow("", [1] * 9, None)]
+    assert shared_prompts(rows) == [0, 0, 9]
+
+
+def test_the_peak_is_measured_without_touching_the_run():
+    state = torch.get_rng_state()
+    assert peak_flops(CPU, "float32") > 1e9
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# ----------------------------------------------------------------------------------------------- speed
+
+
+class Two(World):
+    """The first of two processes, of which the other did as much."""
+
+    def sum_floats(self, values):
+        return {key: 2 * value for key, value in values.items()}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    now = SimpleNamespace(at=100.0)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(monotonic=lambda: now.at))
+    return now
+
+
+def test_rows_by_hand(clock):
+    watch = Speed("sft", Two(0, 2, CPU))
+    watch.peak_flops = 1000.0
+    with watch.phase("data"):
+        clock.at += 1
+    with watch.phase("step"):
+        clock.at += 4
+    watch.count("step", tokens=100, flops=600)
+    row = watch.row()
+    assert row.pop("memory/peak_gb") > 0
+    assert row == {
+        "time/data_s": 1.0,
+        "time/step_s": 4.0,
+        "time/evaluation_s": 0.0,
+        "time/checkpoint_s": 0.0,
+        "speed/step_tokens_per_s": 50.0,  # 2 x 100 in 4 s
+        "speed/step_mfu": 0.15,  # 2 x 600 of 2 x 1000 x 4
+    }
+    # What comes between two rows is in the second of them, and nothing twice.
+    watch.count("checkpoint", seconds=2.5)
+    with watch.phase("evaluation"):
+        clock.at += 0.5
+    row = watch.row()
+    assert (row["time/checkpoint_s"], row["time/evaluation_s"], row["time/step_s"]) == (2.5, 0.5, 0.0)
+    assert row["speed/step_tokens_per_s"] == 0.0
+    clock.at = 110.0
+    line = watch.line()
+    assert line.startswith("speed: step 50 tokens/s (MFU 15%); peak 0 GFLOPS; time:")
+    assert "time: data 10%, step 40%, evaluation 5%, checkpoint 25%, rest 20%; memory at most" in line
+    assert "\n" not in line
+
+
+STEP = {"time/data_s", "time/step_s", "speed/step_tokens_per_s", "speed/step_mfu"}
+ITERATION = {f"time/{name}_s" for name in ("rollout", "scoring", "reward", "update")} | {
+    f"speed/{name}_{what}" for name in ("rollout", "scoring", "update") for what in ("tokens_per_s", "mfu")
+}
+ALWAYS = {"time/evaluation_s", "time/checkpoint_s", "memory/peak_gb", "time/elapsed_s"}
+
+
+@pytest.mark.parametrize(("stage", "own"), [("sft", STEP), ("rm", STEP), ("ppo", ITERATION)])
+def test_every_row_of_a_run_says_how_fast_it_was(stage, own, pipeline):
+    rows = [
+        row
+        for row in read_jsonl(pipeline("llama") / stage / "metrics.jsonl")
+        if f"loss/{stage}" in row or "policy/ratio" in row
+    ]
+    assert rows
+    for row in rows:
+        assert own | ALWAYS == {key for key in row if key.startswith(("time/", "speed/", "memory/"))}
+        assert all(row[key] > 0 for key in own if key != "time/data_s"), row
+        assert all(0 < row[key] < 1.5 for key in own if key.endswith("mfu")), row
+        assert 0.1 < row["memory/peak_gb"] < 100
+
+
+def test_the_tokens_of_a_step_are_its_real_ones(make_model, run_stage, tmp_path, monkeypatch):
+    batches, real = [], sft_stage._accumulate
+
+    def watched(model, batch, *rest):
+        batches.append(sum(len(example.ids) for example in batch))
+        return real(model, batch, *rest)
+
+    monkeypatch.setattr(sft_stage, "_accumulate", watched)
+    place = run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
+    rows = [row for row in read_jsonl(place / "metrics.jsonl") if "loss/sft" in row]
+    found = [row["speed/step_tokens_per_s"] * row["time/step_s"] for row in rows]
+    # Seconds are written with four digits after the point.
+    assert found == pytest.approx(batches, rel=0.05)
+
+
+def test_a_stage_ends_with_a_line_of_its_speed(write_config, make_model, tmp_path, capsys):
+    path = write_config(
+        "sft", tmp_path, model={"path": str(make_model("llama"))}, training={"tokens_per_microbatch": 30}
+    )
+    sft_stage.run(load_config(path, SFTConfig))
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "speed:" in line]
+    assert "step " in line
+    assert "tokens/s (MFU" in line
+    assert "memory at most" in line
+    assert "at most 30 tokens at a time" in said

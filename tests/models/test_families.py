@@ -1,0 +1,457 @@
+"""Families of models that compute in ways of their own: what is found out about them, and that it comes out right.
+
+Each is compared with a copy that no one prepared, one forward a sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+
+from rlhf_cli.decoders import plain as plain_decoder
+from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.kernels import attention
+from rlhf_cli.models.cost import activation_bytes, work_of
+from rlhf_cli.models.forward import (
+    computes_in_bfloat16,
+    hidden_at,
+    is_packed,
+    logits_and_hidden_at,
+    logits_at,
+    target_logprobs,
+)
+from rlhf_cli.models.limits import check_positions, positions
+from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
+from rlhf_cli.packing import pack
+from rlhf_cli.rewards.models import sequence_scores
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+
+CPU = torch.device("cpu")
+VOCAB, WINDOW = 97, 12
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KV = {**BASE, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+WINDOWED = {**KV, "sliding_window": WINDOW}
+HALF = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+def made(family, auto=AutoModelForCausalLM, **config):
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1 and not name.endswith("A_log"):
+                p.mul_(4)  # As it is made, what a token attends to hardly matters.
+    return model
+
+
+def ids(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SEQUENCES = [ids(40, 1), ids(17, 2), ids(5, 3)]
+
+
+@torch.no_grad()
+def plain_logits(plain, sequence):
+    return plain(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- windows
+
+
+IN_MASK_ONLY = {
+    "phimoe": ("phimoe", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}, "its attention window of 12"),
+    "doge": ("doge", WINDOWED, "its attention makes masks of its own"),
+    "qwen2_moe": ("qwen2_moe", {**WINDOWED, **SHARED_EXPERT, **HALF}, "its attention window of 12"),
+}
+HANDED_ON = {
+    "mistral": ("mistral", WINDOWED),
+    "gemma3": ("gemma3_text", {**WINDOWED, "head_dim": 8, "layer_types": HALF["layer_types"]}),
+    "qwen2": ("qwen2", {**WINDOWED, **HALF}),
+    "mixtral": ("mixtral", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe without": ("qwen2_moe", {**KV, **SHARED_EXPERT}),
+}
+
+
+@pytest.mark.parametrize("name", [*IN_MASK_ONLY, *HANDED_ON])
+def test_texts_longer_than_the_window(name):
+    family, config, *reason = {**IN_MASK_ONLY, **HANDED_ON}[name]
+    plain = made(family, **config)
+    model = copy.deepcopy(plain)
+    note = prepare(model, CPU)
+    assert is_packed(model) == (not reason)
+    assert note is None if not reason else note.startswith(f"{type(model).__name__}: {reason[0]}")
+    batch = pack(SEQUENCES)
+    with torch.no_grad():
+        found = logits_at(model, batch, torch.arange(len(batch.ids)))
+    wanted = [plain_logits(plain, sequence) for sequence in SEQUENCES]
+    close(found, torch.cat(wanted))
+    if "without" not in name:
+        changed = plain_logits(plain, [5, *SEQUENCES[0][1:]])
+        assert (changed - wanted[0])[:WINDOW].abs().max() > 0.1
+        unwindowed = copy.deepcopy(plain)
+        unwindowed.set_attn_implementation(attention.EACH)
+        with torch.no_grad():
+            lost = hidden_at(unwindowed, batch, torch.arange(len(batch.ids)))
+            kept = torch.cat([plain.base_model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in SEQUENCES])
+        assert ((lost - kept).abs().max() > 0.01) == bool(reason), "else there would be nothing to find out"
+
+
+def test_nothing_is_watched_when_nobody_looks():
+    assert attention._watching == []
+    with pytest.raises(ValueError, match="boom"), attention.watched_masks():
+        raise ValueError("boom")
+    assert attention._watching == []
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("cached", [False, True], ids=["at once", "in two parts"])
+def test_a_prepared_model_called_by_anyone_is_the_plain_one(name, cached):
+    """Without a mask and without `packed`, as every tool of transformers may call it."""
+    family, config = HANDED_ON[name]
+    plain = made(family, **config)
+    model = copy.deepcopy(plain)
+    assert prepare(model, CPU) is None
+    text = torch.tensor([SEQUENCES[0]])
+    with torch.no_grad():
+        if cached:
+            cache = DynamicCache(config=model.config)
+            parts = [model(input_ids=part, past_key_values=cache).logits[0] for part in text.split([15, 25], 1)]
+            found = torch.cat(parts)
+        else:
+            found = model(input_ids=text).logits[0]
+    close(found, plain_logits(plain, SEQUENCES[0]))
+
+
+# ----------------------------------------------------------------------------------- rotary embeddings
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_a_rotation_that_follows_the_longest_text_is_kept_from_changing():
+    model = made("phi3", **KV, original_max_position_embeddings=32, rope_parameters=LONGROPE)
+    assert positions(model) == 32
+    check_positions(model, 32, "data.max_length")
+    with pytest.raises(ConfigError) as error:
+        check_positions(model, 33, "data.max_length")
+    assert "the model has 32 positions before its rotary embedding (longrope) changes with the longest" in str(
+        error.value
+    )
+    prepare(model, CPU)
+    short = ids(20, 1)
+    at = torch.arange(len(short))
+
+    def beside(length):
+        with torch.no_grad():
+            return logits_at(model, pack([short, ids(length, 2)]), at)
+
+    close(beside(32), plain_logits(model, short))
+    assert (beside(33) - plain_logits(model, short)).abs().max() > 0.01, "else more could be let in"
+
+
+def test_a_dynamic_rotation_is_one_function_up_to_the_models_positions():
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = made("llama", **{**KV, "max_position_embeddings": 32}, rope_parameters=dynamic)
+    assert positions(model) == 32
+    short = ids(20, 1)
+    for length, exact in ((32, True), (33, False)):
+        with torch.no_grad():
+            both = model(input_ids=torch.tensor([short + [0] * (length - 20), ids(length, 2)])).logits
+        assert torch.allclose(both[0, :20], plain_logits(model, short), atol=1e-4) == exact
+
+
+def test_positions_of_a_rotation_for_each_type_of_layer():
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
+    model = made("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
+    assert positions(model) == 32
+    assert positions(made("llama", **KV)) == 128
+
+
+# ------------------------------------------------------------------------------------------- sampling
+
+
+SAMPLED = {
+    "llama": ("llama", KV, PADDED),
+    "mistral": ("mistral", WINDOWED, PADDED),
+    "jamba": (
+        "jamba",
+        {**KV, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
+        | {"use_mamba_kernels": False},
+        PADDED,
+    ),
+    "bamba": ("bamba", {**KV, **MAMBA, "attn_layer_indices": [1]}, PADDED),
+    "lfm2": ("lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, PADDED),
+    "qwen3_next": (
+        "qwen3_next",
+        {**KV, **SHARED_EXPERT, "num_hidden_layers": 4, "head_dim": 8}
+        | {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        PADDED,
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**KV, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 2, "shared_intermediate_size": 32},
+        PADDED,
+    ),
+    "falcon_h1": ("falcon_h1", {**KV, **MAMBA, "mamba_d_ssm": 64}, PADDED),
+    "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, PADDED),
+    "bart": (
+        "bart",
+        {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+        | {"decoder_ffn_dim": 48, "max_position_embeddings": 128},
+        EQUAL,
+    ),
+    "rwkv": (
+        "rwkv",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}
+        | {"intermediate_size": 48, "context_length": 128},
+        WHOLE,
+    ),
+    "openai-gpt": (
+        "openai-gpt",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+        WHOLE,
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        | {"num_attention_heads": 4, "lru_width": 32, "attention_window_size": WINDOW},
+        WHOLE,
+    ),
+}
+PROMPTS = [ids(n, n) for n in (20, 3, 1, 9, 3)]
+STOP = Sampling(stop=frozenset(range(2, 40)))
+
+
+@functools.cache
+def pair(name):
+    """(a model as transformers makes it, the same prepared)."""
+    family, config, _ = SAMPLED[name]
+    plain = made(family, **config)
+    model = copy.deepcopy(plain)
+    prepare(model, CPU)
+    return plain, model
+
+
+def sampled_gap(plain, responses):
+    """The largest difference of a sampled log-probability from that of one forward a sequence, in nats."""
+    gap = 0.0
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        logprobs = plain_logits(plain, prompt + response.ids)[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+        gap = max(gap, (wanted - torch.tensor(response.logprobs)).abs().max().item())
+    return gap
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_logprobs_are_those_of_one_forward_a_sequence(name, monkeypatch):
+    plain, model = pair(name)
+    monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model))
+    responses = sample(model, PROMPTS, draw_uniforms(0, "families", 0, len(PROMPTS), 9), STOP)
+    # Mamba's scan rounds more: in whatever precision, it is in float32.
+    assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
+    assert len({len(response.ids) for response in responses}) > 1, "rows leave while others go on"
+    how = SAMPLED[name][2]
+    assert how_to_decode(model) == how
+    line = why_not_padded(model)
+    assert line is None if how == PADDED else line.endswith("which is slower and as exact")
+
+
+@pytest.mark.parametrize(("name", "how"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
+def test_the_faster_way_would_be_wrong(name, how):
+    _, model = pair(name)
+    assert plain_decoder._gap(model, how) > 1e-3
+
+
+@pytest.mark.parametrize("how", [PADDED, EQUAL, WHOLE])
+def test_the_three_ways_are_one(how, monkeypatch):
+    _, model = pair("llama")
+    monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model, how))
+    table = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
+    found = sample(model, PROMPTS, table, STOP, max_live_rows=3)
+    monkeypatch.undo()
+    wanted = sample(model, PROMPTS, table, STOP)
+    assert [r.ids for r in found] == [r.ids for r in wanted]
+    assert sampled_gap(model, found) < 1e-4
+
+
+def test_a_model_is_asked_once(monkeypatch):
+    model = made("llama", **KV)
+    asked = []
+    real = plain_decoder._gap
+    monkeypatch.setattr(plain_decoder, "_gap", lambda *args: asked.append(args[1]) or real(*args))
+    assert [how_to_decode(model), how_to_decode(model)] == [PADDED, PADDED]
+    assert asked == [PADDED]
+
+
+def test_a_model_that_batches_change_is_refused(monkeypatch):
+    monkeypatch.setattr(plain_decoder, "_gap", lambda _, how: 0.5 if how == WHOLE else 2.0)
+    with pytest.raises(ArtifactError, match=r"LlamaForCausalLM: several texts at a time differ .* by 5\.0e-01"):
+        how_to_decode(made("llama", **KV))
+
+
+def test_weights_that_are_no_numbers_are_not_the_decoders_fault():
+    model = made("llama", **KV)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    assert how_to_decode(model) == PADDED
+
+
+# ------------------------------------------------------------------------------------ training and cost
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart"])
+def test_what_a_stage_asks_of_a_model(name):
+    plain, model = pair(name)
+    model = copy.deepcopy(model)
+    work = work_of(model)
+    assert (work.width == 0) == (name in ("mamba", "rwkv"))
+    assert 0 < work.forward([5], 2) < work.training([5], 2)
+    assert activation_bytes(model, "float32") > 0
+    learnt = [[False] + [True] * (len(s) - 1) for s in SEQUENCES]
+    found = target_logprobs(model, SEQUENCES, learnt)
+    wanted = [
+        plain_logits(plain, s)[:-1].log_softmax(-1).gather(1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES
+    ]
+    close(found, torch.cat(wanted))
+    found.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("family", "auto", "config"),
+    [
+        (
+            "llama4_text",
+            AutoModelForCausalLM,
+            {**KV, "num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8},
+        ),
+        (
+            "t5",
+            AutoModelForSequenceClassification,
+            {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+            | {"num_labels": 1, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+        ),
+    ],
+)
+def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, config):
+    model = made(family, auto, **config)
+    with pytest.raises(ArtifactError) as error:
+        prepare(model, CPU)
+    assert str(error.value).startswith(f"{type(model).__name__}: its backbone gives no hidden states")
+    assert str(error.value).endswith("Give a model of another family")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "bart", "mamba", "rwkv"])
+def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training(name):
+    _, model = pair(name)
+    head = torch.nn.Linear(32, 1, bias=False)
+    if name in ("llama", "jamba"):
+        check_shared_value_model(model)
+        assert torch.equal(shared_value_model(model, head).score.weight, head.weight)
+        return
+    with pytest.raises(ArtifactError, match=r"value_model\.init: shared: transformers has no sequence classifier on"):
+        check_shared_value_model(model)
+    with pytest.raises((ValueError, RuntimeError)):
+        shared_value_model(model, head)
+
+
+def test_on_padded_batches_the_head_runs_where_it_is_asked():
+    plain = made("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    model = copy.deepcopy(plain)
+    prepare(model, CPU)
+    assert not is_packed(model)
+    learnt = [[False] * 38 + [True] * 2, [False] * 17, [False] * 5]
+    target_logprobs(model, SEQUENCES, learnt)  # The first time it is asked what its head does.
+    rows = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape.numel() // VOCAB))
+    found = target_logprobs(model, SEQUENCES, learnt)
+    assert rows == [2]
+    logits = plain(input_ids=torch.tensor([SEQUENCES[0]])).logits[0, 37:39]
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(SEQUENCES[0][38:])[:, None])[:, 0]
+    close(found, wanted)
+    for one in (found, wanted):
+        one.sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gemma2"])
+def test_logits_and_hidden_states_of_a_model_that_is_asked_for_the_first_time(family):
+    """Gemma 2 caps its logits: its head alone would not do."""
+    config = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    plain = made(family, **({**KV, "head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else config))
+    model = copy.deepcopy(plain)
+    prepare(model, CPU)
+    assert not is_packed(model)
+    batch = pack(SEQUENCES)
+    at = torch.tensor([3, 39, 41, 60])
+    with torch.no_grad():
+        logits, hidden = logits_and_hidden_at(model, batch, at)
+        close(hidden, hidden_at(model, batch, at))
+    close(logits, torch.cat([plain_logits(plain, s) for s in SEQUENCES])[at])
+
+
+def test_a_gpu_that_emulates_bfloat16_is_no_reason_for_it(monkeypatch):
+    def like_a_v100(including_emulation=True):
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", like_a_v100)
+    gpu = torch.device("cuda")
+    assert not computes_in_bfloat16(gpu, "auto")
+    assert computes_in_bfloat16(gpu, "bfloat16")
+    assert not computes_in_bfloat16(gpu, "float32")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)  # noqa: ARG005
+    assert computes_in_bfloat16(gpu, "auto")
+    assert not computes_in_bfloat16(CPU, "auto")
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "electra", "xlnet"])
+def test_a_classifier_whose_score_sees_the_padding_is_refused(family):
+    """XLNet reads the last place of a row, and a row is padded behind."""
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64} if family == "xlnet" else {}
+    if family == "distilbert":
+        sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+    if not sizes:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, num_labels=1, pad_token_id=0, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config).train()
+    if family != "xlnet":
+        prepare(model, CPU)
+        assert model.training
+        model.eval()
+        together = sequence_scores(model, SEQUENCES)
+        close(together, torch.cat([sequence_scores(model, [one]) for one in SEQUENCES]))
+        return
+    with pytest.raises(ArtifactError, match=r"padding behind a text changes its score, by .*another family"):
+        prepare(model, CPU)

@@ -1,0 +1,490 @@
+"""Packed rows with shared prefixes, against one plain forward a sequence: what stands where, and what comes out."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.records import Prompt, Ranking
+from rlhf_cli.kernels import attention
+from rlhf_cli.models import forward
+from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
+from rlhf_cli.models.load import set_dropout_off
+from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
+from rlhf_cli.rewards.models import score_sequences, sequence_scores
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.scoring import Models, PromptRow, ref_response_logprobs, score_tokens
+from rlhf_cli.training.distributed import World
+from stages import rm as rm_stage
+
+CPU = torch.device("cpu")
+VOCAB = 97
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+MODELS = {
+    "llama": ("llama", LLAMA),
+    "gpt2": ("gpt2", GPT2),
+    "qwen2": ("qwen2", LLAMA),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # A window that is shorter than the prompts: what follows one no longer sees its beginning.
+    "mistral, window 6": ("mistral", {**LLAMA, "sliding_window": 6}),
+}
+
+
+def ids(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPT, OTHER = ids(19, 1), ids(9, 2)
+SEQUENCES = [
+    PROMPT + ids(12, 3),
+    PROMPT + ids(5, 4),
+    ids(7, 5),
+    OTHER + ids(3, 6),
+    PROMPT + ids(23, 7),
+    OTHER + ids(14, 8),
+    ids(1, 9),
+    PROMPT[:11] + ids(2, 10),
+]
+GROUPS = ["a", "a", "b", "c", "a", "c", "b", "a"]
+SHARED = [0, 19, 0, 0, 19, 9, 0, 11]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request):
+    """(a model as transformers makes it, the same on packed rows)."""
+    return made(request.param)
+
+
+def made(name, auto=AutoModelForCausalLM, **settings):
+    architecture, config = MODELS[name]
+    torch.manual_seed(0)
+    plain = auto.from_config(AutoConfig.for_model(architecture, vocab_size=VOCAB, pad_token_id=0, **config, **settings))
+    set_dropout_off(plain)
+    plain.eval()
+    model = copy.deepcopy(plain)
+    assert choose_attention(model) is None
+    assert shares_prefixes(model)
+    return plain, model
+
+
+def close(found, wanted, tolerance=1e-4):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def same_gradients(model, plain, tolerance=1e-4):
+    found, wanted = ({name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (model, plain))
+    assert found.keys() == wanted.keys()
+    size = max(g.abs().max() for g in wanted.values())
+    assert size > 0
+    for name in wanted:
+        assert (found[name] - wanted[name]).abs().max() <= tolerance * size, name
+    for m in (model, plain):
+        m.zero_grad()
+
+
+# --------------------------------------------------------------------------------- what stands where
+
+
+def everywhere(batch):
+    return batch.indices([0] * len(batch.segments), batch.lengths)
+
+
+def test_every_token_is_found_where_the_sequence_says():
+    batch = pack(SEQUENCES, groups=GROUPS)
+    at = everywhere(batch)
+    assert batch.ids[at].tolist() == [i for sequence in SEQUENCES for i in sequence]
+    assert batch.position_ids[at].tolist() == [p for sequence in SEQUENCES for p in range(len(sequence))]
+    assert batch.lengths == [len(sequence) for sequence in SEQUENCES]
+    assert len(batch.ids) == sum(batch.lengths) - sum(SHARED)
+    assert [segment.prefix_length for segment in batch.segments] == SHARED
+    assert batch.ids[batch.last].tolist() == [sequence[-1] for sequence in SEQUENCES]
+    assert len(set(batch.last.tolist())) == len(SEQUENCES)
+    assert sorted(set(at.tolist())) == list(range(len(batch.ids))), "nothing stands in the row for nobody"
+
+
+def test_without_groups_nothing_is_shared():
+    batch = pack(SEQUENCES)
+    assert batch.ids.tolist() == end_to_end(SEQUENCES).tolist() == [i for sequence in SEQUENCES for i in sequence]
+    assert torch.equal(everywhere(batch), torch.arange(len(batch.ids)))
+    assert all(segment.prefix_length == 0 for segment in batch.segments)
+    assert batch.bounds.key_indices is None
+
+
+def test_positions_of_responses_reach_into_the_shared_prefix():
+    """A response's first token is predicted at the prompt's last, which stands under another sequence."""
+    prompts = [4, 19, 1, 9, 19, 8, 1, 3]
+    batch = pack(SEQUENCES, groups=GROUPS)
+    at = response_positions(batch, prompts)
+    whole = response_positions(pack(SEQUENCES), prompts)
+    wanted = pack(SEQUENCES)
+    assert batch.ids[at].tolist() == wanted.ids[whole].tolist()
+    assert batch.position_ids[at].tolist() == wanted.position_ids[whole].tolist()
+
+
+def test_what_is_not_shared():
+    a = ids(20, 1)
+    equal = pack([a, a, a[:12]], groups=[0, 0, 0])
+    assert [s.prefix_length for s in equal.segments] == [0, 0, 0], "equal scores stay equal to the last bit"
+    short = pack([a[:7] + [3, 4, 5], a[:7] + [6, 7, 8]], groups=[0, 0])
+    assert [s.prefix_length for s in short.segments] == [0, 0]
+    apart = pack([a + [3], a + [4]], groups=[0, 1])
+    assert [s.prefix_length for s in apart.segments] == [0, 0]
+    assert pack([a[:8] + [3], a[:8] + [4]], groups=[0, 0]).segments[1] == Segment(9, 1, 0, 8)
+
+
+def test_runs_of_equal_length():
+    """Four or more whole neighbours of one length are a run; what has a prefix is a run of its own."""
+    batch = pack(
+        [*([[1, 2, 3]] * FEWEST_EQUAL), [4, 5], [4, 6], *SEQUENCES], groups=[*range(FEWEST_EQUAL + 2), *GROUPS]
+    )
+    runs = batch.runs
+    assert [(run.num_sequences, run.length) for run in runs[:3]] == [(4, 3), (1, 2), (1, 2)]
+    assert sum(run.num_sequences * run.length for run in runs) == len(batch.ids)
+    assert [run.prefix for run in runs[3:]] == [None, (3, 0, 19), None, None, (3, 0, 19), (6, 0, 9), None, (3, 0, 11)]
+    within = pack([ids(12, n) for n in range(4)] + [ids(12, 2)[:10] + [4]], groups=[0, 1, 2, 3, 2]).runs
+    assert [(run.num_sequences, run.length, run.prefix) for run in within] == [(4, 12, None), (1, 1, (0, 24, 34))]
+
+
+# ---------------------------------------------------------------------------------- what comes out
+
+
+def plain_hidden(plain, sequences):
+    return torch.cat([plain.base_model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in sequences])
+
+
+@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
+def test_hidden_states_logits_and_gradients_are_those_of_a_plain_forward(pair, groups):
+    plain, model = pair
+    batch = pack(SEQUENCES, groups=groups)
+    at = everywhere(batch)
+    close(hidden_at(model, batch, at), plain_hidden(plain, SEQUENCES))
+    logits = logits_at(model, batch, at)
+    wanted = torch.cat([plain(input_ids=torch.tensor([s])).logits[0] for s in SEQUENCES])
+    close(logits, wanted)
+    weights = torch.randn(len(at), 1, generator=torch.Generator().manual_seed(1))
+    for each in (logits, wanted):
+        (each.log_softmax(-1)[:, :9] * weights).sum().backward()
+    same_gradients(model, plain)
+
+
+def test_many_of_one_length_in_one_call(pair):
+    """With and without a window, and continued by one that shares a prefix with the third of them."""
+    plain, model = pair
+    sequences = [ids(9, n) for n in range(5)]
+    sequences.append(sequences[2][:8] + ids(4, 30))
+    batch = pack(sequences, groups=[0, 1, 2, 3, 4, 2])
+    assert [run.num_sequences for run in batch.runs] == [5, 1]
+    found, wanted = hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, sequences)
+    close(found, wanted)
+    for each in (found, wanted):
+        each.square().sum().backward()
+    same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_and_their_gradients(name):
+    plain, model = made(name, AutoModelForSequenceClassification, num_labels=1)
+    torch.nn.init.normal_(plain.score.weight)
+    model.score.load_state_dict(plain.score.state_dict())
+    found = sequence_scores(model, SEQUENCES, GROUPS)[:, 0]
+    wanted = torch.stack([plain.score(plain_hidden(plain, [s]))[-1, 0] for s in SEQUENCES])
+    close(found, wanted)
+    assert wanted.std() > 0.1, "else any two scores would be close"
+    for budget in (Budget(10_000, 1), Budget(10_000, 3), Budget(10_000), Budget(1), Budget(25), Budget(40)):
+        close(score_sequences(model, SEQUENCES, "float32", budget, groups=GROUPS), wanted.detach())
+    for scores in (found, wanted):
+        (scores * torch.arange(8)).sum().backward()
+    same_gradients(model, plain)
+
+
+def test_gradient_checkpointing_computes_the_same_row_again(pair):
+    """The recomputation has to know the sequences' ends and prefixes too."""
+    plain, model = pair
+    model = copy.deepcopy(model).train()
+    model.activation_checkpointing_enable()
+    batch = pack(SEQUENCES, groups=GROUPS)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    hidden_at(model, batch, everywhere(batch)).square().sum().backward()
+    plain_hidden(plain, SEQUENCES).square().sum().backward()
+    same_gradients(model, plain)
+
+
+def test_masks_of_long_sequences_are_made_anew(pair, monkeypatch):
+    plain, model = pair
+    monkeypatch.setattr(attention, "LARGEST_KEPT", 16)
+    batch = pack(SEQUENCES, groups=GROUPS)
+    close(hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES))
+
+
+@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
+def test_bfloat16_is_no_worse_than_a_plain_forward_in_it(pair, groups):
+    plain, model = pair
+    batch = pack(SEQUENCES, groups=groups)
+    with torch.no_grad():
+        exact = plain_hidden(plain, SEQUENCES)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, rounded = hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES)
+    assert (found - exact).abs().mean() < 1.5 * (rounded - exact).abs().mean()
+
+
+# --------------------------------------------------------------------------------- the check at start
+
+
+def without_prefixes(*args, packed=None, **kwargs):
+    """Attention that forgets the prefix."""
+    if packed is not None:
+        own = [Segment(segment.start, segment.length) for segment in packed.segments]
+        packed = PackedBatch(packed.ids, packed.position_ids, own)
+    return attention.packed_attention(*args, packed=packed, **kwargs)
+
+
+def test_a_model_that_cannot_share_runs_packed_without(monkeypatch):
+    plain, model = made("llama")
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EACH, without_prefixes)
+    note = choose_attention(model)
+    assert "LlamaForCausalLM: packed rows with a shared prompt differ from a plain forward by" in note
+    assert note.endswith("it runs on packed rows that share no prompts, which is slower and as exact")
+    assert is_packed(model)
+    assert not shares_prefixes(model)
+    rows = [PromptRow("", PROMPT, Prompt("", ""))] * 2
+    responses = [Response(ids(4, n), [0.0] * 4, True) for n in (1, 2)]
+    drawn = Sampling(stop=frozenset())
+    close(
+        score_tokens(Models(model, model), rows, responses, drawn, "float32").logprobs,
+        score_tokens(Models(plain, plain), rows, responses, drawn, "float32").logprobs,
+    )
+
+
+def test_a_model_that_forgets_everything_runs_padded(monkeypatch):
+    model, _ = made("llama")
+
+    def fails(*args, **kwargs):  # noqa: ARG001
+        raise ValueError
+
+    for name in attention.PACKED:
+        monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, fails)
+    assert choose_attention(model).endswith("it runs on padded batches, which is slower and as exact")
+    assert not is_packed(model)
+
+
+def varlen_by_hand(q, k, v, queries, keys, most_queries, most_keys, *, scale, window_size, enable_gqa):  # noqa: ARG001
+    """Flash attention's contract: each sequence's queries against its keys, the last query beside the last key."""
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert queries.dtype == keys.dtype == torch.int32
+    assert int(queries.diff().max()) == most_queries
+    assert int(keys.diff().max()) == most_keys
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(queries.tolist()), itertools.pairwise(keys.tolist()), strict=True):
+        a, b, c = (x.float().transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        b, c = (x.repeat_interleave(len(a) // len(b), 0) for x in (b, c))
+        row, column = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
+        left, right = window_size
+        seen = (column <= row + right) & ((left < 0) | (column >= row - left))
+        weights = (a @ b.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append((weights @ c).transpose(0, 1))
+    return torch.cat(outputs).to(q.dtype)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
+def test_a_row_in_one_call_of_flash_attention(pair, groups, monkeypatch):
+    """What a GPU is given in 16 bits, computed by hand: it can't be run here, its arguments can."""
+    import torch.nn.attention.varlen as varlen
+
+    plain, model = pair
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(attention.ROW)
+    called = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: called.append(1) or varlen_by_hand(*a, **k))
+    batch = pack(SEQUENCES, groups=groups)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = hidden_at(model, batch, everywhere(batch))
+        wanted = plain_hidden(plain, SEQUENCES)
+    assert len(called) == 2, "once a layer"
+    exact = plain_hidden(plain, SEQUENCES)
+    error = (wanted - exact).abs().mean()
+    assert (found - exact).abs().mean() < 1.5 * error, "no further from the exact than bfloat16 is"
+    called.clear()
+    close(hidden_at(model, batch, everywhere(batch)), exact)
+    assert not called, "float32 has no such kernel"
+
+
+# -------------------------------------------------------------------------------------- those who use it
+
+
+ROWS = [PromptRow("", prompt, Prompt("", "")) for prompt in (PROMPT, PROMPT, OTHER, PROMPT, OTHER, ids(5, 40))]
+RESPONSES = [Response(ids(n, 70 + n), [0.0] * n, True) for n in (3, 7, 1, 1, 12, 4)]
+# As two responses are that begin alike.
+RESPONSES[3] = Response(RESPONSES[1].ids[:2] + [5], [0.0] * 3, True)
+DRAWN = Sampling(temperature=0.7, stop=frozenset(range(10, 20)))
+
+
+def test_ppo_scores_responses_to_one_prompt_as_if_each_were_alone(pair):
+    plain, model = pair
+    _, ref_policy = made("llama")
+    with torch.no_grad():
+        for p in ref_policy.parameters():
+            p.mul_(1.1)
+    head = torch.nn.Linear(32, 1)
+
+    def scores(policy, parts):
+        found = [
+            score_tokens(
+                Models(policy, ref_policy, value_head=head),
+                [ROWS[i] for i in part],
+                [RESPONSES[i] for i in part],
+                DRAWN,
+                "float32",
+                with_entropy=True,
+                with_full_kl=True,
+            )
+            for part in parts
+        ]
+        names = ("logprobs", "values", "entropy", "kl_full")
+        return {name: torch.cat([getattr(each, name) for each in found]) for name in names}
+
+    whole = [range(len(ROWS))]
+    found, wanted = scores(model, whole), scores(plain, [[i] for i in range(len(ROWS))])
+    for name in wanted:
+        close(found[name], wanted[name])
+    assert len(wanted["logprobs"]) == sum(len(r.ids) for r in RESPONSES)
+    for each in (found, wanted):
+        sum(tensor.square().sum() for tensor in each.values()).backward()
+    same_gradients(model, plain)
+
+
+def test_prompts_are_shared_in_ppo(monkeypatch):
+    """Else the test above would say nothing."""
+    _, model = made("llama")
+    lengths = []
+    real = forward._packed_inputs
+    monkeypatch.setattr(forward, "_packed_inputs", lambda batch: lengths.append(len(batch.ids)) or real(batch))
+    score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32")
+    # The fourth response begins as the second does, but only the first one's tokens are shared.
+    assert lengths == [19 + 3 + 7 + 3 + 9 + 1 + 12 + 5 + 4]
+
+
+def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
+    _, model = pair
+    models = Models(model, copy.deepcopy(model))
+    with torch.no_grad():
+        logprobs = score_tokens(models, ROWS, RESPONSES, DRAWN, "float32").logprobs
+        assert torch.equal(logprobs, ref_response_logprobs(models, ROWS, RESPONSES, DRAWN, "float32"))
+    rows = [ROWS[0]] * 3 + [ROWS[2]] * 3
+    table = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for size in (2, 4, 6):
+        rollout = collect(
+            rows,
+            table,
+            models,
+            sampling=replace(DRAWN, temperature=1.0),
+            tokenizer=None,
+            budget=Budget(10_000, size),
+            precision="float32",
+            recompute=True,
+        )
+        assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+        close(rollout.logprobs, rollout.sampled_logprobs)
+
+
+def test_the_full_kl_brings_ref_policys_log_probabilities_along(pair):
+    """Each model has one pass over what was sampled, and the numbers are those of a pass of their own."""
+    _, model = pair
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    rows, table = [ROWS[0]] * 3, torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
+    choices = {
+        "sampling": DRAWN,
+        "tokenizer": None,
+        "budget": Budget(10_000),
+        "precision": "float32",
+        "recompute": True,
+    }
+    passes = []
+    hook = other.register_forward_hook(lambda *_: passes.append(1))
+    found = collect(rows, table, Models(model, other), with_full_kl=True, **choices)
+    hook.remove()
+    assert len(passes) == 1
+    wanted = collect(rows, table, Models(model, other), **choices)
+    close(found.ref_logprobs, wanted.ref_logprobs)
+    assert not torch.allclose(found.ref_logprobs, found.logprobs, atol=1e-2)
+
+
+def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
+    _, model = made("llama")
+    head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    passes = []
+    hook = model.model.register_forward_hook(lambda *_: passes.append(1))
+    found = score_tokens(Models(model, model, value_head=head), ROWS, RESPONSES, DRAWN, "float32")
+    hook.remove()
+    assert len(passes) == 1
+    close(found.logprobs, score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32").logprobs)
+    assert found.values is not None
+    assert len(found.values) == len(found.logprobs)
+
+
+def ranked(seed, num_answers):
+    prompt = ids(9 + seed, seed)
+    row = Ranking("", tuple("x" * (i + 1) for i in range(num_answers)), "row")
+    return rm_stage.RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
+
+
+def test_the_rm_stage_shares_the_prompt_of_a_rows_answers(write_config, tmp_path, monkeypatch):
+    plain, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
+    items = [ranked(seed, count) for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4))]
+    config = load_config(write_config("rm", tmp_path), RMConfig)
+    tokens = []
+    real = forward._packed_inputs
+    monkeypatch.setattr(forward, "_packed_inputs", lambda batch: tokens.append(len(batch.ids)) or real(batch))
+    found, figures = rm_stage._loss(model, items, 4, rm_stage.TargetScale(0, 1), config)
+    saved = sum((len(item.answers) - 1) * (9 + seed) for seed, item in enumerate(items, start=1))
+    assert tokens == [sum(len(answer) for item in items for answer in item.answers) - saved]
+    wanted, known = rm_stage._loss(plain, items, 4, rm_stage.TargetScale(0, 1), config)
+    close(found, wanted)
+    assert figures.keys() == known.keys()
+    for key in known:
+        close(figures[key], known[key])
+    found.backward()
+    wanted.backward()
+    same_gradients(model, plain)
+
+
+def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_path):
+    """A process scores whole rows, so that it can share their prompts."""
+    _, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
+    config = load_config(write_config("rm", tmp_path, training={"minibatch_size": 3}), RMConfig)
+    rows = [ranked(seed, count).answers for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4), (5, 2))]
+    budget = Budget(20)
+    alone = rm_stage._scores(model, rows, budget, config, World(0, 1, CPU))
+    close(alone, score_sequences(model, [answer for row in rows for answer in row], "float32"))
+    shards = []
+
+    class Two(World):
+        def gather(self, item):
+            shards.append(item)
+            return shards if len(shards) == 2 else [item, item[:-1]]  # The first process's result is not looked at.
+
+    rm_stage._scores(model, rows, budget, config, Two(0, 2, CPU))
+    close(rm_stage._scores(model, rows, budget, config, Two(1, 2, CPU)), alone)
+    assert rm_stage._scores(model, [], budget, config, World(0, 1, CPU)).tolist() == []

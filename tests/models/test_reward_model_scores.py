@@ -1,0 +1,106 @@
+"""Scores of a reward model, for every architecture: where they are read, and that a batch does not change them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli.data.records import Prompt
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.forward import autocast, hidden_at
+from rlhf_cli.models.load import load_reward_model, prepare
+from rlhf_cli.packing import pack
+from rlhf_cli.rewards.models import score_sequences, sequence_scores
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.scoring import PromptRow, response_values
+from support.compare import close
+from support.learner import BUDGETS
+from support.tiny import CPU, EOS_OF, random_ids
+
+# ------------------------------------------------------------------------------------------ reward model
+
+
+@pytest.fixture(scope="module")
+def reward_model(arch, pipeline):
+    model = load_reward_model(str(pipeline(arch) / "rm/model"))
+    assert prepare(model, CPU) is None
+    return model
+
+
+@pytest.fixture(scope="module")
+def scored_ids(arch):
+    return [[*ids, EOS_OF.get(arch, 2)] for ids in random_ids(11, 1, 30, 5, 17, seed=2)]
+
+
+def test_a_score_is_the_same_alone_and_in_a_batch(reward_model, scored_ids):
+    """[8]"""
+    with torch.no_grad():
+        batch = sequence_scores(reward_model, scored_ids)
+        alone = torch.cat([sequence_scores(reward_model, [ids]) for ids in scored_ids])
+    close(batch, alone)
+    assert batch.std() > 0.01, "else any two scores would be close"
+    for budget in BUDGETS:
+        close(score_sequences(reward_model, scored_ids, "float32", budget), batch[:, 0])
+
+
+def test_transformers_gives_the_same_scores(arch, pipeline, reward_model, scored_ids):
+    """[5, 8, 10] What the artifact promises: any library reads the same score from it, padded on the right."""
+    path = pipeline(arch) / "rm/model"
+    theirs = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.pad_token_id is not None
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id == EOS_OF.get(arch, 2)
+    assert theirs.config.pad_token_id == tokenizer.pad_token_id
+    assert theirs.config.num_labels == 1
+    batch = tokenizer.pad({"input_ids": scored_ids}, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        wanted = theirs(**batch).logits
+        found = sequence_scores(reward_model, scored_ids)
+    close(found, wanted)
+
+
+def test_a_score_is_read_at_eos(reward_model, scored_ids):
+    """[10]"""
+    with torch.no_grad():
+        before = sequence_scores(reward_model, scored_ids)
+        for row, ids in enumerate(scored_ids):
+            hidden = reward_model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+            at_every_token = linear(hidden, reward_model.score.weight)[:, 0]
+            close(before[row, 0], at_every_token[-1])
+            assert (at_every_token[:-1] - at_every_token[-1]).abs().min() > 1e-4
+        changed = [random_ids(len(ids), seed=8)[0] for ids in scored_ids]
+        changed[2] = scored_ids[2]
+        after = sequence_scores(reward_model, changed)
+    close(after[2], before[2])
+    assert (after - before).abs()[[0, 1, 3, 4]].min() > 1e-4
+
+
+def test_ppo_refuses_a_reward_model_without_a_head(arch, make_model, run_stage, tmp_path):
+    """[32]"""
+    rewards = [{"type": "reward_model", "path": str(make_model(arch))}]
+    with pytest.raises(ArtifactError, match=r"score\.weight"):
+        run_stage("ppo", tmp_path, policy={"path": str(make_model(arch))}, rewards=rewards)
+    assert not (tmp_path / "ppo").exists()
+
+
+def test_the_head_runs_in_float32_under_bfloat16(reward_model, scored_ids):
+    """[40] Scores and values are more than bfloat16 can hold, and are the head's own on the hidden states."""
+    batch = pack(scored_ids)
+    with torch.no_grad(), autocast(CPU, "bfloat16"):
+        scores = sequence_scores(reward_model, scored_ids)
+        hidden = hidden_at(reward_model, batch, batch.last)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, linear(hidden.float(), reward_model.score.weight))
+    assert not torch.equal(scores, scores.bfloat16().float())
+    value_model = copy.deepcopy(reward_model)
+    prompts = [PromptRow("", ids[:1], Prompt("", "")) for ids in scored_ids]
+    answers = [Response(ids[1:], [0.0] * len(ids[1:]), True) for ids in scored_ids]
+    with torch.no_grad():
+        values = response_values(value_model, prompts, answers, "bfloat16")
+        assert not torch.equal(values, response_values(value_model, prompts, answers, "float32"))
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())

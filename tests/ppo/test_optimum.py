@@ -1,0 +1,349 @@
+"""Without noise: every loss leads to the policy that it ought to lead to, and the classic bugs lead elsewhere.
+
+The task has 40 responses to each of two prompts, so nothing need be sampled. A policy is a table of logits, one row
+for each state, and a rollout is every response there is, each weighing as much as the policy would sample it, pi(y|x).
+The gradient is then the *expected* gradient, and where it comes to rest can be compared with a formula: see
+optimum_task.py, which also says what the letters mean.
+
+A prompt's group of responses is infinite in such a rollout: its mean and its standard deviation are those under pi,
+and the mean of the others is the mean of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.advantages import gae, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.aggregation import loss_weights
+from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss
+from rlhf_cli.algorithms.value import value_loss
+from rlhf_cli.tensor_ops import token_entropy, token_logprobs
+from support.optimum_task import (
+    EOS,
+    Task,
+    backwards,
+    beside_text,
+    chances,
+    divided_by_std,
+    entropy_rule,
+    kl_regularised,
+    make_task,
+    mean_of_prompt,
+    soft_rule,
+    token_k3_rule,
+    token_kl_rule,
+    total_variation,
+)
+
+TASK = make_task(seed=0, vocab_size=4, longest=3, num_prompts=2)
+BETA = 0.3
+PI_STAR = kl_regularised(TASK, BETA)
+TEXT = torch.tensor([3, 17, 30, 46, 58, 79])
+"""Rows of the task, three for each prompt, that the language-model loss of PPO-ptx is taken on."""
+NEAR, FAR = 0.01, 0.03
+"""Total variation: a right run ends nearer than NEAR to its optimum, a wrong one further away than FAR."""
+KlInLoss = Literal["k1", "k2", "k3", "full", "k2_sequence"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What can be chosen; the names are those of the config, where there is one."""
+
+    advantage_estimator: Literal["gae", "monte_carlo", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    whiten_advantages: bool = False
+    kl_coef: float = BETA
+    kl_in_reward: Literal["k1", "k2", "k3", "abs"] | None = "k1"
+    kl_in_loss: KlInLoss | None = None
+    objective: Literal["clip", "penalty"] = "clip"
+    dual_clip: float | None = None
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    entropy_coef: float = 0.0
+    ptx_coef: float = 0.0
+    ptx_mode: Literal["additive", "convex"] = "additive"
+    ppo_epochs: int = 1
+
+
+def train(
+    a: Algorithm,
+    seen: Task = TASK,
+    *,
+    rewards_of: Callable[..., Tensor] = token_rewards,
+    learnt: Tensor = TASK.mask,
+    ratio_to_ref: bool = False,
+    num_updates: int = 300,
+) -> Tensor:
+    """pi(y|x) [B] after a run on TASK, in the steps of stages/ppo.py.
+
+    For the bugs: a task that is not seen as it is, another place for the score, tokens at which nothing is learnt, and
+    a ratio to the reference policy.
+    """
+    mask = seen.mask
+    logits = TASK.ref_logits.clone().requires_grad_()
+    values = torch.zeros(len(TASK.states), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits, values], lr=0.1, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / num_updates)
+    ref_logits = TASK.ref_logits[seen.state]
+    ref_logprobs = token_logprobs(ref_logits, seen.token)
+
+    for _ in range(num_updates // a.ppo_epochs):
+        # 1. Rollout: every response, weighing as much as the policy would sample it.
+        with torch.no_grad():
+            chance = chances(TASK, logits)
+            logprobs = token_logprobs(logits[seen.state], seen.token)
+            old_values = values[seen.state]
+
+        # 2, 3. Score and token rewards.
+        kl = kl_estimate(logprobs, ref_logprobs, estimator=a.kl_in_reward or "k1")
+        rewards = rewards_of(seen.score, kl, mask, kl_coef=a.kl_coef if a.kl_in_reward else 0.0)
+
+        # 4. Advantages.
+        advantages, returns = advantages_and_returns(a, mask, rewards, old_values, chance)
+        if a.whiten_advantages:
+            advantages = whiten(advantages, chance.unsqueeze(1) * mask)
+
+        # 5. Update. A mean over samples is here a sum over all responses with the weights pi(y|x).
+        weights = chance.unsqueeze(1) * loss_weights(
+            learnt,
+            aggregation=a.loss_aggregation,
+            num_tokens=(chance.unsqueeze(1) * learnt).sum(),
+            num_sequences=TASK.num_prompts,
+            max_new_tokens=mask.shape[1],
+            dtype=torch.float64,
+        )
+        for _ in range(a.ppo_epochs):
+            new_logits = logits[seen.state]
+            new_logprobs = token_logprobs(new_logits, seen.token)
+            old_logprobs = ref_logprobs if ratio_to_ref else logprobs
+            loss = policy_term(a, new_logprobs, old_logprobs, advantages, learnt, weights)
+            if a.kl_in_loss:
+                loss = loss + a.kl_coef * kl_term(a.kl_in_loss, new_logits, ref_logits, seen.token, learnt, weights)
+            if a.entropy_coef:
+                loss = loss - a.entropy_coef * entropy_bonus(token_entropy(new_logits), learnt, weights=weights)[0]
+            if a.ptx_coef:
+                # Divided by what `loss_aggregation: constant` divides by: the longest that these rows could be.
+                lm, _ = lm_loss(new_logprobs[TEXT], mask[TEXT], num_tokens=mask[TEXT].numel())
+                loss = mixed_loss(loss, lm, ptx_coef=a.ptx_coef, ptx_mode=a.ptx_mode)
+            error, _ = value_loss(
+                values[seen.state], old_values, returns, learnt, value_clip_range=None, weights=weights
+            )
+            optimizer.zero_grad()
+            (loss + error).backward()
+            optimizer.step()
+            schedule.step()
+    return chances(TASK, logits.detach())
+
+
+def advantages_and_returns(
+    a: Algorithm, mask: Tensor, rewards: Tensor, values: Tensor, chance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both [B, R]. The values learn the returns in every run, though only gae and monte_carlo read them."""
+    to_go = reward_to_go(rewards, mask, gamma=a.gamma)
+    if a.advantage_estimator == "gae":
+        return gae(rewards, values, mask, gamma=a.gamma, gae_lambda=a.gae_lambda)
+    if a.advantage_estimator == "monte_carlo":
+        return torch.where(mask, to_go - values, 0), to_go
+    if a.advantage_estimator == "reinforce":
+        return to_go, to_go
+    # rloo and dr_grpo subtract the mean of an infinite group, grpo divides by its standard deviation too.
+    total = rewards.sum(1)
+    deviation = total - mean_of_prompt(TASK, total, chance)
+    if a.advantage_estimator == "grpo":
+        deviation = deviation / (mean_of_prompt(TASK, deviation.square(), chance).sqrt() + 1e-6)
+    return spread(deviation, mask), to_go
+
+
+def whiten(x: Tensor, weight: Tensor) -> Tensor:
+    """What `masked_whiten` gives for infinitely many samples."""
+    deviation = x - (weight * x).sum() / weight.sum()
+    return deviation / ((weight * deviation.square()).sum() / weight.sum() + 1e-8).sqrt()
+
+
+def policy_term(
+    a: Algorithm, new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
+) -> Tensor:
+    batch = (new_logprobs, logprobs, advantages, mask)
+    if a.objective == "penalty":
+        return penalty_loss(*batch, policy_kl_coef=1.0, weights=weights)[0]
+    return policy_loss(*batch, clip_range=0.2, dual_clip=a.dual_clip, weights=weights)[0]
+
+
+def kl_term(kind: KlInLoss, logits: Tensor, ref_logits: Tensor, token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    logprobs, ref_logprobs = token_logprobs(logits, token), token_logprobs(ref_logits, token)
+    if kind == "k2_sequence":
+        return sequence_k2_loss(logprobs, ref_logprobs, mask, weights=weights)[0]
+    kl = kl_full(logits, ref_logits) if kind == "full" else kl_estimate(logprobs, ref_logprobs, estimator=kind)
+    return kl_loss(kl, mask, weights=weights)[0]
+
+
+def distance(p: Tensor, q: Tensor) -> float:
+    return total_variation(TASK, p, q)
+
+
+# ---- the optima themselves
+
+
+def test_the_task_leaves_room_to_learn():
+    reference = chances(TASK, TASK.ref_logits)
+    torch.testing.assert_close(reference.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
+    assert distance(reference, PI_STAR) > 0.4
+
+
+def test_pi_star_is_the_same_from_whole_responses_and_token_by_token():
+    assert distance(backwards(TASK, soft_rule(BETA)), PI_STAR) < 1e-12
+
+
+# ---- to pi*
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(Algorithm(), id="gae"),
+        pytest.param(Algorithm(whiten_advantages=True), id="gae, whitened"),
+        pytest.param(Algorithm(gae_lambda=1.0), id="gae, lambda 1"),
+        pytest.param(Algorithm(gae_lambda=1.0, whiten_advantages=True), id="gae, lambda 1, whitened"),
+        pytest.param(Algorithm(gae_lambda=0.0), id="gae, lambda 0"),
+        pytest.param(Algorithm(ppo_epochs=4), id="gae, 4 epochs"),
+        pytest.param(Algorithm(ppo_epochs=4, whiten_advantages=True), id="gae, 4 epochs, whitened"),
+        pytest.param(Algorithm(ppo_epochs=4, dual_clip=1.1, whiten_advantages=True), id="gae, 4 epochs, dual clip"),
+        pytest.param(Algorithm(ppo_epochs=4, objective="penalty", whiten_advantages=True), id="gae, penalty"),
+        pytest.param(Algorithm(loss_aggregation="sequence"), id="gae, sequence mean"),
+        pytest.param(Algorithm(loss_aggregation="constant"), id="gae, constant divisor"),
+        pytest.param(Algorithm("monte_carlo"), id="monte_carlo"),
+        pytest.param(Algorithm("reinforce"), id="reinforce"),
+        pytest.param(Algorithm("reinforce", whiten_advantages=True), id="reinforce_pp"),
+        pytest.param(Algorithm("rloo"), id="rloo"),
+        pytest.param(Algorithm("rloo", ppo_epochs=4), id="rloo, 4 epochs"),
+        pytest.param(Algorithm("rloo", loss_aggregation="sequence"), id="rloo, sequence mean"),
+        pytest.param(Algorithm("grpo"), id="grpo, KL in the reward"),
+        pytest.param(Algorithm("rloo", kl_in_reward=None, kl_in_loss="k2_sequence"), id="k2 of the sequence as a loss"),
+        pytest.param(Algorithm(kl_in_reward=None, kl_in_loss="k2_sequence"), id="gae, k2 of the sequence as a loss"),
+    ],
+)
+def test_it_ends_at_pi_star(algorithm):
+    assert distance(train(algorithm), PI_STAR) < NEAR
+
+
+# ---- to an optimum of its own, and not to pi*
+
+
+def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA, **choices: Any) -> Algorithm:
+    return Algorithm(estimator, kl_in_reward=None, kl_in_loss=kind, kl_coef=kl_coef, **choices)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        pytest.param(kl_loss_of("k2"), backwards(TASK, token_kl_rule(BETA)), id="k2 as a loss"),
+        pytest.param(kl_loss_of("full"), backwards(TASK, token_kl_rule(BETA)), id="full KL as a loss"),
+        pytest.param(kl_loss_of("full", "gae"), backwards(TASK, token_kl_rule(BETA)), id="gae, full KL as a loss"),
+        pytest.param(kl_loss_of("k3"), backwards(TASK, token_k3_rule(BETA)), id="k3 as a loss"),
+        pytest.param(
+            kl_loss_of("k3", loss_aggregation="constant"),
+            backwards(TASK, token_k3_rule(BETA)),
+            id="k3 as a loss, constant divisor",
+        ),
+        # At beta 0.3 no sigma fits together with k2: a sharper policy has a smaller one, so a smaller beta * sigma.
+        pytest.param(kl_loss_of("k3", "grpo", 1.0), divided_by_std(TASK, token_k3_rule(1.0)), id="grpo, k3 as a loss"),
+        pytest.param(kl_loss_of("k2", "grpo", 1.0), divided_by_std(TASK, token_kl_rule(1.0)), id="grpo, k2 as a loss"),
+        pytest.param(Algorithm(entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="gae, entropy bonus"),
+        pytest.param(
+            Algorithm("rloo", entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="rloo, entropy bonus"
+        ),
+        pytest.param(
+            Algorithm("rloo", entropy_coef=-0.1), backwards(TASK, entropy_rule(BETA, -0.1)), id="rloo, entropy cost"
+        ),
+    ],
+)
+def test_it_ends_at_its_own_optimum_and_not_at_pi_star(algorithm, own):
+    found = train(algorithm)
+    assert distance(found, own) < NEAR
+    assert distance(found, kl_regularised(TASK, algorithm.kl_coef)) > FAR
+
+
+@pytest.mark.parametrize(("mode", "coef"), [("additive", 0.25), ("convex", 0.2)])
+def test_text_beside_the_rewards_draws_the_policy_towards_it(mode, coef):
+    """0.8 * policy + 0.2 * lm is 0.8 times policy + 0.25 * lm, and so has the same optimum."""
+    share = torch.zeros_like(PI_STAR)
+    share[TEXT] = 1 / 3
+    own = beside_text(TASK, BETA, 0.25, share)
+    found = train(Algorithm("rloo", loss_aggregation="constant", ptx_coef=coef, ptx_mode=mode))
+    assert distance(found, own) < NEAR
+    assert distance(found, PI_STAR) > FAR
+
+
+def test_preferences_lead_to_the_strengths_of_bradley_and_terry():
+    """Strengths 1 : 2 : 4. Of two responses each is preferred in proportion to its strength."""
+    strength = torch.tensor([1, 2, 4])
+    pairs = [(i, j) for i in range(3) for j in range(3) if i != j for _ in range(strength[i])]
+    chosen, rejected = torch.tensor(pairs).T
+    score = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([score], lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        pairwise_loss(score[chosen], score[rejected])[0].backward()
+        optimizer.step()
+    assert (score.detach().softmax(0) - strength / 7).abs().sum() / 2 < NEAR
+
+
+# ---- the bugs
+
+
+def score_at(column: int | slice) -> Callable[..., Tensor]:
+    """Token rewards with the score in one column (or all), wherever the response ends."""
+
+    def rewards_of(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+        scores = torch.zeros_like(kl)
+        scores[:, column] = score.unsqueeze(1) if isinstance(column, slice) else score
+        return torch.where(mask, scores - kl_coef * kl, 0)
+
+    return rewards_of
+
+
+SHIFTED = torch.cat([TASK.state[:, :1], TASK.state[:, :-1]], 1)
+WHITENED = (TASK.score - TASK.score.mean()) / TASK.score.std()
+
+
+@pytest.mark.parametrize(
+    ("choices", "bug"),
+    [
+        pytest.param({}, {"rewards_of": score_at(slice(None))}, id="score on every token"),
+        pytest.param({}, {"rewards_of": score_at(0)}, id="score on the first token"),
+        pytest.param({}, {"rewards_of": score_at(-1)}, id="score at the padded end, where most rows have no token"),
+        pytest.param({}, {"seen": replace(TASK, score=WHITENED)}, id="score whitened, so beta is another"),
+        pytest.param({}, {"seen": replace(TASK, state=SHIFTED)}, id="logits of the token before"),
+        pytest.param({}, {"learnt": TASK.mask & (TASK.token != EOS)}, id="EOS masked out"),
+        pytest.param({}, {"ratio_to_ref": True}, id="ratio against the reference"),
+        pytest.param({"kl_coef": -BETA}, {}, id="KL with the wrong sign"),
+        pytest.param({"kl_coef": 0.0}, {}, id="KL to the policy itself, which is 0"),
+        pytest.param({"kl_in_loss": "k2_sequence"}, {}, id="KL counted twice, in the reward and in the loss"),
+        pytest.param({"kl_in_reward": "abs"}, {}, id="|k1| in the reward"),
+        pytest.param({"kl_in_reward": "k2"}, {}, id="k2 in the reward"),
+        pytest.param({"kl_in_reward": "k3"}, {}, id="k3 in the reward"),
+        pytest.param({"kl_in_reward": None, "kl_in_loss": "k1"}, {}, id="k1 as a loss, whose gradient is 0"),
+        pytest.param({"kl_in_reward": None, "kl_in_loss": "k2"}, {}, id="k2 of each token taken for the KL"),
+        pytest.param({"gamma": 0.9}, {}, id="discount"),
+        pytest.param(
+            {"kl_in_reward": None, "kl_in_loss": "k2_sequence", "whiten_advantages": True},
+            {},
+            id="whitened advantages beside a KL loss",
+        ),
+    ],
+)
+def test_a_bug_ends_far_from_pi_star(choices, bug):
+    assert distance(train(Algorithm(**choices), **bug), PI_STAR) > FAR
+
+
+def test_an_entropy_bonus_with_the_wrong_sign_ends_far_from_its_optimum():
+    assert distance(train(Algorithm(entropy_coef=-0.1)), backwards(TASK, entropy_rule(BETA, 0.1))) > FAR

@@ -1,0 +1,122 @@
+"""From raw scores to advantages and returns: whole runs against slow loops, for every option.
+
+Numbers in brackets are rows of the list of bugs found in other implementations (docs of the project).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+
+from support.oracles import check_update_batch, mean_std
+from support.tiny import merged
+
+# ------------------------------------------------------------- from raw scores to advantages and returns
+
+
+GROUPS = {"rollout": {"samples_per_prompt": 4}}
+NONE = {"kl_coef": 0.3}
+EXPERIENCES = {
+    "as it is": {"ppo": NONE},
+    "value_lambda": {"ppo": {**NONE, "gae_lambda": 0.8, "value_lambda": 1.0, "gamma": 0.9}},
+    "gamma": {"ppo": {**NONE, "gamma": 0.7, "gae_lambda": 0.5}},
+    "monte_carlo": {"ppo": {**NONE, "advantage_estimator": "monte_carlo", "gamma": 0.9}},
+    "reinforce": {"ppo": {**NONE, "advantage_estimator": "reinforce", "gamma": 0.9}},
+    "reinforce whitened": {"ppo": {**NONE, "advantage_estimator": "reinforce", "whiten_advantages": True}},
+    "reinforce_pp": {"ppo": {**NONE, "advantage_estimator": "reinforce_pp"}},
+    "reinforce_pp_baseline": {"ppo": {**NONE, "advantage_estimator": "reinforce_pp_baseline"}, **GROUPS},
+    "rloo": {"ppo": {**NONE, "advantage_estimator": "rloo"}, **GROUPS},
+    "grpo": {"ppo": {**NONE, "advantage_estimator": "grpo"}, **GROUPS},
+    "dr_grpo": {"ppo": {**NONE, "advantage_estimator": "dr_grpo"}, **GROUPS},
+    "dr_grpo whitened": {"ppo": {**NONE, "advantage_estimator": "dr_grpo", "whiten_advantages": True}, **GROUPS},
+    "groups with values": {"ppo": NONE, **GROUPS},
+    "no whitening": {"ppo": {**NONE, "whiten_advantages": False}},
+    "whiten_rewards": {"ppo": {**NONE, "whiten_rewards": True, "whiten_advantages": False}},
+    "k2": {"ppo": {**NONE, "kl_estimator": "k2"}},
+    "k3": {"ppo": {**NONE, "kl_estimator": "k3"}},
+    "abs": {"ppo": {**NONE, "kl_estimator": "abs"}},
+    "full": {"ppo": {**NONE, "kl_estimator": "full"}, "rollout": {"top_k": 40, "temperature": 0.7}},
+    "kl in the loss": {"ppo": {**NONE, "kl_in": "loss"}},
+    "kl in the loss, whitened": {"ppo": {**NONE, "kl_in": "loss", "whiten_advantages": True}},
+    "kl in the loss, reinforce_pp": {"ppo": {**NONE, "kl_in": "loss", "advantage_estimator": "reinforce_pp"}},
+    "adaptive": {"ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 20}},
+    "adaptive, small error": {
+        "ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 100.0, "kl_horizon": 20}
+    },
+    "running": {"ppo": {**NONE, "score_normalization": "running", "score_clip": 0.8}},
+    "reference": {"ppo": {**NONE, "score_normalization": "reference", "num_reference_samples": 12}},
+    "score_clip": {"ppo": {**NONE, "score_clip": 1.1}},
+    "penalties": {
+        "ppo": {
+            **NONE,
+            "missing_eos_penalty": 0.7,
+            "length_penalty": 0.05,
+            "overlong_buffer": 5,
+            "overlong_penalty": 0.9,
+        }
+    },
+    "no penalty": {"ppo": {**NONE, "missing_eos_penalty": 0.0}},
+    "a dense reward": {"ppo": NONE, "rewards": [("tokens", 0.5, True)]},
+    "two dense rewards among others": {
+        "ppo": {**NONE, "score_normalization": "running", "score_clip": 0.8, "missing_eos_penalty": 0.3},
+        "rewards": [("letters", 0.7, False), ("tokens", 2.0, True), ("ends", -1.5, False), ("tokens", -0.5, True)],
+    },
+    "everything that is shaped": {
+        "ppo": {
+            **NONE,
+            "score_normalization": "running",
+            "score_clip": 0.8,
+            "missing_eos_penalty": 0.3,
+            "length_penalty": 0.05,
+            "overlong_buffer": 3,
+            "overlong_penalty": 2.0,
+            "whiten_rewards": True,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPERIENCES)
+def test_what_an_update_learns_from_is_what_the_slow_loop_makes_of_raw_scores(name, watch, pipeline, functions):
+    """[1, 2, 3, 17, 20, 33, 42] Two iterations, from a policy that is not ref_policy."""
+    changes = {key: value for key, value in EXPERIENCES[name].items() if key != "rewards"}
+    own = {"ref_policy": {"path": str(pipeline("llama") / "sft")}}
+    if "rewards" in EXPERIENCES[name]:
+        own["rewards"] = [
+            {"type": "function", "function": f"{functions}:{function}", "weight": weight, "per_token": per_token}
+            for function, weight, per_token in EXPERIENCES[name]["rewards"]
+        ]
+    calls = 2 if changes["ppo"].get("score_normalization") == "reference" else 0  # 12 samples, 8 at a time
+    run = watch(**merged(own, changes))
+    found = check_update_batch(run, num_reference_calls=calls)
+    assert len(found) == 2
+    ppo, n = run.learner.config.ppo, run.learner.config.rollout.samples_per_prompt
+
+    # That the rollouts have what the options act on.
+    assert all(abs(row["objective/kl"]) > 1e-3 for row in run.metrics)
+    assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5), "[17] against the sampler, not ref"
+    lengths = [len(r.ids) for rollout in run.rollouts for r in rollout.responses]
+    endings = {r.ended for rollout in run.rollouts for r in rollout.responses}
+    assert endings == {True, False}
+    assert len(set(lengths)) > 3
+    if ppo.score_clip is not None:
+        assert any(abs(x) > 1.5 * ppo.score_clip for part in found for x in part.raw)
+    if ppo.kl_controller == "adaptive":
+        assert run.metrics[1]["objective/kl_coef"] != run.metrics[0]["objective/kl_coef"]
+
+    has_values = ppo.advantage_estimator in ("gae", "monte_carlo")
+    assert (run.place / "value_model").is_dir() == has_values
+    value_keys = [key for row in run.metrics for key in row if key.startswith("value/") or key == "loss/value"]
+    assert bool(value_keys) == has_values
+    for rollout in run.rollouts:
+        for at in range(0, 8, n):
+            assert len({prompt.text for prompt in rollout.prompts[at : at + n]}) == 1, "a prompt's rows stand together"
+            assert n == 1 or len({tuple(r.ids) for r in rollout.responses[at : at + n]}) > 1
+        assert len({prompt.text for prompt in rollout.prompts}) == 8 // n
+    if ppo.whiten_rewards:
+        for part in found:
+            mean, std = mean_std(list(itertools.chain(*part.rewards)))
+            assert mean == pytest.approx(statistics.fmean(itertools.chain(*part.unwhitened)), abs=1e-4), "it is kept"
+            assert std == pytest.approx(1.0, abs=1e-4)

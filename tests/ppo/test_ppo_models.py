@@ -1,0 +1,585 @@
+"""What PPO trains and saves beside the usual: adapters, a shared value head, averages, the best policy on the way,
+and runs that go on from other runs.
+
+Everything that is read back is read by plain transformers, and everything that is computed is held against plain
+tensors in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.load import load_policy
+from rlhf_cli.rollout import rollout as rollout_module
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.training.optimizer import Stepper
+from support.compare import close
+from support.learner import said, weights_of
+from support.oracles import chosen, distributions, full_kl, hidden_states, padded, plain_copy
+from support.tiny import read_jsonl
+
+LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GPT2_LAYERS = ("c_attn", "c_proj", "c_fc")
+
+
+def saved(place, name="model"):
+    return load_file(place / name / "model.safetensors")
+
+
+def causal(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logprobs_by(model, rollout, sampling):
+    """Of the rollout's tokens, by plain forwards: [B, R] float64."""
+    return padded(chosen(distributions(plain_copy(model), rollout.prompts, rollout.responses, sampling)))
+
+
+@torch.no_grad()
+def values_by(classifier, rollout):
+    """Of the rollout's states, by a plain sequence classifier's backbone and head: [B, R] float64."""
+    model = plain_copy(classifier)
+    states = hidden_states(model.base_model, rollout.prompts, rollout.responses)
+    return padded([[linear(state, model.score.weight)[0] for state in row] for row in states])
+
+
+def same_bits(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+
+
+# -------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "adapted"),
+    [
+        ("llama", None, LLAMA_LAYERS),
+        ("llama", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
+        ("gpt2", None, GPT2_LAYERS),
+        ("gpt2", ["c_attn"], ("c_attn",)),
+    ],
+)
+def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, architecture, targets, adapted):
+    """The saved weights less the first ones are alpha / r * B @ A in the adapted layers and nothing elsewhere.
+
+    Before a step the adapters add nothing: ratio 1 and KL 0 to the last bit. GPT-2's layers are Conv1D, whose
+    weights are the other way round.
+    """
+    path = make_model(architecture)
+    lora = {"r": 3, "alpha": 5, "target_modules": targets}
+    rollout = {} if architecture == "llama" else {"stop_tokens": []}
+    run = watch(
+        policy={"path": str(path), "lora": lora},
+        rollout=rollout,
+        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
+        optimizer={"learning_rate": 3e-2},
+    )
+    policy = run.learner.models.policy
+    assert run.learner.models.ref_policy is None, "no second model is held"
+    first, later = run.metrics
+    assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
+    assert first["policy/first_ratio_error"] == 0.0
+    assert first["objective/kl"] == 0.0
+    assert abs(later["objective/kl"]) > 1e-4
+
+    # ref_policy is the model as it was before, however far the adapters have moved.
+    sft = causal(path)
+    sampling = run.learner.sampling
+    for rollout in run.rollouts:
+        close(rollout.ref_logprobs.double(), logprobs_by(sft, rollout, sampling), 1e-5)
+    assert (run.rollouts[1].logprobs - run.rollouts[1].ref_logprobs).abs().max() > 1e-2
+
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    before, after = saved(path.parent), saved(run.place)
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith(tuple(f"{layer}.weight" for layer in adapted))}
+    for name in changed:
+        layer = policy.get_submodule(name.removesuffix(".weight"))
+        a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+        assert a.shape[0] == b.shape[1] == 3
+        delta = 5 / 3 * b @ a
+        assert delta.abs().max() > 1e-3
+        delta = delta.T if architecture == "gpt2" else delta
+        close(after[name].double() - before[name].double(), delta.detach(), 1e-6)
+
+    # What is saved says what the trained policy says, adapters on.
+    plain, ids = causal(run.place / "model"), torch.tensor([run.rollouts[0].prompts[0].ids])
+    with torch.no_grad():
+        mine = plain_copy(policy)(input_ids=ids).logits
+        close(plain(input_ids=ids).logits, mine, 1e-5)
+        assert (mine - sft(input_ids=ids).logits).abs().max() > 1e-2
+    assert not [key for key in json.loads((run.place / "model/config.json").read_text()) if "lora" in key]
+
+
+def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
+    """One step of the same learning rate: what B learns first is alpha / r * (gradient of the weight) @ A^T."""
+    gradients, clip = {}, Stepper.clip
+
+    def keep(self, world):
+        if self.model.__class__.__name__.endswith("CausalLM"):
+            gradients.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
+        return clip(self, world)
+
+    found = {}
+    for name, policy in (("whole", {}), ("lora", {"lora": {"r": 3, "alpha": 7, "target_modules": ["q_proj"]}})):
+        gradients.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stepper, "clip", keep)
+            run = watch(
+                name,
+                policy={"path": str(make_model("llama")), **policy},
+                ppo={"num_iterations": 1, "minibatch_size": 8},
+            )
+        found[name] = dict(gradients)
+    layers = [name for name in found["whole"] if name.endswith("q_proj.weight")]
+    assert len(layers) == 2
+    before = run.models[0].policy  # a copy from before the step
+    for name in layers:
+        layer = name.removesuffix(".weight")
+        a = before.get_submodule(layer).lora_A["default"].weight
+        wanted = 7 / 3 * found["whole"][name] @ a.T
+        close(found["lora"][f"{layer}.lora_B.default.weight"], wanted.detach(), 1e-5)
+        assert found["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0, "B is still 0"
+
+
+@torch.no_grad()
+def mean_full_kl(policy, ref_policy, rollout, sampling):
+    """Mean over the tokens of the exact KL, by plain forwards."""
+    asked = (rollout.prompts, rollout.responses, sampling)
+    here, there = distributions(plain_copy(policy), *asked), distributions(plain_copy(ref_policy), *asked)
+    pairs = [(a[0], b[0]) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True)]
+    return statistics.fmean(full_kl(p, q).item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_the_full_kl_of_a_lora_policy_is_to_its_base(watch, make_model, kl_in):
+    """ref_policy's whole distribution is the base model's, with the adapters off, in the rollout and in the loss."""
+    path = make_model("llama")
+    run = watch(
+        policy={"path": str(path), "lora": {"r": 2}},
+        ppo={"minibatch_size": 8, "kl_in": kl_in, "kl_estimator": "full", "kl_coef": 0.5},
+        optimizer={"learning_rate": 3e-2},
+    )
+    rollout = run.rollouts[1]
+    wanted = mean_full_kl(run.models[1].policy, causal(path), rollout, run.learner.sampling)
+    assert wanted > 1e-3
+    if kl_in == "loss":
+        assert run.steps[0]["loss/kl"] == pytest.approx(0.0, abs=1e-7)
+        assert run.steps[1]["loss/kl"] == pytest.approx(wanted, rel=1e-3)
+    else:
+        assert rollout.kl_full[rollout.response_mask].mean().item() == pytest.approx(wanted, rel=1e-3)
+
+
+def test_lora_with_a_ref_policy_of_its_own(watch, make_model, pipeline):
+    """The adapters are then no reference: it is the other model from the first iteration on."""
+    ref = pipeline("llama") / "sft"
+    run = watch(policy={"path": str(make_model("llama")), "lora": {"r": 2}}, ref_policy={"path": str(ref)})
+    for rollout in run.rollouts:
+        wanted = logprobs_by(causal(ref / "model"), rollout, run.learner.sampling)
+        close(rollout.ref_logprobs.double(), wanted, 1e-5)
+    assert abs(run.metrics[0]["objective/kl"]) > 1e-3
+    assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_lora_says_how_much_it_trains_and_refuses_names_that_are_none(start, make_model):
+    with start(policy={"path": str(make_model("llama")), "lora": {"r": 2, "target_modules": ["q_proj"]}}) as learner:
+        trained = sum(p.numel() for p in learner.models.policy.parameters() if p.requires_grad)
+        assert trained == 2 * (2 * 32 + 32 * 2), "two layers, A and B each"
+        stepped = [p for group in learner.policy_stepper.optimizer.param_groups for p in group["params"]]
+        assert sum(p.numel() for p in stepped) == trained
+    with pytest.raises(ConfigError, match=r"policy\.lora\.target_modules: Target modules .*nothing"):
+        with start(policy={"path": str(make_model("llama")), "lora": {"target_modules": ["nothing"]}}):
+            pass
+
+
+def test_lora_without_peft_says_what_to_install(start, make_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError) as error:
+        with start(policy={"path": str(make_model("llama")), "lora": {}}):
+            pass
+    assert str(error.value) == "policy.lora: needs the package peft. Install it: pip install 'rlhf-cli[lora]'"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "adapted"),
+    [("llama", ["q_proj"], ("q_proj",)), ("llama", None, LLAMA_LAYERS), ("gpt2", None, GPT2_LAYERS)],
+)
+def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, architecture, targets, adapted):
+    """The head is trained whole, and the policy as ever; what is saved is a plain classifier with its values."""
+    path = make_model(architecture)
+    run = watch(
+        policy={"path": str(path)},
+        rollout={} if architecture == "llama" else {"stop_tokens": []},
+        value_model={"lora": {"r": 2, "alpha": 4, "target_modules": targets}, "learning_rate": 2e-2},
+    )
+    model = run.learner.models.value_model
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "score.weight" in trained
+    assert all("lora_" in name for name in trained - {"score.weight"})
+    before, after = saved(path.parent), saved(run.place, "value_model")
+    shared = before.keys() & after.keys()
+    assert after.keys() - shared == {"score.weight"}
+    changed = {name for name in shared if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in shared if name.endswith(tuple(f"{layer}.weight" for layer in adapted))}
+    plain = AutoModelForSequenceClassification.from_pretrained(run.place / "value_model")
+    found = values_by(plain, run.rollouts[1])
+    close(found, values_by(model, run.rollouts[1]), 1e-5)
+    assert found.abs().max() > 1e-2
+    policy = saved(run.place)
+    assert all(not torch.equal(policy[name], before[name]) for name in before if "proj.weight" in name)
+
+
+def test_lora_of_both_at_once(watch, make_model):
+    """With the first update's steps taken by both."""
+    run = watch(
+        policy={"path": str(make_model("llama")), "lora": {"r": 2}},
+        value_model={"lora": {"r": 2, "target_modules": ["q_proj"]}},
+    )
+    assert {"model", "value_model"} <= {p.name for p in run.place.iterdir()}
+    assert run.metrics[1]["objective/kl"] != 0.0
+    assert run.metrics[1]["value/mean"] != 0.0
+
+
+# ----------------------------------------------------------------------------------- values from a shared head
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
+def test_a_shared_value_model_is_saved_as_one_of_its_own(watch, make_model, architecture):
+    """Plain transformers reads it; its values are those of the policy's backbone and the head."""
+    run = watch(
+        policy={"path": str(make_model(architecture))},
+        rollout={"stop_tokens": []},
+        value_model={"init": "shared"},
+    )
+    models = run.learner.models
+    assert models.value_model is None
+    plain, info = AutoModelForSequenceClassification.from_pretrained(
+        run.place / "value_model", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert plain.config.num_labels == 1
+    assert torch.equal(plain.score.weight, models.value_head.weight)
+    policy = causal(run.place / "model")
+    same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
+    rollout = run.rollouts[1]
+    states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
+    with torch.no_grad():
+        wanted = padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
+    close(values_by(plain, rollout), wanted, 1e-5)
+    assert wanted.abs().max() > 1e-3
+    close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
+
+
+@torch.no_grad()
+def shared_values(run, i):
+    """Of iteration i, by plain forwards of the models as they were."""
+    models, rollout = run.models[i], run.rollouts[i]
+    states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
+    return padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
+
+
+def test_a_shared_head_on_adapters(watch, make_model):
+    """The value loss reaches the adapters, and what is saved is merged."""
+    run = watch(
+        policy={"path": str(make_model("llama")), "lora": {"r": 2}},
+        value_model={"init": "shared"},
+        optimizer={"learning_rate": 2e-2},
+    )
+    close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
+    plain = AutoModelForSequenceClassification.from_pretrained(run.place / "value_model")
+    policy = causal(run.place / "model")
+    same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
+
+
+# -------------------------------------------------------------------------------- going on from another run
+
+
+@pytest.mark.parametrize("init", ["auto", "shared"])
+def test_going_on_from_a_finished_run(watch, init):
+    """Policy and values begin where the old run ended, and the KL is still to the old ref_policy."""
+    value_model = {"init": init, "learning_rate": 2e-2}
+    old = watch("old", value_model=value_model, ppo={"kl_coef": 0.1})
+    sft = old.learner.config.policy.path
+    run = watch(
+        "new",
+        policy={"path": str(old.place)},
+        ref_policy={"path": sft},
+        value_model={**value_model, "path": str(old.place / "value_model")},
+        seed=1,
+    )
+    same_bits(weights_of(run.models[0].policy), old.after[-1])
+    rollout, first = run.rollouts[0], run.metrics[0]
+    saved_values = AutoModelForSequenceClassification.from_pretrained(old.place / "value_model")
+    close(rollout.values.double(), values_by(saved_values, rollout), 1e-5)
+    assert rollout.values.abs().max() > 1e-2
+    assert first["value/mean"] != 0.0
+    assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
+    wanted = logprobs_by(causal(old.place / "model"), rollout, run.learner.sampling) - logprobs_by(
+        causal(sft), rollout, run.learner.sampling
+    )
+    assert first["objective/kl"] == pytest.approx(wanted.sum(1).mean().item(), abs=1e-4)
+    assert abs(first["objective/kl"]) > 1e-3
+    # Without the reference it would be the policy itself.
+    alone = watch("alone", policy={"path": str(old.place)}, ppo={"num_iterations": 1})
+    assert alone.metrics[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert alone.metrics[0]["value/mean"] == 0.0, "a new value model"
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rloo"])
+def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimator):
+    """`old_logprobs: auto` in float32: no forward pass of the policy stands between sampling and the update, and what
+    was captured is what a plain forward gives. `recomputed` makes that pass."""
+    calls = []
+    real = rollout_module.score_tokens
+    monkeypatch.setattr(rollout_module, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
+    group = {"samples_per_prompt": 2} if estimator == "rloo" else {}
+    for old_logprobs in ("auto", "sampled", "recomputed"):
+        calls.clear()
+        ppo = {"old_logprobs": old_logprobs, "advantage_estimator": estimator}
+        run = watch(f"{estimator} {old_logprobs}", ppo=ppo, rollout={"temperature": 0.7, **group})
+        policy, rollout, first = run.models[0].policy, run.rollouts[0], run.metrics[0]
+        recomputed = old_logprobs == "recomputed"
+        assert (rollout.logprobs is rollout.sampled_logprobs) == (not recomputed)
+        assert ("policy/sampler_gap" in first) == recomputed
+        assert bool(calls) == recomputed, "the update's own calls go by another name"
+        wanted = logprobs_by(policy, rollout, run.learner.sampling)
+        close(rollout.logprobs.double(), wanted, 1e-5)
+        assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert first["policy/first_ratio_error"] < 1e-4
+
+
+def test_fewer_live_rows_draw_the_same_responses(watch, monkeypatch):
+    """`rollout.max_live_rows` reaches the sampler in rollouts and evaluations, and changes nothing but rounding."""
+    asked = []
+    real = rollout_module.sample
+    monkeypatch.setattr(rollout_module, "sample", lambda *a, **k: asked.append(k["max_live_rows"]) or real(*a, **k))
+    runs = [watch(str(rows), rollout={"max_live_rows": rows}, ppo={"num_iterations": 1}) for rows in (None, 2)]
+    assert set(asked[: len(asked) // 2]) == {None}
+    assert set(asked[len(asked) // 2 :]) == {2}
+    whole, parts = (run.rollouts[0].responses for run in runs)
+    assert [r.ids for r in whole] == [r.ids for r in parts]
+    close(runs[0].rollouts[0].logprobs, runs[1].rollouts[0].logprobs, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ averages
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}], ids=["whole", "lora"])
+def test_the_ema_model_is_the_average_over_the_steps(watch, make_model, lora):
+    """``average = decay * average + (1 - decay) * weight`` after each step, from the weights before the first; one
+    that is skipped or comes after an early stop isn't counted. With adapters the average is theirs, then merged."""
+    decay = 0.7
+    run = watch(
+        policy={"path": str(make_model("llama")), "lora": lora},
+        ppo={"ema_decay": decay, "minibatch_size": 2, "ppo_epochs": 2, "max_ratio": 1.002},
+        optimizer={"learning_rate": 2e-2},
+    )
+    before = run.models[0].policy
+    average = {name: p.detach().double().clone() for name, p in before.named_parameters() if p.requires_grad}
+    moves = [move for which, move in run.moves if which == "policy"]
+    assert {True, False} == set(moves)
+    for move, weights in zip(moves, run.weights, strict=True):
+        if move:
+            for name in average:
+                average[name] = decay * average[name] + (1 - decay) * weights[name].double()
+    found = saved(run.place, "ema_model")
+    if lora is None:
+        wanted = average
+    else:
+        wanted = {name: weight.double() for name, weight in saved(make_model("llama").parent).items()}
+        for name in [name for name in wanted if name.endswith("q_proj.weight")]:
+            layer = name.removesuffix(".weight")
+            a, b = (average[f"{layer}.lora_{x}.default.weight"] for x in "AB")
+            wanted[name] = wanted[name] + 32 / 2 * b @ a
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        close(found[name].double(), weight, 1e-5)
+    # The policy itself is its own again behind it.
+    if lora is None:
+        same_bits(saved(run.place), run.after[-1])
+    assert any((found[name].double() - saved(run.place)[name].double()).abs().max() > 1e-3 for name in found)
+    same_bits(weights_of(run.learner.models.policy), run.after[-1])
+
+
+def test_without_ema_decay_there_is_no_ema_model(watch):
+    run = watch()
+    assert run.learner.average is None
+    assert {p.name for p in run.place.iterdir() if p.is_dir()} == {"model", "value_model"}
+
+
+# -------------------------------------------------------------------------------------- evaluations on the way
+
+
+JUDGE = '''
+FIGURES = {figures}
+
+
+def judge(prompts, responses, rows):
+    """The next figure for every reply: how good a policy is, is decided before it is there."""
+    value = FIGURES.pop(0)
+    return [{{"craft": value, "characters": float(len(text))}} for text in responses]
+'''
+
+
+@pytest.fixture
+def judged(data, tmp_path):
+    """A function: the judge's figures, evaluation by evaluation, to the changes of a run that is judged."""
+
+    def changes(figures, **evaluation):
+        path = tmp_path / "judge.py"
+        path.write_text(JUDGE.format(figures=figures), encoding="utf-8")
+        return {
+            "data": {"train": str(data["prompts"]), "test": {"path": str(data["prompts"]), "limit": 6}},
+            "ppo": {"num_iterations": 3, "kl_coef": 0.0},
+            "evaluation": {"every_iterations": 1, "gold": f"{path}:judge", **evaluation},
+            "optimizer": {"learning_rate": 2e-2},
+        }
+
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("metric", "figures", "step", "value"),
+    [
+        ("craft", [9.0, 1.0, 5.0, 2.0], 2, 5.0),
+        ("-craft", [0.0, 4.0, 3.0, 2.0], 3, 2.0),
+        ("craft", [9.0, -1.0, -5.0, -2.0], 1, -1.0),
+        ("-craft", [0.0, 1.0, -5.0, -2.0], 2, -5.0),
+        ("craft", [9.0, 1.0, 1.0, 1.0], 1, 1.0),
+    ],
+)
+def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric, figures, step, value):
+    """Of those that PPO made: the one before is none of them. Of equals the first; the number is the figure's."""
+    run = watch(**judged(figures, best_metric=metric))
+    same_bits(saved(run.place, "best_model"), run.after[step - 1])
+    rows = read_jsonl(run.place / "evaluations.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["craft"] for row in rows] == figures[1:4]
+    best = json.loads((run.place / "evaluation.json").read_text())["best"]
+    assert best == {"step": step, "metric": metric, "value": value}
+
+
+@pytest.mark.parametrize("metric", ["score_mean", "-kl"])
+def test_the_best_model_by_our_own_figures(watch, judged, metric):
+    run = watch(**judged([0.0] * 4, best_metric=metric))
+    rows = read_jsonl(run.place / "evaluations.jsonl")
+    sign, key = (-1, "kl") if metric == "-kl" else (1, metric)
+    values = [sign * row[key] for row in rows]
+    assert len(set(values)) == 3
+    best = values.index(max(values))
+    same_bits(saved(run.place, "best_model"), run.after[best])
+    found = json.loads((run.place / "evaluation.json").read_text())["best"]
+    assert found == {"step": best + 1, "metric": metric, "value": pytest.approx(sign * max(values))}
+
+
+def test_evaluations_on_the_way(watch, judged):
+    """Every so many iterations and at the end, on the same prompts and draws, of the policy as it is then."""
+    run = watch(**judged([0.0, 1.0, 2.0], every_iterations=2, num_prompts=4, num_examples=3))
+    rows = read_jsonl(run.place / "evaluations.jsonl")
+    assert [row["step"] for row in rows] == [2, 3]
+    end = json.loads((run.place / "evaluation.json").read_text())
+    assert rows[1] == {"step": 3, **end["ppo"]}
+    assert end["num_prompts"] == 4
+    assert len(end["examples"]) == 3
+    assert [end["sft"]["craft"], rows[0]["craft"], end["ppo"]["craft"]] == [0.0, 1.0, 2.0]
+    assert "best" not in end
+    assert not (run.place / "best_model").exists()
+
+    # The reward function is asked before, in three iterations with an evaluation behind the second, and at the end.
+    calls = said(run.learner)
+    assert [len(call["responses"]) for call in calls] == [4, 8, 8, 4, 8, 4]
+    assert rows[0]["score_mean"] == pytest.approx(statistics.fmean(calls[3]["values"]), abs=1e-6)
+    assert rows[0]["characters"] == statistics.fmean(len(text) for text in calls[3]["responses"])
+    assert calls[0]["prompts"] == calls[3]["prompts"] == calls[5]["prompts"]
+    assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]
+
+    table = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
+    replies = sample(run.models[2].policy, [p.ids for p in run.learner.test], table, run.learner.sampling)
+    texts = [run.learner.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
+    assert calls[3]["responses"] == texts, "of the policy behind two iterations"
+    assert rows[0]["length"] == statistics.fmean(len(r.ids) for r in replies)
+    assert rows[0]["eos_fraction"] == statistics.fmean(r.ended for r in replies)
+    asked = SimpleNamespace(prompts=run.learner.test, responses=replies)
+    wanted = [
+        logprobs_by(model, asked, run.learner.sampling).sum(1) for model in (run.models[2].policy, run.models[0].policy)
+    ]
+    assert rows[0]["kl"] == pytest.approx((wanted[0] - wanted[1]).mean().item(), abs=1e-4)
+    assert abs(rows[0]["kl"]) > 1e-3
+
+
+def test_only_the_end_is_evaluated_by_default(watch, judged):
+    run = watch(**judged([0.0, 1.0], every_iterations=None))
+    assert not (run.place / "evaluations.jsonl").exists()
+    assert json.loads((run.place / "evaluation.json").read_text())["ppo"]["craft"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"test": None, "test_fraction": 0}}, "no held-out prompts"),
+        ({"evaluation": {"best_metric": "beauty"}}, "found beauty, the figures are score_mean, score_median, craft"),
+    ],
+)
+def test_a_best_metric_that_there_is_not_is_refused_before_training(watch, judged, changes, message):
+    whole = judged([0.0] * 4, best_metric="craft")
+    for key, value in changes.items():
+        whole[key] = {**whole[key], **value}
+    with pytest.raises(ConfigError, match=rf"evaluation\.best_metric: {message}"):
+        watch(**whole)
+
+
+def test_everything_that_is_saved_generates_as_it_was_trained_to(watch, judged, tokenizer):
+    rollout = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 3}
+    run = watch(**judged([0.0] * 4, best_metric="craft"), rollout=rollout | {"stop_tokens": ["a"]})
+    stop = sorted([tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")])
+    for name in ("model", "best_model"):
+        found = GenerationConfig.from_pretrained(run.place / name)
+        assert {key: getattr(found, key) for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")} == {
+            key: rollout[key] for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
+        }
+        assert found.do_sample is True
+        assert found.eos_token_id == stop
+    plain = causal(run.place / "model")
+    ids = torch.tensor([run.rollouts[0].prompts[0].ids])
+    torch.manual_seed(0)
+    lengths = [
+        plain.generate(ids, max_new_tokens=10, pad_token_id=tokenizer.pad_token_id).shape[1] - ids.shape[1]
+        for _ in range(8)
+    ]
+    assert min(lengths) >= 3
+
+
+def test_the_judge_and_the_rewards_see_the_same_replies(watch, judged):
+    """And health reads both: no finding where nothing is wrong."""
+    run = watch(**judged([0.0, 1.0, 2.0, 3.0]))
+    rows = read_jsonl(run.place / "health.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert not list(itertools.chain(*[row["findings"] for row in rows]))
+
+
+def test_ref_policy_of_null_is_the_policy_of_the_start(start, make_model):
+    """A second model with the same weights, which nothing trains."""
+    with start() as learner:
+        models = learner.models
+        assert models.ref_policy is not models.policy
+        same_bits(weights_of(models.ref_policy), weights_of(load_policy(str(make_model("llama")))))
+        assert not any(p.requires_grad for p in models.ref_policy.parameters())
+        assert all(p.requires_grad for p in models.policy.parameters())

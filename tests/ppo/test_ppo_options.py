@@ -1,0 +1,666 @@
+"""PPO's options that are not in the losses: what rewards are given, sampling, schedules, older rollouts, the plan.
+
+What PPO saves is in test_ppo_models.py. Numbers in brackets are rows of the list of bugs found in other
+implementations (docs of the project).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
+from rlhf_cli.config.ppo_update import PPO
+from rlhf_cli.data.batches import stream
+from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.models.load import load_policy
+from rlhf_cli.ppo import report as figures
+from rlhf_cli.ppo import setup
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.training.optimizer import Stepper
+from rlhf_cli.training.stage_run import StageRun
+from stages import ppo as ppo_stage
+from support.compare import close
+from support.learner import config_of, learning, said, weights_of
+from support.oracles import (
+    check_update_batch,
+    chosen,
+    distributions,
+    hidden_states,
+    numbers,
+    padded,
+    plain_copy,
+    slow_advantages,
+    weighted_scores,
+)
+from support.paths import TESTS
+from support.tiny import STOP, encoder, merged, read_jsonl
+
+# --------------------------------------------------------------------------------- what rewards are given
+
+
+def judged_by(learner):
+    """A rollout of the learner as its rewards see it: (prompts, texts, responses, what `total_score` makes of it)."""
+    rollout = ppo_stage._rollout(learner, 0)
+    texts = [figures.response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
+    judged = figures.judged(learner, rollout.prompts, texts, rollout.responses)
+    return rollout, texts, figures.total_score(learner.rewards, judged)
+
+
+def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pipeline):
+    """The ids as they are, with the prompt or without it; the probability is the sigmoid of its one score."""
+    path = str(pipeline("llama") / "rm")
+    reward = {"type": "reward_model", "path": path, "normalize": False}
+    found = {}
+    for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
+        with start(rewards=[{**reward, "reads": reads, "output": output}]) as learner:
+            assert learner.rewards[0].reads_policy_tokens
+            rollout, _, scores = judged_by(learner)
+        plain = AutoModelForSequenceClassification.from_pretrained(f"{path}/model")
+        wanted = []
+        for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
+            ids = prompt.ids + response.ids if reads == "prompt_and_response" else response.ids
+            with torch.no_grad():
+                wanted.append(plain(input_ids=torch.tensor([ids])).logits[0, 0])
+        logits = torch.stack(wanted)
+        close(scores.total, logits.sigmoid() if output == "probability" else logits)
+        found[reads, output] = scores.total
+    for one, other in itertools.combinations(found.values(), 2):
+        assert (one - other).abs().min() > 1e-3
+
+
+def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path):
+    """The text, with the prompt or without it; the probability is the label's softmax."""
+    model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "good", "weight": -2.0}
+    for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
+        with start(rewards=[{**reward, "reads": reads, "output": output}]) as learner:
+            rollout, texts, scores = judged_by(learner)
+        for prompt, text, score, total in zip(
+            rollout.prompts, texts, scores.each["reward_model"], scores.total, strict=True
+        ):
+            whole = prompt.text + text if reads == "prompt_and_response" else text
+            with torch.no_grad():
+                logits = model(**word_piece(whole, return_tensors="pt")).logits[0]
+            wanted = logits.softmax(0)[1] if output == "probability" else logits[1]
+            assert score.item() == pytest.approx(wanted.item(), abs=1e-5)
+            assert total.item() == pytest.approx(-2.0 * wanted.item(), abs=1e-5)
+
+
+def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
+    """The tokens join to the decoded response, and the rest of the score stands at the last token alone."""
+    rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
+    run = watch(rewards=rewards, ppo={"num_iterations": 1, "kl_coef": 0.0, "missing_eos_penalty": 0.0})
+    (asked,), rollout, learner = said(run.learner), run.rollouts[0], run.learner
+    for row, response in zip(asked["rows"], rollout.responses, strict=True):
+        assert row["tokens"] == [learner.tokenizer.decode([i]) for i in response.ids]
+    returns = [[sum(row[t:]) for t in range(len(row))] for row in asked["dense"]]
+    own = run.learner.config.ppo.model_copy(update={"gae_lambda": 1.0})
+    found = slow_advantages(run.learner.config.model_copy(update={"ppo": own}), asked["dense"], returns)[1]
+    close(padded(found), padded(returns), 1e-9)
+    assert run.metrics[0]["objective/reward"] == pytest.approx(statistics.fmean(map(sum, asked["dense"])), abs=1e-5)
+    assert run.metrics[0]["objective/score"] == run.metrics[0]["reward/tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[[0.5] for row in rows]", "returned 1 numbers for"),
+        ("[0.5 for row in rows]", "a list of numbers is needed"),
+        ("[[float('nan')] * len(row['tokens']) for row in rows]", "it must be a finite number"),
+    ],
+)
+def test_a_dense_reward_that_is_none_is_refused(watch, tmp_path, body, message):
+    path = tmp_path / "bad.py"
+    path.write_text(f"def bad(prompts, responses, rows):\n    return {body}\n", encoding="utf-8")
+    with pytest.raises(RunError, match=message):
+        watch(rewards=[{"type": "function", "function": f"{path}:bad", "per_token": True}])
+
+
+def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
+    """Over ref_policy's own samples, on training prompts; not the policy's, where that is another."""
+    ref = str(pipeline("llama") / "sft")
+    ppo = {"score_normalization": "reference", "num_reference_samples": 20}
+    with start(ref_policy={"path": ref}, ppo=ppo) as learner:
+        figures.measure_reference(learner)
+        calls = list(said(learner))
+    raw = torch.tensor([x for call in calls for x in call["values"]])
+    assert [len(call["values"]) for call in calls] == [8, 8, 4]
+    normalised = learner.scale.apply(raw)
+    assert normalised.mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert normalised.std().item() == pytest.approx(1.0, abs=1e-5)
+    table = draw_uniforms(0, "ppo reference", 0, 20, 8)
+    order = stream(len(learner.train), 20, 0, 0, "ppo reference prompts")
+    own = load_policy(str(Path(ref) / "model"))
+    by_ref = sample(own, [learner.train[i].ids for i in order], table, learner.sampling)
+    texts = [learner.tokenizer.decode(r.ids, skip_special_tokens=True) for r in by_ref]
+    assert [text for call in calls for text in call["responses"]] == texts
+    assert [p for call in calls for p in call["prompts"]] == [learner.train[i].text for i in order]
+
+
+def test_scores_without_spread_are_only_shifted(watch, tmp_path):
+    """A constant reward is normalised to 0, and not to nan."""
+    path = tmp_path / "constant.py"
+    path.write_text("def constant(prompts, responses, rows):\n    return [7.5] * len(rows)\n", encoding="utf-8")
+    rewards = [{"type": "function", "function": f"{path}:constant"}]
+    ppo = {"score_normalization": "running", "missing_eos_penalty": 0.0, "kl_coef": 0.0}
+    run = watch(rewards=rewards, ppo=ppo)
+    assert [row["objective/score"] for row in run.metrics] == [7.5, 7.5]
+    assert [row["objective/reward"] for row in run.metrics] == [0.0, 0.0]
+
+
+def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data):
+    """A reply counts with the sum of its tokens."""
+    rewards = [
+        {"type": "function", "function": f"{functions}:letters", "weight": 2.0},
+        {"type": "function", "function": f"{functions}:tokens", "per_token": True, "weight": 0.5},
+    ]
+    test = {"test": {"path": str(data["prompts"]), "limit": 5}}
+    run = watch(rewards=rewards, data=test, ppo={"num_iterations": 1})
+    found = json.loads((run.place / "evaluation.json").read_text())
+    for side, call in (("sft", 0), ("ppo", 2)):
+        whole, dense = weighted_scores(run.learner.config, run.learner, call)
+        wanted = [a + sum(b) for a, b in zip(whole, dense, strict=True)]
+        assert [example[side]["score"] for example in found["examples"]] == pytest.approx(wanted, abs=1e-5)
+
+
+# -------------------------------------------------------------------------------------------- sampling
+
+
+@torch.no_grad()
+def ranks(learner):
+    """How many tokens are likelier than each one that was drawn, by plain forwards."""
+    rollout = ppo_stage._rollout(learner, 0)
+    plain, found = plain_copy(learner.models.policy), []
+    for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
+        logits = plain(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1]
+        drawn = logits.gather(1, torch.tensor(response.ids)[:, None])
+        found += (logits > drawn).sum(1).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("narrow", "left"),
+    [({"top_k": 2}, 2), ({"top_p": 1e-6}, 1), ({"min_p": 1.0}, 1), ({"temperature": 1e-4}, 1)],
+    ids=["top_k", "top_p", "min_p", "temperature"],
+)
+def test_each_filter_reaches_the_sampler(start, narrow, left):
+    """At its narrowest each leaves the likeliest token, or the two likeliest; without it others come too."""
+    with start(rollout=narrow) as learner:
+        assert set(ranks(learner)) == set(range(left))
+    with start() as learner:
+        assert max(ranks(learner)) > left
+
+
+def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
+    """[13, 14] To the last bit, since the chunks are the same; and what follows is the slow loop's."""
+    rollout = {
+        "max_new_tokens": 12,
+        "min_new_tokens": 4,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.97,
+        "min_p": 0.003,
+        "stop_strings": ["e"],
+    }
+    ppo = {"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"}
+    run = watch(rollout=rollout, ppo=ppo, optimizer={"learning_rate": 2e-2})
+    first, later = run.metrics
+    assert first["policy/first_ratio"] == first["policy/ratio"] == later["policy/first_ratio"] == 1.0
+    assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
+    assert first["objective/kl"] == 0.0
+    assert later["objective/kl"] != 0.0
+    assert max(row["policy/sampler_gap"] for row in run.metrics) < 1e-5
+    responses = [r for rollout in run.rollouts for r in rollout.responses]
+    lengths = [len(r.ids) for r in responses]
+    assert min(lengths) == 4
+    assert max(lengths) == 12
+    assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
+    assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters leave fewer"
+    assert not any(i in run.learner.sampling.stop for r in responses for i in r.ids[:3])
+    check_update_batch(run)
+
+
+def test_stop_tokens_end_a_response(start, tokenizer):
+    names = tokenizer.convert_ids_to_tokens(sorted(STOP))
+    with start(rollout={"stop_tokens": names}) as learner:
+        assert learner.sampling.stop == STOP | {tokenizer.eos_token_id}
+        stopped = ppo_stage._rollout(learner, 0).responses
+    with start(rollout={"stop_tokens": []}) as learner:
+        assert learner.sampling.stop == {tokenizer.eos_token_id}
+        free = ppo_stage._rollout(learner, 0).responses
+    assert any(r.ended for r in stopped)
+    for response, whole in zip(stopped, free, strict=True):
+        at = [t for t, i in enumerate(whole.ids) if i in STOP]
+        assert response.ids == (whole.ids[: at[0] + 1] if at else whole.ids)
+        assert response.ended == (bool(at) or whole.ended)
+    with pytest.raises(ConfigError, match=r"rollout\.stop_tokens: 'help\? no!' is no single token"):
+        with start(rollout={"stop_tokens": ["help? no!"]}):
+            pass
+
+
+def test_stop_strings_end_a_response_and_are_not_shown(watch):
+    """What is scored and kept as a sample ends before the string; the ids that are learnt hold it."""
+    run = watch(rollout={"stop_strings": ["e", "zz"], "stop_tokens": []}, num_logged_samples=8)
+    tokenizer, ended_by_string = run.learner.tokenizer, 0
+    samples = read_jsonl(run.place / "samples.jsonl")
+    for i, (rollout, asked) in enumerate(zip(run.rollouts, said(run.learner), strict=True)):
+        assert [row["response"] for row in samples[8 * i : 8 * i + 8]] == asked["responses"]
+        for response, text, row in zip(rollout.responses, asked["responses"], asked["rows"], strict=True):
+            whole = tokenizer.decode(response.ids, skip_special_tokens=True)
+            assert text == whole.partition("e")[0]
+            assert row["ended"] == response.ended
+            if "e" in whole:
+                ended_by_string += 1
+                assert response.ended
+                assert "e" not in tokenizer.decode(response.ids[:-1])
+    assert 0 < ended_by_string < 16
+
+
+@pytest.mark.parametrize("least", [0, 5, 8])
+def test_min_and_max_new_tokens(start, least):
+    with start(rollout={"min_new_tokens": least}) as learner:
+        lengths = [len(r.ids) for i in range(3) for r in ppo_stage._rollout(learner, i).responses]
+    assert min(lengths) == max(1, least)
+    assert max(lengths) == 8
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_iteration_takes_new_prompts_and_n_responses_to_each(start, n):
+    """[15, 27, 38] Every prompt once an epoch, and no two responses from the same draws."""
+    with start(rollout={"samples_per_prompt": n}) as learner:
+        rollouts = [ppo_stage._rollout(learner, i) for i in range(3 * n)]
+    prompts = [prompt.text for rollout in rollouts for prompt in rollout.prompts]
+    assert Counter(prompts) == {p.text: n for p in learner.train}
+    assert len(prompts) == 24 * n
+    for rollout in rollouts:
+        texts = [prompt.text for prompt in rollout.prompts]
+        assert texts == [texts[i // n * n] for i in range(8)], "prompt-major"
+    drawn = {tuple(r.ids) for rollout in rollouts for r in rollout.responses if len(r.ids) > 3}
+    assert len(drawn) == sum(len(r.ids) > 3 for rollout in rollouts for r in rollout.responses)
+
+
+def test_logged_samples(watch):
+    run = watch(num_logged_samples=3)
+    rows = read_jsonl(run.place / "samples.jsonl")
+    assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    for i, row in enumerate(rows):
+        rollout, asked = run.rollouts[i // 3], said(run.learner)[i // 3]
+        assert (row["prompt"], row["response"]) == (asked["prompts"][i % 3], asked["responses"][i % 3])
+        assert row["score"] == pytest.approx(asked["values"][i % 3], abs=1e-6)
+        kl = (rollout.logprobs - rollout.ref_logprobs)[i % 3].sum().item()
+        assert row["kl"] == pytest.approx(kl, abs=1e-6)
+    assert read_jsonl(watch("none", num_logged_samples=0).place / "samples.jsonl") == []
+
+
+# ------------------------------------------------------------------------------------- how far, how fast
+
+
+def peaks(values):
+    """Places from the third on where a value is above all before it by a tenth."""
+    return [i for i in range(2, len(values)) if values[i] > 1.1 * max(values[:i])]
+
+
+def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
+    """[25] The next iteration begins anew, and both schedules end where they were to end."""
+    free = watch("free", **learning())
+    kl = [step["policy/approx_kl"] for step in free.steps]
+    end = peaks(kl)[1]
+    limit = (max(kl[:end]) + kl[end]) / 2
+    assert free.moves == [("policy", True), ("value", True)] * 12
+    assert free.metrics[0]["policy/stopped_early"] == 0.0
+
+    held = watch("held", **learning(max_approx_kl=limit))
+    assert len(held.steps) == end + 1, "the step that exceeds it is looked at, those after it are not"
+    assert held.moves == [(which, i < end) for i in range(12) for which in ("policy", "value")]
+    assert [s["policy/approx_kl"] for s in held.steps] == kl[: end + 1]
+    for name, weight in free.weights[end - 1].items():
+        assert torch.equal(held.after[0][name], weight), name
+    assert held.metrics[0]["policy/stopped_early"] == 1.0
+    for run in (free, held):
+        for stepper in (run.learner.policy_stepper, run.learner.value_stepper):
+            assert stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
+
+    twice = watch("twice", **learning(max_approx_kl=limit, num_iterations=2))
+    assert twice.moves[24] == ("policy", True)
+    assert twice.learner.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
+
+
+def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
+    """Neither weights nor Adam's state change; the schedule goes on; the number is in the metrics."""
+    free = watch("free", **learning())
+    limit = sorted(step["policy/ratio"] for step in free.steps)[8]
+    skipped, moved = [], []
+    advance = Stepper.advance
+
+    def state(stepper):
+        moments = [stepper.optimizer.state[p] for p in stepper.model.parameters() if p in stepper.optimizer.state]
+        return [p.detach().clone() for p in stepper.model.parameters()] + [
+            value.clone() for one in moments for value in one.values()
+        ]
+
+    def spy(self, *, move=True):
+        before, rate = state(self), self.learning_rate
+        advance(self, move=move)
+        after = state(self)
+        same = len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        (moved if move else skipped).append((same, self.learning_rate < rate))
+
+    monkeypatch.setattr(Stepper, "advance", spy)
+    run = watch("held", **learning(max_ratio=limit))
+    ratios = [step["policy/ratio"] for step in run.steps]
+    assert len(ratios) == 12
+    assert [move for which, move in run.moves if which == "policy"] == [ratio <= limit for ratio in ratios]
+    assert [move for which, move in run.moves if which == "value"] == [ratio <= limit for ratio in ratios]
+    assert 0 < len(skipped) < 24
+    assert skipped == [(True, True)] * len(skipped)
+    assert moved == [(False, True)] * len(moved)
+    assert run.metrics[0]["policy/skipped_steps"] == len(skipped) / 2
+    assert free.metrics[0]["policy/skipped_steps"] == 0.0
+    assert run.learner.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
+
+
+def test_max_ratio_of_null_never_skips(watch):
+    run = watch(**learning(max_ratio=None))
+    assert run.metrics[0]["policy/skipped_steps"] == 0.0
+    assert all(move for _, move in run.moves)
+
+
+@torch.no_grad()
+def after_update_kl(run, i):
+    """KL(old, new) of iteration i a token: from plain forwards of the policies before and behind its update."""
+    rollout = run.rollouts[i]
+    asked = (rollout.prompts, rollout.responses, run.learner.sampling)
+    old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *asked))) for j in (i, i + 1))
+    terms = [math.exp(b - a) - 1 - (b - a) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
+    return statistics.fmean(terms)
+
+
+def test_policy_kl_coef_follows_its_target(watch):
+    """[33] It doubles above 1.5 times the target, halves below 1/1.5 of it, and stays between."""
+
+    def run_with(target):
+        ppo = {"objective": "penalty", "policy_kl_coef": 0.5, "policy_kl_target": target, "num_iterations": 3}
+        return watch(str(target), ppo=ppo)
+
+    halved = run_with(1e3)
+    first = halved.metrics[0]["policy/kl_after_update"]
+    assert first == pytest.approx(after_update_kl(halved, 0), rel=1e-3)
+    assert first > 1e-4
+    assert [row["policy/policy_kl_coef"] for row in halved.metrics] == [0.5, 0.25, 0.125]
+    doubled = run_with(first / 1.6)
+    assert [row["policy/policy_kl_coef"] for row in doubled.metrics][:2] == [0.5, 1.0]
+    for target in (first / 1.4, first * 1.4):
+        stays = run_with(target)
+        assert [row["policy/policy_kl_coef"] for row in stays.metrics][:2] == [0.5, 0.5]
+        second = stays.metrics[1]["policy/kl_after_update"]
+        assert second == pytest.approx(after_update_kl(stays, 1), rel=1e-3)
+        factor = 0.5 if second < target / 1.5 else 2.0 if second > 1.5 * target else 1.0
+        assert stays.metrics[2]["policy/policy_kl_coef"] == 0.5 * factor
+
+
+def test_the_learning_rates_and_their_ends(watch):
+    """[25] With a warm-up of the values and rollouts used twice, each model's schedule has its own number of steps."""
+    run = watch(
+        ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2},
+        value_model={"learning_rate": 1e-3, "warmup_iterations": 1},
+        optimizer={"learning_rate": 4e-3, "schedule": "linear", "min_lr_ratio": 0.25},
+    )
+    counts = Counter(which for which, _ in run.moves)
+    assert counts == {"value": 4 + 8 + 8, "policy": 8 + 8}
+    assert run.learner.policy_stepper.learning_rate == pytest.approx(1e-3, rel=1e-6)
+    assert run.learner.value_stepper.learning_rate == pytest.approx(2.5e-4, rel=1e-6)
+    wanted = [4e-3, 4e-3, (4e-3 + 1e-3) / 2]
+    assert [row["policy/learning_rate"] for row in run.metrics] == pytest.approx(wanted, rel=1e-6)
+    wanted = [1e-3 - 7.5e-4 * done / 20 for done in (0, 4, 12)]
+    assert [row["value/learning_rate"] for row in run.metrics] == pytest.approx(wanted, rel=1e-6)
+    by_default = watch("default", ppo={"num_iterations": 1})
+    assert by_default.metrics[0]["value/learning_rate"] == by_default.metrics[0]["policy/learning_rate"] == 5e-3
+
+
+@pytest.mark.parametrize("init", ["policy", "shared"])
+def test_the_policy_does_not_move_a_bit_while_the_values_warm_up(watch, make_model, init):
+    start_weights = weights_of(load_policy(str(make_model("llama"))))
+    run = watch(value_model={"init": init, "warmup_iterations": 1}, ppo={"num_iterations": 2, "entropy_coef": 0.1})
+    for name, weight in start_weights.items():
+        assert torch.equal(run.after[0][name], weight), name
+    assert any(not torch.equal(run.after[1][name], weight) for name, weight in start_weights.items())
+    heads = [m.value_head.weight if init == "shared" else m.value_model.score.weight for m in run.models]
+    assert heads[0].abs().max() == 0
+    assert heads[1].abs().max() > 1e-3
+    assert [which for which, _ in run.moves] == ["value"] * 2 + ["policy", "value"] * 2
+    assert "policy/grad_norm" not in run.metrics[0]
+    assert run.metrics[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_what_a_value_model_starts_from(start, pipeline):
+    root = pipeline("llama")
+    model_reward = {"rewards": [{"type": "reward_model", "path": str(root / "rm")}]}
+    policy = {"policy": {"path": str(root / "sft")}}
+    rm, sft = (load_file(root / f"{stage}/model/model.safetensors") for stage in ("rm", "sft"))
+    for init, source in (("auto", rm), ("reward_model", rm), ("policy", sft)):
+        with start(value_model={"init": init}, **model_reward, **policy) as learner:
+            found = learner.models.value_model.base_model.state_dict()
+            assert learner.models.value_model.score.weight.abs().max() == 0
+        for name, weight in found.items():
+            assert torch.equal(weight, source[f"model.{name}"]), (init, name)
+    with start(**policy) as learner:
+        found = learner.models.value_model.base_model.state_dict()
+    assert all(torch.equal(weight, sft[f"model.{name}"]) for name, weight in found.items()), "no reward model"
+    with start(value_model={"init": "shared"}, **policy) as learner:
+        assert learner.models.value_model is None
+        assert learner.models.value_head.weight.abs().max() == 0
+        assert list(learner.value_stepper.model.parameters()) == [learner.models.value_head.weight]
+
+
+# ------------------------------------------------------------------------------------- rollouts used again
+
+
+@pytest.mark.parametrize(("kept", "cap", "values"), [(2, 1.05, True), (3, 2.0, False)])
+def test_older_rollouts_are_weighed_by_their_importance(watch, kept, cap, values):
+    """Against log-probabilities of plain forwards in float64: those of the policy at the update's beginning, and
+    those of the policy that sampled, however old."""
+    estimator = {} if values else {"advantage_estimator": "reinforce", "whiten_advantages": True}
+    run = watch(
+        ppo={"num_iterations": 3, "num_rollouts_per_update": kept, "importance_ratio_cap": cap, **estimator},
+        optimizer={"learning_rate": 1e-2},
+    )
+    assert [len(batch.responses) for batch in run.batches] == [8 * min(i + 1, kept) for i in range(3)]
+    num_steps = [2 * min(i + 1, kept) for i in range(3)]
+    assert len([1 for which, _ in run.moves if which == "policy"]) == len(run.steps) == sum(num_steps)
+    capped = 0
+    fresh = [replace(batch) for batch in run.batches]
+    for i, batch in enumerate(run.batches):
+        assert run.metrics[i]["policy/first_ratio_error"] < 1e-5
+        made = list(range(max(0, i - kept + 1), i + 1))
+        for part, when in enumerate(made):
+            rows, width = slice(8 * part, 8 * part + 8), run.rollouts[when].response_mask.shape[1]
+            sampled = run.rollouts[when]
+            assert batch.responses[rows] == sampled.responses
+            asked = (sampled.prompts, sampled.responses, run.learner.sampling)
+            with torch.no_grad():
+                then, now = (
+                    padded(chosen(distributions(plain_copy(run.models[j].policy).double(), *asked))) for j in (when, i)
+                )
+                own = padded(
+                    [
+                        [linear(state, run.models[i].value_model.score.weight.double())[0] for state in row]
+                        for row in hidden_states(plain_copy(run.models[i].value_model).double().base_model, *asked[:2])
+                    ]
+                    if values
+                    else [[0.0] * len(r.ids) for r in sampled.responses]
+                )
+            weight = (now - then).exp().clamp(max=cap)
+            capped += int(((now - then).exp() > cap).sum())
+            # As its own update saw it, in the last rows of that update's batch.
+            first = {
+                name: getattr(fresh[when], name)[-8:, :width].double()
+                for name in ("advantages", "returns", "ref_logprobs")
+            }
+            close(batch.logprobs[rows, :width].double(), now, 1e-5)
+            close(batch.values[rows, :width].double(), own, 1e-5)
+            close(batch.advantages[rows, :width].double(), first["advantages"] * weight, 1e-4)
+            close(batch.returns[rows, :width].double(), first["returns"], 1e-6)
+            close(batch.ref_logprobs[rows, :width].double(), first["ref_logprobs"], 1e-6)
+            if when < i:
+                assert (weight - 1).abs().max() > 1e-2
+    assert capped > 0
+
+
+def test_every_row_of_every_kept_rollout_is_seen_once_an_epoch(watch, monkeypatch):
+    seen, real = [], ppo_stage._own_rows
+
+    def spy(minibatch, *rest):
+        rows = real(minibatch, *rest)
+        seen.append(rows)
+        return rows
+
+    monkeypatch.setattr(ppo_stage, "_own_rows", spy)
+    watch(ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2})
+    flat = list(itertools.chain(*seen))
+    assert all(len(rows) == 4 for rows in seen)
+    sizes = [8, 8, 16, 16, 16, 16]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    epochs = [flat[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(size)) for size in sizes]
+    assert sum(sizes) == len(flat)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch in an order of its own"
+
+
+# -------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_kl_whose_optimum_is_another_than_one_would_think_is_said(write_config, tmp_path):
+    """All but the two that null stands for, and none where the KL has no weight."""
+    reward, loss = ("k1", "k2", "k3", "abs", "full"), ("k2", "k3", "abs", "full", "k2_sequence")
+    for kl_in, estimator in [("reward", e) for e in (None, *reward)] + [("loss", e) for e in (None, *loss)]:
+        ppo = {"kl_in": kl_in, "kl_estimator": estimator}
+        note = setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo))
+        if estimator in (None, "k1", "k2_sequence"):
+            assert note is None
+        else:
+            assert note.startswith("ppo.kl_estimator: ")
+        ppo["kl_coef"] = 0.0
+        assert setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)) is None
+    # Beside advantages that are divided by their own spread a KL in the loss fades, whatever its estimator.
+    for estimator, whiten in (("gae", True), ("reinforce_pp", None), ("grpo", None)):
+        ppo = {"kl_in": "loss", "advantage_estimator": estimator, "whiten_advantages": whiten}
+        config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo, rollout={"samples_per_prompt": 2})
+        assert "divided by their standard deviation" in setup._kl_note(config)
+
+
+def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, capsys):
+    """24 prompts; 2 + 4 + 4 minibatches of 3 iterations, twice each, the first iteration for the values only."""
+    config = config_of(
+        write_config,
+        "ppo",
+        PPOConfig,
+        tmp_path,
+        **merged(
+            base,
+            {
+                "rollout": {"samples_per_prompt": 2},
+                "ppo": {"num_iterations": 3, "ppo_epochs": 2, "microbatch_size": 3, "num_rollouts_per_update": 2},
+                "value_model": {"warmup_iterations": 1},
+                "ptx": {"train": str(data["demonstrations"]), "coef": 1.0, "minibatch_size": 6},
+                "optimizer": {"warmup_steps": 5},
+            },
+        ),
+    )
+    ppo_stage.run(config, quiet=False)
+    out = capsys.readouterr().out
+    with StageRun("ppo", config, quiet=True) as stage:
+        learner = setup.load_learner(config, stage)
+    tokens = statistics.fmean(len(p.ids) for p in learner.train)
+    assert "ppo: plan\n" in out
+    for line in (
+        f"  prompts        24 of {tokens:.0f} tokens on average; 0.50 epochs",
+        "  rollouts       3 iterations x 4 prompts x 2 = 24 responses of at most 8 tokens (at most 192 tokens)",
+        "  minibatches    2 ppo_epochs x 2 minibatches x 2 rollouts of 4 responses, 3 at a time = 8 optimizer steps "
+        "an iteration",
+        "  at a time      at most 2,048 tokens (ppo.tokens_per_microbatch)",
+        "  steps          20 in all, the first 5 of warm-up",
+        "  value warm-up  1 iterations before the policy moves",
+    ):
+        assert line in out
+    # No step of the 4 in the warm-up takes any: 16 * 6 / 24.
+    assert "  ptx            6 rows a step = 4.00 epochs over 24 rows" in out
+    assert "processes" not in out
+
+
+# --------------------------------------------------------------------------------------------- as a whole
+
+
+UNUSUAL = {
+    "rollout": {"top_p": 0.97, "top_k": 50, "min_p": 0.002, "min_new_tokens": 3, "samples_per_prompt": 2},
+    "ppo": {
+        "num_iterations": 3,
+        "ppo_epochs": 2,
+        "microbatch_size": 3,
+        "tokens_per_microbatch": 60,
+        "num_rollouts_per_update": 2,
+        "score_normalization": "running",
+        "score_clip": 2.0,
+        "kl_controller": "adaptive",
+        "kl_target": 1.0,
+        "kl_horizon": 100,
+        "whiten_rewards": True,
+        "value_lambda": 1.0,
+        "objective": "penalty",
+        "policy_kl_target": 0.01,
+        "loss_aggregation": "sequence",
+        "entropy_coef": 0.05,
+        "max_approx_kl": 1.0,
+        "ema_decay": 0.9,
+    },
+    "value_model": {"warmup_iterations": 1, "learning_rate": 2e-3},
+}
+
+
+def files_of(place):
+    """Everything that does not tell the time."""
+    found = {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.suffix == ".safetensors"}
+    found["samples.jsonl"] = (place / "samples.jsonl").read_bytes()
+    found["metrics"] = [
+        {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
+        for row in read_jsonl(place / "metrics.jsonl")
+    ]
+    found["health"] = (place / "health.jsonl").read_bytes()
+    return found
+
+
+def test_an_exact_rerun_with_everything_unusual_gives_the_same_bits(watch, data):
+    """Where the global generators stand has no say."""
+    ptx = {"ptx": {"train": str(data["demonstrations"]), "coef": 0.3, "mode": "convex", "max_length": 96}}
+    torch.manual_seed(1)
+    first = files_of(watch("first", **UNUSUAL, **ptx).place)
+    torch.manual_seed(2)
+    second = files_of(watch("second", **UNUSUAL, **ptx).place)
+    assert first.keys() == second.keys()
+    assert {"model/model.safetensors", "value_model/model.safetensors", "ema_model/model.safetensors"} < first.keys()
+    for name in first:
+        assert first[name] == second[name], name
+    other = files_of(watch("other", seed=1, **UNUSUAL, **ptx).place)
+    assert other["model/model.safetensors"] != first["model/model.safetensors"]
+
+
+def test_every_option_is_named_in_a_test():
+    """One that is added without a test is found here."""
+    text = "".join(path.read_text("utf-8") for path in (TESTS / "ppo").glob("test_ppo_*.py"))
+    for section in (PPO, Rollout, ValueModel, Lora, Ptx, PPOEvaluation):
+        missing = [key for key in section.model_fields if not re.search(rf"\b{key}\b", text)]
+        assert missing == [], section.__name__

@@ -1,0 +1,121 @@
+"""PPO on two processes gives what it gives on one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rlhf_cli.metrics import OF_THE_MACHINE
+from support.compare import same_weights
+from support.learner import learning
+from support.runs import run_processes
+from support.tiny import merged, read_jsonl
+
+# ------------------------------------------------------------------------------------------ two processes
+
+
+def two_as_one(watch, write_config, base, tmp_path, changes):
+    """A run on one process and the same on two: weights and the metrics that both have; returns the first."""
+    changes = merged({"optimizer": {"eps": 1e-3}}, changes)
+    one = watch("one", **changes)
+    run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
+    same_weights(one.place, tmp_path / "two/ppo")
+    rows = read_jsonl(tmp_path / "two/ppo/metrics.jsonl")
+    for a, b in zip(one.metrics, rows, strict=True):
+        common = {key: value for key, value in a.items() if not key.startswith((*OF_THE_MACHINE, "policy/sampler_gap"))}
+        assert {key: b[key] for key in common} == pytest.approx(common, rel=1e-3, abs=1e-4)
+    return one
+
+
+def limits(run):
+    """(a max_approx_kl and a max_ratio that some steps of this run are clearly above, and some below)."""
+    found = []
+    for key in ("policy/approx_kl", "policy/ratio"):
+        values = sorted(step[key] for step in run.steps)
+        gaps = [b - a for a, b in itertools.pairwise(values)]
+        at = max(range(len(gaps) // 2, len(gaps)), key=gaps.__getitem__)
+        found.append((values[at] + values[at + 1]) / 2)
+    return found
+
+
+def test_groups_split_over_processes_and_stops_taken_by_all(watch, write_config, base, tmp_path, data):
+    """[37] Prompts with three responses each, of which a process has one or two; nobody waits for ever."""
+    changes = {
+        "rollout": {"samples_per_prompt": 3},
+        "ppo": {
+            "rollout_batch_size": 9,
+            "minibatch_size": 3,
+            "ppo_epochs": 3,
+            "advantage_estimator": "grpo",
+            "kl_in": "loss",
+            "num_rollouts_per_update": 2,
+            "entropy_coef": 0.02,
+            "ema_decay": 0.8,
+        },
+        "ptx": {"train": str(data["demonstrations"]), "coef": 0.3, "minibatch_size": 5, "max_length": 96},
+        "optimizer": {"learning_rate": 2e-2, "eps": 1e-3},
+    }
+    limit, _ = limits(watch("free", **changes))
+    run = two_as_one(watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_approx_kl": limit}}))
+    assert any(row["policy/stopped_early"] for row in run.metrics)
+    assert {move for _, move in run.moves} == {True, False}
+
+
+SPLIT = {
+    "reinforce_pp_baseline": {
+        "rollout": {"samples_per_prompt": 4},
+        "ppo": {"advantage_estimator": "reinforce_pp_baseline", "whiten_rewards": True},
+    },
+    "rloo": {"rollout": {"samples_per_prompt": 2}, "ppo": {"advantage_estimator": "rloo"}},
+    "dr_grpo": {
+        "rollout": {"samples_per_prompt": 4},
+        "ppo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant", "minibatch_size": 2},
+    },
+    "scores": {
+        "ppo": {
+            "score_normalization": "running",
+            "kl_controller": "adaptive",
+            "kl_target": 0.1,
+            "kl_horizon": 100,
+            "whiten_rewards": True,
+            "loss_aggregation": "sequence",
+        }
+    },
+    "reference": {"ppo": {"score_normalization": "reference", "num_reference_samples": 11}},
+    "penalty": {"ppo": {"objective": "penalty", "policy_kl_target": 1e-5, "num_iterations": 3}},
+    "shared": {
+        "value_model": {"init": "shared", "warmup_iterations": 1},
+        "ppo": {"minibatch_size": 2, "num_iterations": 3},
+    },
+    "lora": {"policy": {"lora": {"r": 4}}},
+    "dense": {"ppo": {"whiten_advantages": False}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT)
+def test_two_processes_give_what_one_gives_with(name, watch, write_config, base, functions, tmp_path):
+    changes = SPLIT[name]
+    if name == "dense":
+        rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
+        changes = merged(changes, {"rewards": rewards})
+    run = two_as_one(watch, write_config, base, tmp_path, changes)
+    assert run.metrics[-1]["objective/kl"] != 0.0
+
+
+@pytest.mark.slow
+def test_skips_are_taken_by_all_processes(watch, write_config, base, tmp_path):
+    """[37]"""
+    changes = merged(learning(num_iterations=2), {"optimizer": {"eps": 1e-3}})
+    _, limit = limits(watch("free", **changes))
+    run = two_as_one(watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_ratio": limit}}))
+    assert 0 < sum(row["policy/skipped_steps"] for row in run.metrics) < 24
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_stops_all_processes(write_config, base, tmp_path):
+    changes = merged(base, {"optimizer": {"learning_rate": 1e30}})
+    with pytest.raises(AssertionError, match=r"ppo iteration 1, step 2: .*failed_batch\.jsonl"):
+        run_processes(2, "ppo", write_config("ppo", tmp_path, **changes))
+    assert len(read_jsonl(tmp_path / "ppo.failed_batch.jsonl")) == 4

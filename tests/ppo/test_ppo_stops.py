@@ -1,0 +1,145 @@
+"""PPO stops before it learns from values that are not finite, or from the wrong temperature or dropout."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_cli.errors import RunError
+from rlhf_cli.models import load
+from rlhf_cli.models.load import load_policy
+from rlhf_cli.ppo import setup
+from rlhf_cli.rollout import rollout as rollout_module
+from rlhf_cli.training.optimizer import Stepper
+from stages import ppo as ppo_stage
+from support.learner import weights_of
+from support.runs import digests
+from support.tiny import merged, read_jsonl
+
+# ------------------------------------------------------------------------------- what cannot be learnt from
+
+
+def failed(root):
+    return [path.name for path in root.iterdir() if path.name.startswith("ppo.failed")]
+
+
+def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path, monkeypatch):
+    stepped = []
+    monkeypatch.setattr(Stepper, "advance", lambda self, *, move=True: stepped.append(move))  # noqa: ARG005
+    rewards = [{"type": "function", "function": f"{functions}:infinite"}]
+    with pytest.raises(RunError, match="reward function infinite, response 1: returned inf"):
+        watch(rewards=rewards, ppo={"num_iterations": 3})
+    assert len(stepped) == 4, "the first iteration's"
+    assert not (tmp_path / "run/ppo").exists()
+
+
+def weight_of_nan(learner, iteration):
+    """Between the first iteration and the second."""
+    if iteration == 1:
+        with torch.no_grad():
+            learner.models.policy.base_model.norm.weight[3] = math.nan
+
+
+@pytest.mark.parametrize("how", ["weights", "learning_rate"])
+def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path, how):
+    """Nothing is stepped from there on, the batch is kept beside the stage, and the finished stage stands."""
+    run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
+    before = digests(tmp_path / "run/ppo")
+    learners = []
+
+    def ruin(learner, iteration):
+        if how == "weights":
+            weight_of_nan(learner, iteration)
+        learners.append(learner)
+
+    changes = {"optimizer": {"learning_rate": 1e30}} if how == "learning_rate" else {}
+    moves, real = [], Stepper.advance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Stepper, "advance", lambda self, *, move=True: (moves.append(weights_of(self.model)), real(self, move=move))
+        )
+        with pytest.raises(RunError) as error:
+            watch(before_rollout=ruin, ppo={"num_iterations": 3}, **changes)
+    iteration, step = (1, 2) if how == "learning_rate" else (2, 3)
+    place = tmp_path / "run/ppo.failed_batch.jsonl"
+    message = str(error.value)
+    assert error.value.exit_code == 1
+    assert message.startswith(f"ppo iteration {iteration}, step {step}: ")
+    assert re.search(r"loss/policy is nan|policy/ratio is nan", message)
+    assert str(place) in message
+    assert "\n" not in message
+    assert len(moves) == 2 * (step - 1)
+    rows = read_jsonl(place)
+    assert len(rows) == 4
+    prompts = {tuple(p.ids): p.text for p in learners[0].train}
+    for row in rows:
+        assert row["prompt"] == prompts[tuple(row["prompt_ids"])]
+        length = len(row["response_ids"])
+        assert 0 < length <= 8
+        for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns"):
+            assert len(row[name]) == length
+        assert all(map(math.isfinite, row["ref_logprobs"])), "ref_policy is well"
+    is_bad = [not all(isinstance(x, float) for x in row["logprobs"]) for row in rows]
+    assert not any(is_bad) if how == "learning_rate" else all(is_bad)
+    assert digests(tmp_path / "run/ppo") == before
+    assert not (tmp_path / "run/.ppo.partial/manifest.json").exists()
+    assert not (tmp_path / "run/.ppo.partial/model").exists()
+
+
+def test_filters_of_a_policy_that_is_no_number(watch, tmp_path):
+    """No token is likelier than another, so that none is left to draw: one line too, and no traceback."""
+    rollout = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    with pytest.raises(RunError) as error:
+        watch(before_rollout=weight_of_nan, rollout=rollout, ppo={"num_iterations": 3})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run/ppo").exists()
+
+
+def test_health_has_a_row_for_each_iteration(watch):
+    run = watch(ppo={"num_iterations": 3})
+    rows = read_jsonl(run.place / "health.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row, metrics in zip(rows, run.metrics, strict=True):
+        assert f"KL {metrics['objective/kl']:.3g}" in row["line"]
+        assert isinstance(row["findings"], list)
+    assert rows[0]["line"].startswith("healthy: ")
+
+
+def stopped(root):
+    rows = read_jsonl(root / ".ppo.partial/health.jsonl")
+    return [f["name"] for f in rows[-1]["findings"] if f["severity"] == "stop"]
+
+
+def test_another_temperature_in_training_than_in_sampling_stops_the_run(watch, tmp_path, monkeypatch):
+    """[13] Before anything is published."""
+    monkeypatch.setattr(ppo_stage, "_how", lambda learner: (replace(learner.sampling, temperature=0.7), "float32"))
+    with pytest.raises(RunError, match=r"ppo step 1: ratio_not_one: .*temperature"):
+        watch()
+    assert stopped(tmp_path / "run") == ["ratio_not_one"]
+    assert not (tmp_path / "run/ppo").exists()
+
+
+def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
+    real = rollout_module.ref_response_logprobs
+
+    def warmer(models, prompts, responses, sampling, precision):
+        return real(models, prompts, responses, replace(sampling, temperature=1.3), precision)
+
+    monkeypatch.setattr(rollout_module, "ref_response_logprobs", warmer)
+    with pytest.raises(RunError, match="ppo step 1: kl_not_zero: objective/kl is"):
+        watch()
+    assert stopped(tmp_path / "run") == ["kl_not_zero"]
+    assert not (tmp_path / "run/ppo").exists()
+
+
+def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch):
+    """[14] GPT-2's config files have it; here nobody turns it off, and the policy is in train mode."""
+    monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
+    monkeypatch.setattr(setup, "load_policy", lambda path, revision=None: load_policy(path, revision).train())
+    with pytest.raises(RunError, match=r"ppo step 1: ratio_not_one: .*[Dd]ropout"):
+        watch(policy={"path": str(make_model("gpt2"))}, rollout={"stop_tokens": []})
+    assert not (tmp_path / "run/ppo").exists()

@@ -1,0 +1,255 @@
+"""Rewards of an HTTP server: requests, retries, failures and secrets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import threading
+import time
+
+import pytest
+from pydantic import TypeAdapter
+
+from rlhf_cli import http_client
+from rlhf_cli.config.rewards import Reward
+from rlhf_cli.errors import ConfigError, DataError, RewardError
+from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
+from support.rewards import CPU, asks, batch, lengths, source_of
+
+# ------------------------------------------------------------------------------------------ endpoints
+
+
+def test_what_is_sent_and_what_comes_back(scripted):
+    """The shape of OpenRLHF's remote reward model."""
+    server = scripted(lengths)
+    judged = batch(["a", "bb", "ccc"], [{"n": 0, "answer": "x"}, {"n": 1, "answer": None}, {"n": 2, "answer": 7}])
+    scores = total_score([asks(server)], judged)
+    assert scores.total.tolist() == [4.0, 5.0, 6.0]
+    assert list(scores.each) == ["http"]
+    (request,) = server.requests
+    assert request == {
+        "query": ["p0 a", "p1 bb", "p2 ccc"],
+        "prompts": ["p0 ", "p1 ", "p2 "],
+        "labels": ["", "", ""],
+        "ended": [True] * 3,
+    }
+    assert server.headers[0]["Content-Type"] == "application/json"
+    assert "Authorization" not in server.headers[0]
+    total_score([asks(server, label_column="answer")], judged)
+    assert server.requests[1]["labels"] == ["x", None, 7]
+
+
+def test_a_bare_list_is_an_answer_too(scripted):
+    server = scripted(lambda *_: (200, {}, [1, 2.5, 0]))
+    assert asks(server).score(batch(["a", "b", "c"])).tolist() == [1.0, 2.5, 0.0]
+
+
+def test_texts_go_out_in_pieces_some_at_once_and_come_back_in_order(scripted):
+    rng = random.Random(0)
+
+    def play(number, body):
+        time.sleep(rng.random() * 0.05)
+        return lengths(number, body)
+
+    server = scripted(play)
+    texts = ["x" * i for i in range(41)]
+    scores = asks(server, batch_size=4, concurrency=3).score(batch(texts))
+    assert scores.tolist() == [float(len(f"p{i} ") + i) for i in range(41)]
+    assert sorted(len(r["query"]) for r in server.requests) == [1] + [4] * 10
+    assert server.most == 3
+
+
+def test_a_text_of_any_kind_arrives(scripted):
+    texts = ["\x00", "é\u2028", '"\\', "\ud800 half a character", "x" * 100_000, ""]
+    server = scripted(lengths)
+    asks(server).score(batch(texts))
+    assert [q.removeprefix(p) for q, p in zip(*map(server.requests[0].get, ("query", "prompts")), strict=True)] == texts
+
+
+def test_429_and_then_200(scripted):
+    """Retry-After says when; without it the waits are doubled."""
+
+    def play(number, body):
+        return (429, {"Retry-After": "1"} if number == 0 else {}, "slow down") if number < 3 else lengths(number, body)
+
+    server = scripted(play)
+    assert asks(server, retries=3, backoff_s=0.1).score(batch(["a"])).tolist() == [4.0]
+    gaps = [b - a for a, b in itertools.pairwise(server.times)]
+    assert 1.0 <= gaps[0] < 1.7
+    assert 0.2 <= gaps[1] < 0.4
+    assert 0.4 <= gaps[2] < 0.8
+
+
+FAULTS = {
+    "500 always": ((500, {}, b"<h1>no\nmodel</h1>"), "answered 500: '<h1>no model</h1>', after 3 attempts in ", 3),
+    "503 always": ((503, {"Retry-After": "0"}, b""), "answered 503: '', after 3 attempts", 3),
+    "408 always": ((408, {}, b"late"), "answered 408: 'late', after 3 attempts", 3),
+    "400": ((400, {}, b"bad"), "answered 400: 'bad'. Check", 1),
+    "404": ((404, {}, b"x" * 5000), "answered 404: '" + "x" * 200 + "...'. Check", 1),
+    "401": ((401, {}, b""), "answered 401: ''. Check", 1),
+    "garbage": ((200, {}, b"\xff\xfe{"), "answered 200, but the answer is not JSON: '\ufffd\ufffd{'", 1),
+    "a page": ((200, {}, b"<html>hello"), "answered 200, but the answer is not JSON: '<html>hello'", 1),
+    "empty": ((200, {}, b""), "answered 200, but the answer is not JSON: ''", 1),
+    "deep": ((200, {}, b"[" * 100_000), "answered 200, but the answer is not JSON: '[[[[", 1),
+    "another object": ((200, {}, {"error": "x"}), "has no list of rewards: '{\"error\": \"x\"}'", 1),
+    "no list": ((200, {}, {"rewards": 1.0}), "has no list of rewards", 1),
+    "too few": ((200, {}, {"rewards": [1.0]}), "has 1 rewards for 2 texts: '{\"rewards\": [1.0]}'", 1),
+    "too many": ((200, {}, [1.0] * 3), "has 3 rewards for 2 texts", 1),
+    "204": ((204, {}, b""), "answered 204, but the answer is not JSON", 1),
+    "closed": (None, "sent no valid HTTP answer (", 3),
+    "no HTTP": (b"SSH-2.0\r\n\r\n", "sent no valid HTTP answer (", 3),
+    "half an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n[1", "sent no valid HTTP answer (", 3),
+    "no gzip": ((200, {"Content-Encoding": "gzip"}, b"[1, 2]"), "sent no valid HTTP answer (", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_fails_is_named_with_what_it_said(scripted, name):
+    """Pieces of two; only those of rows 3 and 4 fail."""
+    answer, message, attempts = FAULTS[name]
+
+    def mixed(number, body):
+        return answer if body["prompts"][0] == "p2 " else lengths(number, body)
+
+    server = scripted(mixed)
+    with pytest.raises(RewardError) as caught:
+        asks(server, batch_size=2).score(batch(["x"] * 5))
+    text = str(caught.value)
+    assert text.startswith(f"rows.jsonl:5 and 1 more rows: reward http, responses 3 to 4: {server.url} ")
+    assert message in text
+    assert "\n" not in text
+    assert len(text) < 600
+    assert sum(r["prompts"][0] == "p2 " for r in server.requests) == attempts
+    zero = asks(server, batch_size=2, on_error="zero")
+    scores = total_score([zero], batch(["x"] * 5))
+    assert scores.total.tolist() == [4.0, 4.0, 0.0, 0.0, 4.0]
+    assert scores.errors == {"http": 2}
+    assert message.split(". Check")[0] in zero.report()
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"1.0"', "[1.0]", "1e39", "{}"])
+def test_a_reward_that_is_no_number_names_its_row(scripted, value):
+    server = scripted(lambda *_: (200, {}, f'{{"rewards": [1.0, {value}, 2.0]}}'.encode()))
+    with pytest.raises(
+        RewardError,
+        match=r"rows.jsonl:4: reward http, response 2: .*/get_reward returned .*, it must be a finite number",
+    ):
+        asks(server).score(batch(["x"] * 3))
+    scores = total_score([asks(server, on_error="zero")], batch(["x"] * 3))
+    assert scores.total.tolist() == [1.0, 0.0, 2.0]
+    assert scores.errors == {"http": 1}
+
+
+def drip(connection, content=b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"):
+    """A byte every 50 ms, for ever."""
+    try:
+        for byte in content + b" " * 1000:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.05)
+    except OSError:
+        connection.close()
+
+
+@pytest.mark.parametrize("how", ["silent", "drips", "never accepts"])
+def test_a_server_that_hangs_is_given_up(how):
+    """The clock runs over the whole request, however it passes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0 if how == "never accepts" else 16) as listener:
+        open_ones = []
+
+        def accept():
+            while how != "never accepts":
+                try:
+                    open_ones.append(listener.accept()[0])
+                except OSError:
+                    return
+                if how == "drips":
+                    threading.Thread(target=drip, args=(open_ones[-1],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        source = source_of({"type": "http", "url": url, "timeout_s": 0.3, "retries": 1, "backoff_s": 0.01})
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"did not answer within 0.3 s \(timeout_s\), after 2 attempts"):
+            source.score(batch(["x"]))
+        assert 0.6 <= time.monotonic() - started < 3
+        for connection in open_ones:
+            connection.close()
+
+
+def test_a_server_that_is_not_there():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    source = source_of({"type": "http", "url": f"http://127.0.0.1:{port}/x?key=secret", "retries": 0})
+    with pytest.raises(RewardError, match=rf"http://127.0.0.1:{port}/x cannot be reached") as caught:
+        source.score(batch(["x"]))
+    assert "secret" not in str(caught.value)
+    assert ", after" not in str(caught.value)
+
+
+def test_an_answer_without_end_is_refused(scripted, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
+    server = scripted(lambda *_: (200, {}, b"[" + b"1," * 1000 + b"1]"))
+    with pytest.raises(RewardError, match="answered 200 with more than 1000 bytes"):
+        asks(server).score(batch(["x"]))
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(scripted, status):
+    other = scripted(lengths)
+    server = scripted(lambda *_: (status, {"Location": f"{other.url}?key=secret"}, b""))
+    with pytest.raises(
+        RewardError, match=rf"answered {status}: '', a redirect to {other.url}. Redirects are not foll"
+    ) as e:
+        asks(server).score(batch(["x"]))
+    assert other.requests == []
+    assert "secret" not in str(e.value)
+
+
+def test_a_token_comes_from_the_environment_and_is_told_to_nobody(
+    scripted, monkeypatch, run_stage, make_model, tmp_path
+):
+    monkeypatch.setenv("RLHF_TEST_TOKEN", " t0ken-4711\n")
+    server = scripted(lengths)
+    rewards = [{"type": "http", "url": server.url, "api_key_env": "RLHF_TEST_TOKEN"}]
+    policy = {"path": str(make_model("llama"))}
+    run_stage("ppo", tmp_path, policy=policy, rewards=rewards, ppo={"num_iterations": 1})
+    assert {h["Authorization"] for h in server.headers} == {"Bearer t0ken-4711"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 8
+    assert not [path for path in written if b"t0ken-4711" in path.read_bytes()]
+    echoes = scripted(lambda *_: (403, {}, b"no such token: t0ken-4711"))
+    source = asks(echoes, api_key_env="RLHF_TEST_TOKEN")
+    assert "4711" not in repr(source)
+    with pytest.raises(RewardError, match=r"no such token: \*\*\*") as caught:
+        source.score(batch(["x"]))
+    assert "4711" not in str(caught.value)
+    for value in ("", "two words", "ünicode", "a\x07b"):
+        monkeypatch.setenv("RLHF_TEST_TOKEN", value)
+        with pytest.raises(ConfigError, match="RLHF_TEST_TOKEN") as refused:
+            asks(server, api_key_env="RLHF_TEST_TOKEN")
+        assert not value or value not in str(refused.value)
+
+
+def test_a_token_in_the_clear_is_remarked(monkeypatch):
+    monkeypatch.setenv("RLHF_TEST_TOKEN", "x")
+    for url, said in (("http://example.org/s", True), ("https://example.org/s", False), ("http://127.0.0.1:1/", False)):
+        reward = TypeAdapter(Reward).validate_python({"type": "http", "url": url, "api_key_env": "RLHF_TEST_TOKEN"})
+        notes = load_rewards([reward], "none", None, CPU, "float32")[1]
+        assert bool(notes) == said
+
+
+def test_a_proxy_is_not_asked_for_this_machine(scripted, monkeypatch):
+    proxy, server = scripted(lambda *_: (200, {}, [99.0])), scripted(lengths)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy.url.removesuffix("/get_reward"))
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert asks(server).score(batch(["x"])).tolist() == [4.0]
+    assert proxy.requests == []
+
+
+def test_a_row_without_the_label_is_named_before_anything_is_trained(scripted):
+    source = asks(scripted(lengths), label_column="answer")
+    with pytest.raises(DataError, match="x:2: reward http: its row has no column 'answer'; it has n"):
+        check_rows([source], [("x:1", {"answer": 1}), ("x:2", {"n": 1})])

@@ -1,0 +1,131 @@
+"""A reward that fails, at whatever call: what the last iteration left is saved, and the same command goes on from it
+to the very bytes of a run in which nothing failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.errors import RewardError
+from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.training.checkpoint_files import last_step
+from support.paths import ROOT
+from support.tiny import read_jsonl
+
+REWARD = """
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def score(prompts, responses, rows):
+    with (HERE / "calls.txt").open("a") as file:
+        file.write("x\\n")
+    fail_at = HERE / "fail_at.txt"
+    if fail_at.is_file() and len((HERE / "calls.txt").read_text().split()) == int(fail_at.read_text()):
+        fail_at.unlink()
+        raise ConnectionError("the judge has gone home")
+    return [float(len(r) % 7) for r in responses]
+"""
+CALLS = [
+    "before",
+    "rollout 1",
+    "rollout 2",
+    "evaluation 2",
+    "rollout 3",
+    "rollout 4",
+    "evaluation 4",
+    "rollout 5",
+    "end",
+]
+
+
+def run(root: Path, run_stage: Any, make_model: Any) -> None:
+    root.mkdir(exist_ok=True)
+    (root / "reward.py").write_text(REWARD)
+    run_stage(
+        "ppo",
+        root,
+        policy={"path": str(make_model("llama"))},
+        rewards=[{"type": "function", "function": f"{root}/reward.py:score"}],
+        ppo={"num_iterations": 5, "score_normalization": "running", "kl_controller": "adaptive", "kl_target": 1.0},
+        evaluation={"every_iterations": 2, "best_metric": "score_mean"},
+    )
+
+
+def found(root: Path) -> dict[str, Any]:
+    """Everything that a run leaves and that no clock has a part in."""
+    names = ("model", "value_model", "best_model")
+    weights = {name: (root / "ppo" / name / "model.safetensors").read_bytes() for name in names}
+    rows = {
+        name: [
+            {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE) and key != "seconds"}
+            for row in read_jsonl(root / f"ppo/{name}.jsonl")
+        ]
+        for name in ("metrics", "evaluations", "samples")
+    }
+    return {**weights, **rows}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_model: Any) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run(root, run_stage, make_model)
+    assert len((root / "calls.txt").read_text().split()) == len(CALLS)
+    assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [2, 4, 5]
+    return found(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["rollout 3", "evaluation 2"])
+def test_one_process_whose_reward_fails_takes_the_other_along(
+    call: str, tmp_path: Path, write_config: Any, make_model: Any
+) -> None:
+    """Both save what stands and end; neither waits for the other, or dies of its going."""
+    reward = REWARD.replace('"calls.txt"', 'f"calls {RANK}.txt"').replace(
+        "    if fail_at", '    if RANK == "1" and fail_at'
+    )
+    (tmp_path / "reward.py").write_text(f'import os\n\nRANK = os.environ["RANK"]\n{reward}')
+    (tmp_path / "fail_at.txt").write_text(str(CALLS.index(call) + 1))
+    config = write_config(
+        "ppo",
+        tmp_path,
+        policy={"path": str(make_model("llama"))},
+        rewards=[{"type": "function", "function": f"{tmp_path}/reward.py:score"}],
+        ppo={"num_iterations": 5},
+        evaluation={"every_iterations": 2, "best_metric": "score_mean"},
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "-m", "stages.ppo", "--config", str(config)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") >= 1
+    assert "the judge has gone home" in done.stderr
+    assert "Connection closed" not in done.stderr
+    assert last_step(tmp_path, "ppo") == 2
+
+
+@pytest.mark.parametrize("call", range(1, len(CALLS)), ids=CALLS[1:])
+def test_it_stops_saved_and_goes_on_to_the_same_bytes(
+    call: int, undisturbed: dict[str, Any], tmp_path: Path, run_stage: Any, make_model: Any
+) -> None:
+    (tmp_path / "fail_at.txt").write_text(str(call + 1))
+    with pytest.raises(RewardError, match="the judge has gone home"):
+        run(tmp_path, run_stage, make_model)
+    done = sum(name.startswith("rollout") for name in CALLS[:call])
+    assert last_step(tmp_path, "ppo") == (done or None), "no regular checkpoint is due in a run so short"
+    run(tmp_path, run_stage, make_model)
+    assert found(tmp_path) == undisturbed

@@ -1,0 +1,153 @@
+"""Reward functions: how they are called, and what happens when one fails."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.functions import call, named_numbers
+from rlhf_cli.rewards.sources import total_score
+from support.rewards import batch, source_of
+
+# ----------------------------------------------------------------------------------------- functions
+
+
+def test_a_function_is_called_in_pieces(function):
+    body = "CALLS.append((prompts, responses, rows))\nreturn [row['n'] + 0.5 for row in rows]"
+    whole, pieces = source_of(function(body)), source_of(function(body, batch_size=3))
+    judged = batch(["a", "b", "c", "d", "e", "f", "g"])
+    assert whole.score(judged).tolist() == pieces.score(judged).tolist() == [i + 0.5 for i in range(7)]
+    calls = pieces.function.__globals__["CALLS"]
+    assert [call[1] for call in calls] == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+    assert [call[0] for call in calls] == [["p0 ", "p1 ", "p2 "], ["p3 ", "p4 ", "p5 "], ["p6 "]]
+    assert calls[2][2] == [{"n": 6, "ended": True}]
+    assert len(whole.function.__globals__["CALLS"]) == 1
+
+
+def test_an_async_function_has_so_many_calls_at_once_and_one_event_loop(function):
+    body = (
+        "NOW.append(1); MOST.append(len(NOW)); CALLS.append(asyncio.get_running_loop())\n"
+        "await asyncio.sleep(0.02 * (3 - rows[0]['n'] % 4))\n"  # the first piece is the last to return
+        "NOW.pop()\n"
+        "return [row['n'] for row in rows]"
+    )
+    source = source_of(function(body, is_async=True, batch_size=2, concurrency=3))
+    for _ in range(2):
+        assert source.score(batch(["x"] * 14)).tolist() == list(range(14))
+    seen = source.function.__globals__
+    assert max(seen["MOST"]) == 3
+    assert len(seen["MOST"]) == 14
+    assert len(set(map(id, seen["CALLS"]))) == 1, "a client that it opens stays usable"
+    one_call = source_of(function(body, is_async=True))
+    one_call.score(batch(["x"] * 14))
+    assert len(one_call.function.__globals__["MOST"]) == 1
+
+
+BAD_VALUES = {
+    "nan": "float('nan')",
+    "inf": "-math.inf",
+    "None": "None",
+    "text": "'1.0'",
+    "list": "[1.0]",
+    "too large for float32": "1e39",
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_value_that_is_no_number_names_the_row(function, name, is_async):
+    body = f"return [{BAD_VALUES[name]} if row['n'] == 4 else 1.0 for row in rows]"
+    stops = source_of(function(body, is_async=is_async, batch_size=2))
+    with pytest.raises(RewardError, match=r"rows.jsonl:7: reward function f, response 5: returned .*, it must be"):
+        stops.score(batch(["x"] * 7))
+    counts = source_of(function(body, is_async=is_async, batch_size=2, on_error="zero"))
+    scores = total_score([counts], batch(["x"] * 7))
+    assert scores.total.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert scores.errors == {"f": 1}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise KeyError('answer')", r"raised KeyError: 'answer' \(f0.py:4\)"),
+        ("return [1.0]", "returned 1 values for 2 responses"),
+        ("return None", "raised TypeError: 'NoneType' object is not iterable"),
+        ("raise ValueError('one\\ntwo ' + 'x' * 999)", r"raised ValueError: one two x{190,200}\.\.\. \(f0.py:4\)"),
+    ],
+)
+def test_a_piece_that_fails_is_that_piece_alone(function, fault, message, is_async):
+    body = f"if rows[0]['n'] == 2: {fault}\nreturn [1.0 for _ in rows]"
+    settings = {"is_async": is_async, "batch_size": 2}
+    with pytest.raises(RewardError) as caught:
+        source_of(function(body, **settings)).score(batch(["x"] * 5))
+    assert re.search(
+        rf"^rows.jsonl:5 and 1 more rows: reward function f, responses 3 to 4: {message}", str(caught.value)
+    )
+    assert "\n" not in str(caught.value)
+    source = source_of(function(body, on_error="zero", **settings))
+    scores = total_score([source], batch(["x"] * 5))
+    assert scores.total.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert scores.errors == {"f": 2}
+    assert total_score([source], batch(["x"] * 5)).errors == {"f": 2}, "of this batch"
+    assert source.report().startswith("f: 4 scores failed and counted as 0.0. First failure: rows.jsonl:5 and 1 more")
+
+
+def test_an_async_call_that_takes_too_long_is_given_up(function):
+    body = "await asyncio.sleep(30 if rows[0]['n'] == 2 else 0)\nreturn [1.0 for _ in rows]"
+    settings = {"is_async": True, "batch_size": 2, "timeout_s": 0.2}
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"responses 3 to 4: did not return within 0.2 s \(timeout_s\)"):
+        source_of(function(body, **settings)).score(batch(["x"] * 5))
+    scores = total_score([source_of(function(body, on_error="zero", **settings))], batch(["x"] * 5))
+    assert scores.total.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+    own = "raise TimeoutError('mine')"
+    with pytest.raises(RewardError, match="raised TimeoutError: mine"):
+        source_of(function(own, **settings)).score(batch(["x"]))
+    assert time.monotonic() - started < 10
+
+
+def test_the_first_failure_stops_the_other_calls(function):
+    body = "CALLS.append(1)\nawait asyncio.sleep(0 if rows[0]['n'] == 0 else 20)\nraise ValueError"
+    source = source_of(function(body, is_async=True, batch_size=1, concurrency=2))
+    started = time.monotonic()
+    with pytest.raises(RewardError):
+        source.score(batch(["x"] * 9))
+    assert time.monotonic() - started < 10
+    assert len(source.function.__globals__["CALLS"]) <= 3
+
+
+def test_what_a_plain_function_has_no_use_for_is_refused(function):
+    for key, value in (("timeout_s", 1.0), ("concurrency", 2)):
+        with pytest.raises(ConfigError, match=rf"rewards.0.{key}: applies to an `async def`"):
+            source_of(function("return rows", batch_size=1, **{key: value}))
+
+
+def test_a_dense_reward_that_fails_counts_as_zeros(function):
+    body = "return [[0.5] * (len(row['tokens']) + (row['n'] == 1)) if row['n'] != 3 else 'no' for row in rows]"
+    texts = ["a b", "c", "d e f", "g", "h"]
+    judged = batch(texts)
+    judged = Samples(**{**vars(judged), "tokens": [["t"] * len(ids) for ids in judged.response_ids]})
+    with pytest.raises(RewardError, match=r"rows.jsonl:6: reward function f, response 4: returned 'no', it must be"):
+        total_score([source_of(function(body, per_token=True))], judged)
+    dense = source_of(function(body, per_token=True, on_error="zero", weight=2.0))
+    other = source_of({"type": "length", "target": 0, "unit": "words", "weight": 10.0, "name": "words"})
+    scores = total_score([dense, other], judged)
+    assert scores.dense == [[1.0] * 3, [0.0] * 2, [1.0] * 4, [0.0] * 2, [1.0] * 2]
+    assert scores.each["f"].tolist() == [1.5, 0.0, 2.0, 0.0, 1.0]
+    assert scores.total.tolist() == [3.0 - 20, 0.0 - 10, 4.0 - 30, 0.0 - 10, 2.0 - 10]
+    assert scores.errors == {"f": 2, "words": 0}
+
+
+def test_a_judge_that_fails_names_the_row(function):
+    path = function("return [{'good': 1.0, 'long': None if row['n'] == 1 else 2} for row in rows]")["function"]
+    from rlhf_cli.rewards.functions import load_function
+
+    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward function gold, response 2: long: returned None"):
+        call("gold", load_function(path), batch(["x", "y"]), named_numbers)
+    one = call("gold", load_function(path), batch(["x"]), named_numbers)
+    assert one == [{"good": 1.0, "long": 2.0}]

@@ -1,0 +1,251 @@
+"""Reward models with their own tokenizer and template, and how they cut long text."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.models.load import load_reward_model, load_tokenizer
+from rlhf_cli.rewards import models
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.models import encode_whole, load_reward_source, score_sequences
+from rlhf_cli.rewards.sources import total_score
+from support.rewards import CHAT, CPU, batch
+from support.tiny import encoder, read_jsonl
+
+# -------------------------------------------------------------------------------------- reward models
+
+
+def own_text(example, side):
+    return example["prompt"], example[side]["reply"]
+
+
+TEMPLATES = {
+    "none": (None, "{prompt}{response}"),
+    "own": ("Q {prompt} R {response} E", "Q {own} R {response} E"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_distilbert_judges_a_llama_with_its_own_tokenizer_and_template(
+    make_model, word_piece, run_stage, tmp_path, name
+):
+    """In a run of PPO, its scores are those that plain transformers gives for the texts."""
+    template, plainly = TEMPLATES[name]
+    classifier = encoder(tmp_path / "bert", word_piece)
+    run_stage(
+        "ppo",
+        tmp_path,
+        policy={"path": str(make_model("llama"))},
+        rewards=[{"type": "reward_model", "path": str(tmp_path / "bert"), "template": template}],
+        data={"prompt_template": "Say: {prompt} Now:"},
+        ppo={"num_iterations": 1},
+        num_logged_samples=8,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
+    evaluation = json.loads((tmp_path / "ppo/evaluation.json").read_text())
+    pairs = [(*own_text(e, side), e[side]["score"]) for e in evaluation["examples"] for side in ("sft", "ppo")]
+    pairs += [(row["prompt"], row["response"], row["score"]) for row in read_jsonl(tmp_path / "ppo/samples.jsonl")]
+    assert len(pairs) == 18
+    for prompt, response, score in pairs:
+        own = prompt.removeprefix("Say: ").removesuffix(" Now:")
+        assert own != prompt
+        text = plainly.replace("{prompt}", prompt).replace("{own}", own).replace("{response}", response)
+        with torch.no_grad():
+            wanted = classifier(**tokenizer(text, return_tensors="pt")).logits[0, 0].item()
+        assert score == pytest.approx(wanted, abs=1e-5)
+    assert len({round(score, 4) for *_, score in pairs}) > 5
+    (row,) = read_jsonl(tmp_path / "ppo/metrics.jsonl")
+    assert row["reward/reward_model_cut"] == 0
+
+
+def load_model(path, policy_tokenizer=None, **settings):
+    reward = ModelReward(type="reward_model", path=str(path), **settings)
+    return load_reward_source(reward, str(path), policy_tokenizer, CPU, "float32", name="rm", key="rewards.0")
+
+
+def test_a_chat_template_writes_what_is_judged(chat_reward_model, tokenizer):
+    """The row's own messages where it is a conversation, else one of the user's; read at the last token."""
+    path = chat_reward_model()
+    source, notes = load_model(path, tokenizer, template="chat")
+    assert not source.reads_policy_tokens
+    assert any("scores text with its own tokenizer" in note for note in notes)
+    turns = (
+        Message("system", "be late"),
+        Message("user", "lamp"),
+        Message("assistant", "map"),
+        Message("user", "tent"),
+    )
+    judged = batch([" thank you", "radio"], prompts=["templated", "map is"], messages=[turns, ()])
+    judged = Samples(**{**vars(judged), "own_prompts": ["lamp ... tent", "map"]})
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    own = AutoTokenizer.from_pretrained(path)
+    wanted = []
+    for messages in (
+        [*[{"role": m.role, "content": m.content} for m in turns], {"role": "assistant", "content": " thank you"}],
+        [{"role": "user", "content": "map"}, {"role": "assistant", "content": "radio"}],
+    ):
+        ids = own.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            wanted.append(model.score(model.model(ids).last_hidden_state[0, -1]).item())
+    assert source.score(judged).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_chat_template_that_refuses_a_row_is_said_of_that_row(chat_reward_model):
+    path = chat_reward_model("{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}" + CHAT)
+    turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    judged = batch(["tent", "lamp", "map"], messages=[(), turns, ()])
+    with pytest.raises(
+        RewardError, match=r"rows.jsonl:4: reward model rm, response 2: its chat template failed: too man"
+    ):
+        load_model(path, template="chat")[0].score(judged)
+    scores = total_score([load_model(path, template="chat", on_error="zero")[0]], judged)
+    assert scores.errors == {"rm": 1}
+    assert scores.total[1] == 0.0
+    assert (scores.total[[0, 2]] != 0).all()
+
+
+def test_chat_without_a_chat_template_is_refused(chat_reward_model):
+    path = chat_reward_model(None)
+    with pytest.raises(ConfigError, match=r"rewards.0.template: is chat, but the tokenizer of .* has no chat template"):
+        load_model(path, template="chat")
+
+
+def test_a_decoder_with_a_template_reads_text_though_it_shares_the_tokenizer(chat_reward_model, tokenizer):
+    path = chat_reward_model(None)
+    assert load_model(path, tokenizer)[0].reads_policy_tokens
+    source = load_model(path, tokenizer, template="A {prompt} B {response}")[0]
+    assert not source.reads_policy_tokens
+    model, own = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    judged = batch(["tent lamp", "{prompt} map"], prompts=["is {response}", "late"])
+    found = source.score(judged).tolist()
+    for text, score in zip(["A is {response} B tent lamp", "A late B {prompt} map"], found, strict=True):
+        ids = [*own(text)["input_ids"], own.eos_token_id]
+        with torch.no_grad():
+            wanted = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
+        assert score == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_model_that_gives_no_number_is_named(chat_reward_model):
+    source = load_model(chat_reward_model())[0]
+    with torch.no_grad():
+        source.model.get_input_embeddings().weight[source.tokenizer("lamp")["input_ids"][-1]] = math.nan
+    judged = batch(["tent", "lamp", "map"], prompts=["", "", ""])
+    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward model rm, response 2: returned nan, it must be a fin"):
+        source.score(judged)
+    source.on_error = "zero"
+    assert total_score([source], judged).errors == {"rm": 1}
+
+
+# ------------------------------------------------------------------------------------------- too long
+
+
+def trained_at(path, **facts):
+    """A copy of a model's config with what the RM stage wrote of its training."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | facts))
+    return path
+
+
+def without_beginning(longest):
+    """What is left of a text on the left: BOS, which stands first, and the end."""
+    return lambda ids: ids if len(ids) <= longest else [ids[0], *ids[1 - longest :]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "keeps"),
+    [
+        ({}, without_beginning(128)),
+        ({"rlhf_max_length": 9, "rlhf_truncation": "left"}, without_beginning(9)),
+        ({"rlhf_max_length": 9, "rlhf_truncation": "right"}, lambda ids: ids[:9]),
+        ({"rlhf_max_length": 9, "rlhf_truncation": "drop"}, without_beginning(128)),
+        ({"rlhf_max_length": 999, "rlhf_truncation": "right"}, lambda ids: ids[:128]),
+    ],
+)
+def test_a_decoder_cuts_long_text_as_its_training_did_and_counts_it(chat_reward_model, facts, keeps):
+    """The last of 5 texts is longer than the 128 positions, two are longer than 9 tokens, one has 9 exactly."""
+    path = trained_at(chat_reward_model(None), **facts)
+    words = ["tent", "tent lamp", "lamp " * 8, "map " * 9, "radio " * 140]
+    own = load_tokenizer(str(path))
+    assert own("tent")["input_ids"][0] == own.bos_token_id
+    while len(own(words[2])["input_ids"]) + 1 != 9:
+        words[2] = words[2][:-1]
+    source = load_model(path)[0]
+    judged = batch(words, prompts=[""] * 5)
+    model = load_reward_model(str(path))
+    whole = [[*own(word)["input_ids"], own.eos_token_id] for word in words]
+    wanted = score_sequences(model, [keeps(ids) for ids in whole], "float32")
+    scores = total_score([source], judged)
+    assert scores.total.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+    num_cut = sum(keeps(ids) != ids for ids in whole)
+    assert num_cut == (2 if len(keeps(whole[4])) == 9 else 1)
+    assert scores.cut == {"rm": num_cut}
+    assert total_score([source], batch(words[:3], prompts=[""] * 3)).cut == {"rm": 0}, "of this batch"
+    side, longest = ("end" if "right" in facts.values() else "beginning"), len(keeps(whole[4]))
+    assert source.report() == f"rm: cut the {side} of {num_cut} texts to the model's limit of {longest} tokens"
+    if len(keeps(whole[4])) == 9:
+        bare = score_sequences(model, whole[:4], "float32")
+        assert (scores.total[3] - bare[3]).abs() > 1e-3, "it matters"
+
+
+@pytest.mark.parametrize(
+    ("facts", "keeps"),
+    [
+        ({}, lambda ids: ids),
+        ({"rlhf_max_length": 5, "rlhf_truncation": "left"}, lambda ids: ids[-5:]),
+        ({"rlhf_max_length": 5, "rlhf_truncation": "right"}, lambda ids: ids[:5]),
+        ({"rlhf_max_length": 5, "rlhf_truncation": "drop"}, lambda ids: ids),
+    ],
+)
+def test_the_policys_own_tokens_are_cut_alike(chat_reward_model, tokenizer, facts, keeps):
+    path = trained_at(chat_reward_model(None), **facts)
+    source = load_model(path, tokenizer)[0]
+    ids = [[5, 6], [5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
+    scores = total_score([source], batch(["x"] * 3, ids=ids))
+    wanted = score_sequences(load_reward_model(str(path)), [keeps([7, *r]) for r in ids], "float32")
+    assert scores.total.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert scores.cut == {"rm": 1 if keeps(list(range(9))) != list(range(9)) else 0}
+
+
+def test_bos_stays_where_the_beginning_is_cut():
+    """As in the RM stage's own cutting."""
+    from rlhf_cli.data.encode import Limits, fit
+
+    rng = random.Random(2)
+    for _ in range(200):
+        ids = [rng.randint(0, 3) for _ in range(rng.randint(2, 12))]
+        side, longest, bos = rng.choice(["left", "right"]), rng.randint(2, 10), rng.choice([0, None])
+        trained = fit(ids, [False] * (len(ids) - 1) + [True], Limits(longest, side), bos)
+        if isinstance(trained, tuple):
+            assert models.cut_all([ids], longest, side, bos)[0] == [trained[0]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "longest", "side"),
+    [
+        ({}, 128, "left"),
+        ({"rlhf_max_length": 12, "rlhf_truncation": "left"}, 12, "left"),
+        ({"rlhf_max_length": 12, "rlhf_truncation": "right"}, 12, "right"),
+        ({"rlhf_max_length": 12, "rlhf_truncation": "drop"}, 128, "left"),
+    ],
+)
+def test_an_encoder_keeps_its_special_tokens_when_it_cuts(word_piece, tmp_path, facts, longest, side):
+    encoder(tmp_path, word_piece)
+    trained_at(tmp_path, **facts)
+    model, tokenizer = load_reward_model(str(tmp_path)), load_tokenizer(str(tmp_path))
+    texts = ["tent", "lamp map " * 5, "lamp map " * 100]
+    sequences, num_cut = encode_whole(model, tokenizer, texts, [True] * 3)
+    for text, ids in zip(texts, sequences, strict=True):
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        room = longest - 2
+        kept = bare if len(bare) <= room else bare[-room:] if side == "left" else bare[:room]
+        assert ids == [tokenizer.cls_token_id, *kept, tokenizer.sep_token_id]
+    assert num_cut == sum(len(tokenizer(text)["input_ids"]) > longest for text in texts)

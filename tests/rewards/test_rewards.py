@@ -1,0 +1,349 @@
+"""Rules, configs and whole runs of rewards."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import math
+import random
+import re
+import time
+from fractions import Fraction
+
+import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_cli import http_client
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import Reward, reward_names
+from rlhf_cli.errors import ConfigError, DataError, RewardError
+from rlhf_cli.rewards import rules
+from rlhf_cli.rewards.sources import check_rows, total_score
+from support.paths import ROOT, TESTS
+from support.rewards import batch, lengths, scores_of, source_of
+from support.tiny import encoder, read_jsonl, sentence, write_jsonl
+
+FIXTURES = TESTS / "fixtures" / "rewards"
+
+
+# ------------------------------------------------------------------------------------------ examples
+
+
+@pytest.mark.parametrize("module", ["base", "rules", "models", "endpoint", "functions"])
+def test_the_examples_of_the_docstrings_run(module):
+    found = importlib.import_module(f"rlhf_cli.rewards.{module}")
+    failed, _ = doctest.testmod(found)
+    assert not failed
+
+
+def test_every_rule_has_an_example():
+    functions = [f for f in vars(rules).values() if inspect.isfunction(f) and f.__module__ == rules.__name__]
+    public = [f for f in functions if not f.__name__.startswith("_") and f is not rules.units]
+    assert len(public) > 8
+    assert [f.__name__ for f in public if ">>>" not in (f.__doc__ or "")] == []
+
+
+# --------------------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        # "", "one", "a b c", "ééé ü": words 0 1 3 2, characters 0 3 5 5, tokens (EOS is one) 1 2 4 3.
+        ({"target": 2, "unit": "words"}, [-2.0, -1.0, -1.0, 0.0]),
+        ({"target": 0, "unit": "words"}, [0.0, -1.0, -3.0, -2.0]),
+        ({"min": 4, "unit": "characters"}, [-4.0, -1.0, 0.0, 0.0]),
+        ({"max": 2, "unit": "tokens"}, [0.0, 0.0, -2.0, -1.0]),
+        ({"min": 2, "max": 3}, [-1.0, 0.0, -1.0, 0.0]),
+    ],
+)
+def test_length_costs_the_distance_to_a_range(settings, wanted):
+    assert scores_of({"type": "length"}, ["", "one", "a b c", "ééé ü"], **settings) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"pattern": "ab"}, [1.0, 1.0, 0.0, 0.0]),
+        ({"pattern": "ab", "full": True}, [1.0, 0.0, 0.0, 0.0]),
+        ({"pattern": "(?i)^AB$"}, [1.0, 0.0, 0.0, 1.0]),
+        ({"pattern": "(?s)x.*b"}, [0.0, 1.0, 0.0, 0.0]),
+        ({"pattern": "x.*b"}, [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_regex_is_one_where_it_is_found(settings, wanted):
+    assert scores_of({"type": "regex"}, ["ab", "x\ncab", "", "Ab"], **settings) == wanted
+
+
+def test_a_pattern_that_would_take_years_is_given_up():
+    """(a|aa)+$ has more than 10^20 ways through 100 a's."""
+    reward = {"type": "regex", "pattern": "(a|aa)+$", "timeout_s": 0.2}
+    texts = ["aa", "a" * 100 + "b"]
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward regex, response 2: its pattern took longer"):
+        scores_of(reward, texts)
+    scores = total_score([source_of(reward, on_error="zero")], batch(texts))
+    assert scores.total.tolist() == [1.0, 0.0]
+    assert scores.errors == {"regex": 1}
+    assert time.monotonic() - started < 5
+    answer = {"type": "answer_match", "column": "a", "pattern": "(a|aa)+$", "timeout_s": 0.2, "on_error": "zero"}
+    assert total_score([source_of(answer)], batch(texts[1:], [{"a": 1}])).errors == {"answer_match": 1}
+
+
+@pytest.mark.parametrize("row", read_jsonl(FIXTURES / "answers.jsonl"), ids=lambda row: row["response"][:30])
+def test_numeric_answers(row):
+    reward = {"type": "answer_match", "column": "truth"}
+    assert scores_of(reward, [row["response"]], [row]) == [float(row["right"])]
+
+
+def test_numbers_are_read_as_they_are_written():
+    """Random fractions in each of the ways that people write numbers, inside of a sentence."""
+    rng = random.Random(0)
+    for _ in range(500):
+        whole, cents = rng.randint(0, 10**9), rng.randint(0, 99)
+        negative, divisor = rng.random() < 0.5, rng.randint(1, 99)
+        sign = -1 if negative else 1
+        minus = rng.choice(["-", "−"]) if negative else ""
+        currency = rng.choice(["", "$", "€", "£", "¥"])
+        written = {
+            f"{minus}{currency}{whole:,}.{cents:02}": Fraction(whole * 100 + cents, 100),
+            f"{currency}{minus}{whole}.{cents:02}": Fraction(whole * 100 + cents, 100),
+            f"{minus}{whole}/{divisor}": Fraction(whole, divisor),
+            f"{minus}{currency}{whole}": Fraction(whole),
+        }
+        for text, value in written.items():
+            for sentence_of in (f"12 and 7: {text}.", f"so {text}", f"= {text} apples!", f"3 #### {text}\n9"):
+                assert rules.numeric_answer(sentence_of) == sign * value, sentence_of
+
+
+def test_a_number_without_end_costs_nothing():
+    started = time.monotonic()
+    for text in ("9" * 200_000, "1," * 100_000, "9" * 200_000 + "e999", "-" * 100_000 + "1", "1/" * 50_000):
+        rules.numeric_answer(text)
+        rules.is_json(text)
+    assert rules.last_number("9" * 5000) is None
+    assert rules.is_json("9" * 5000)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"mode": "exact"}, [1.0, 1.0, 0.0, 0.0]),
+        ({"mode": "exact", "pattern": r"is (\w+)"}, [0.0, 0.0, 1.0, 0.0]),
+        ({"mode": "exact", "pattern": r"\b[A-Z]\w+"}, [1.0, 0.0, 1.0, 0.0]),
+    ],
+)
+def test_exact_answers(settings, wanted):
+    texts = [" Paris\n", "Nice? No. #### Paris \nBye", "It is Paris, it is Paris", "paris"]
+    rows = [{"city": truth} for truth in ("Paris", "In France. #### Paris", " Paris ", "Paris")]
+    assert scores_of({"type": "answer_match", "column": "city"}, texts, rows, **settings) == wanted
+
+
+def test_the_last_match_of_a_pattern_is_the_answer():
+    reward = {"type": "answer_match", "column": "a", "pattern": r"\\boxed\{([^}]*)\}"}
+    texts = [r"\boxed{3} no, \boxed{4,000} and 7", r"\boxed{}", "4000"]
+    assert scores_of(reward, texts, [{"a": 4000}] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"b": 1}, "its row has no column 'a'; it has b"),
+        ({"a": None}, "'a' is None, it must be a number or text"),
+        ({"a": True}, "'a' is True, it must be a number or text"),
+        ({"a": [1]}, r"'a' is \[1\]"),
+        ({"a": "none"}, "'a' is 'none', it must contain a number"),
+        ({"a": math.nan}, "'a' is nan, it must contain a number"),
+    ],
+)
+def test_a_row_without_the_truth_is_named(row, message):
+    reward = {"type": "answer_match", "column": "a"}
+    with pytest.raises(RewardError, match=f"rows.jsonl:4: reward answer_match, response 2: {message}"):
+        scores_of(reward, ["1", "1"], [{"a": 1}, row])
+    with pytest.raises(DataError, match=f"x:9: reward answer_match: {message}"):
+        check_rows([source_of(reward)], [("x:8", {"a": "#### 1"}), ("x:9", row)])
+    zero = source_of(reward, on_error="zero")
+    check_rows([zero], [("x:9", row)])
+    scores = total_score([zero], batch(["1", "1"], [{"a": 1}, row]))
+    assert scores.total.tolist() == [1.0, 0.0]
+    assert scores.errors == {"answer_match": 1}
+    assert "1 scores failed and counted as 0.0. First failure: rows.jsonl:4: reward answer_match" in zero.report()
+
+
+def slow_repetition(words, n):
+    """Each n-gram is looked for among all that came before it."""
+    grams = [words[i : i + n] for i in range(len(words) - n + 1)]
+    seen = sum(any(grams[i] == grams[j] for j in range(i)) for i in range(len(grams)))
+    return -seen / len(grams) if grams else 0.0
+
+
+def test_repetition_is_the_share_of_n_grams_that_came_before():
+    texts = ["a b a b a", "a a a a", "a b c d", "a", ""]
+    # ab ba ab ba; aa aa aa; ab bc cd; none; none
+    assert scores_of({"type": "repetition", "n": 2}, texts) == pytest.approx([-1 / 2, -2 / 3, 0.0, 0.0, 0.0])
+    rng = random.Random(1)
+    texts = [" ".join(rng.choices("abc", k=rng.randint(0, 30))) for _ in range(50)]
+    for n in (1, 2, 3):
+        wanted = [slow_repetition(text.split(), n) for text in texts]
+        assert scores_of({"type": "repetition", "n": n}, texts) == pytest.approx(wanted, abs=1e-6)
+    ids = [[1, 2, 1, 2, 3]]
+    scores = total_score([source_of({"type": "repetition", "n": 2, "unit": "tokens"})], batch(["x"], ids=ids))
+    assert scores.total.tolist() == [-0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "has_a"),
+    [
+        ('{"a": 1}', 1, 1), (' {"a": {"b": [1, 2.5e3, null]}}\n', 1, 1), ('{"b": {"a": 1}}', 1, 0), ("[1]", 1, 0),
+        ('["a"]', 1, 0), ('"a"', 1, 0), ("7", 1, 0), ("", 0, 0), ("{'a': 1}", 0, 0), ('{"a": 1,}', 0, 0),
+        ('{"a": NaN}', 0, 0), ("-Infinity", 0, 0), ('```json\n{"a": 1}\n```', 0, 0), ('{"a": 1} {"a": 1}', 0, 0),
+        ("[" * 100_000, 0, 0), ('{"a":' * 50_000, 0, 0), ('{"a": "\\ud800"}', 1, 1), ("\x00", 0, 0),
+    ],
+)  # fmt: skip
+def test_json_is_valid_or_not(text, valid, has_a):
+    assert scores_of({"type": "json"}, [text]) == [float(valid)]
+    assert scores_of({"type": "json", "required": ["a"]}, [text]) == [float(has_a)]
+
+
+# -------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"type": "length"}, "give target, or min and max"),
+        ({"type": "length", "target": 1, "max": 2}, "give target, or min and max"),
+        ({"type": "length", "min": 3, "max": 2}, "min 3 is above max 2"),
+        ({"type": "length", "target": -1}, "greater than or equal to 0"),
+        ({"type": "regex", "pattern": "(a"}, "no regular expression"),
+        ({"type": "regex", "pattern": ""}, "at least 1 character"),
+        ({"type": "repetition", "n": 0}, "greater than 0"),
+        ({"type": "answer_match", "column": "a", "pattern": "[a"}, "no regular expression"),
+        ({"type": "reward_model", "template": "{prompt}"}, "must be `chat` or hold"),
+        ({"type": "reward_model", "template": "{response}"}, r"template has no \{prompt\}, and reads is prompt_and"),
+        ({"type": "reward_model", "template": "chat", "reads": "response"}, "a place for the prompt, and reads is"),
+        ({"type": "function", "function": "f.py:f", "concurrency": 2}, "concurrency does nothing without batch_size"),
+        ({"type": "http", "url": "localhost:5000"}, "must be http"),
+        ({"type": "http", "url": "file:///etc/passwd"}, "must be http"),
+        ({"type": "http", "url": "http://:5000/"}, "must be http"),
+        ({"type": "http", "url": "http://a:70000/"}, "must be http"),
+        ({"type": "http", "url": "http://a/\nHost: b"}, "must be http"),
+        ({"type": "http", "url": "http://user@a/"}, "Take api_key_env"),
+        ({"type": "http", "url": "http://a/", "api_key_env": "a key"}, "should match pattern"),
+        ({"type": "json", "name": "two words"}, "should match pattern"),
+        ({"type": "json", "on_error": "skip"}, "'stop' or 'zero'"),
+    ],
+)
+def test_what_a_config_may_not_say(reward, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(Reward).validate_python(reward)
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown(write_config, tmp_path):
+    rewards = [{"type": "http", "url": "https://me:hunter2@host/score"}]
+    with pytest.raises(ConfigError, match="would stand in logs and artifacts") as caught:
+        load_config(write_config("ppo", tmp_path, rewards=rewards), PPOConfig)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_sources_have_names(write_config, tmp_path):
+    def names(*rewards):
+        return reward_names([TypeAdapter(Reward).validate_python(r) for r in rewards])
+
+    function = {"type": "function", "function": "a/b.py:judge"}
+    assert names(function) == ["judge"]
+    assert names({"type": "json"}, function, {"type": "json", "name": "form"}) == ["json_0", "judge_1", "form"]
+    for clash in (["a", "a"], ["a", "a_errors"], ["json_1", None]):
+        rewards = [{"type": "json", "name": name} for name in clash]
+        with pytest.raises(ConfigError, match="name of two figures"):
+            load_config(write_config("ppo", tmp_path, rewards=rewards), PPOConfig)
+
+
+# ----------------------------------------------------------------------------------------- whole runs
+
+
+def test_every_source_is_a_figure_of_its_own(scripted, function, make_model, word_piece, run_stage, tmp_path):
+    """All kinds at once: the score is the weighted sum of what each says, in every row of metrics.jsonl."""
+    encoder(tmp_path / "bert", word_piece)
+    failing = function("return [1.0 if row['n'] % 2 else None for row in rows]", on_error="zero", weight=-1.0)
+    rng, rows = random.Random(0), tmp_path / "rows.jsonl"
+    write_jsonl(
+        rows, [{"prompt": f"Q: {sentence(rng, 1, 6)} {i}\nA:", "n": i, "answer": f"#### {i}"} for i in range(16)]
+    )
+    server = scripted(lengths)
+    rewards = [
+        {"type": "reward_model", "path": str(tmp_path / "bert"), "weight": 0.5},
+        failing,
+        {"type": "http", "url": server.url, "weight": 0.1, "name": "remote", "batch_size": 3},
+        {"type": "length", "unit": "words", "max": 2, "weight": 0.2},
+        {"type": "regex", "pattern": "[aeiou]", "weight": 0.3, "name": "vowel"},
+        {"type": "answer_match", "column": "answer"},
+        {"type": "repetition", "n": 1, "unit": "tokens", "weight": 0.4},
+        {"type": "json", "weight": 2.0},
+    ]
+    place = run_stage(
+        "ppo",
+        tmp_path,
+        policy={"path": str(make_model("llama"))},
+        rewards=rewards,
+        data={"train": str(rows), "test": {"path": str(rows), "limit": 3}},
+    )
+    names = ["reward_model_0", "f_1", "remote", "length_3", "vowel", "answer_match_5", "repetition_6", "json_7"]
+    for row in read_jsonl(place / "metrics.jsonl")[:2]:
+        figures = {key for key in row if key.startswith("reward/")}
+        assert figures == {f"reward/{name}" for name in [*names, "reward_model_0_cut", "f_1_errors"]}
+        total = sum(r.get("weight", 1.0) * row[f"reward/{name}"] for r, name in zip(rewards, names, strict=True))
+        assert row["objective/score"] == pytest.approx(total, abs=1e-5)
+        assert row["reward/reward_model_0_cut"] == 0
+    metrics = read_jsonl(place / "metrics.jsonl")
+    errors, ones = (
+        sum(row[key] * size for row in metrics[:2]) for key, size in (("reward/f_1_errors", 1), ("reward/f_1", 8))
+    )
+    assert errors == 16 - ones
+    assert 0 < errors < 16
+
+
+def test_a_column_that_a_reward_needs_is_missed_before_anything_is_trained(make_model, run_stage, tmp_path):
+    rewards = [{"type": "answer_match", "column": "answer"}]
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:\d+: reward answer_match: its row has no column 'answer'; it has prompt"
+    ):
+        run_stage("ppo", tmp_path, policy={"path": str(make_model("llama"))}, rewards=rewards)
+    number = [{"type": "answer_match", "column": "number", "name": "right"}]
+    run_stage("ppo", tmp_path, policy={"path": str(make_model("llama"))}, rewards=number, ppo={"num_iterations": 1})
+
+
+# --------------------------------------------------------------------------------------- docs/rewards.md
+
+
+DOCS = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_every_example_of_the_documentation_is_a_config():
+    """And every type of source and each of its keys is in it."""
+    blocks = re.findall(r"```yaml\n(rewards:.*?)```", DOCS, re.DOTALL)
+    examples = [item for block in blocks for item in yaml.safe_load(block)["rewards"]]
+    examples += [yaml.safe_load(line) for line in re.findall(r"`(\{type: .*?\})`", DOCS)]
+    assert len(examples) > 16
+    sections = {type(TypeAdapter(Reward).validate_python(item)) for item in examples}
+    assert {e["type"] for e in examples} == {s.model_fields["type"].annotation.__args__[0] for s in sections}
+    assert len(sections) == 8
+    for section in sections:
+        for key in section.model_fields:
+            assert re.search(rf"`[^`\n]*\b{key}\b[^`\n]*`", DOCS), key
+
+
+def test_the_numbers_of_the_documentation_are_those_of_the_code():
+    from rlhf_cli.commands import serve
+
+    http = TypeAdapter(Reward).validate_python({"type": "http", "url": "http://a/"})
+    for key in ("batch_size", "concurrency", "timeout_s", "retries", "backoff_s"):
+        assert f"| `{key}` | {getattr(http, key):g} |" in DOCS
+    assert f"{serve.MAX_WAITING} may wait" in DOCS
+    assert f"`--max-batch` texts ({serve.Settings('m').max_batch})" in DOCS
+    assert serve.MAX_BODY_BYTES == 16 * 2**20
+    assert (http_client.LONGEST_BACKOFF_S, http_client.LONGEST_WAIT_S) == (60, 600)

@@ -1,0 +1,157 @@
+"""Sampling, for every architecture: log-probabilities equal plain forward passes, however the batch is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_cli.decoders.cpu import FastDecoder
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from support.compare import close
+from support.oracles import check_sampled_logprobs
+from support.tiny import LONGEST, PROMPTS, STOP, VOCAB, random_ids
+
+# -------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.fixture(scope="module")
+def responses(policy, table):
+    return sample(policy, PROMPTS, table, Sampling(stop=STOP))
+
+
+def ids_of(responses):
+    return [r.ids for r in responses]
+
+
+def test_the_fixture_has_what_it_needs(responses):
+    lengths = {len(r.ids) for r in responses}
+    assert len(lengths) > 3
+    assert any(r.ended for r in responses)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_a_plain_forward(policy, plain, table, temperature):
+    """[7, 12, 13] Left padding, the cache and compaction against one forward of the whole sequence."""
+    check_sampled_logprobs(policy, plain, table, temperature)
+
+
+def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, responses):
+    for size in (1, 3, 4):
+        parts = [
+            response
+            for at in range(0, len(PROMPTS), size)
+            for response in sample(policy, PROMPTS[at : at + size], table[at : at + size], Sampling(stop=STOP))
+        ]
+        assert ids_of(parts) == ids_of(responses)
+        assert [r.ended for r in parts] == [r.ended for r in responses]
+        for part, whole in zip(parts, responses, strict=True):
+            close(torch.tensor(part.logprobs), torch.tensor(whole.logprobs))
+
+
+def test_other_prompts_beside_change_nothing(policy, table, responses):
+    """A prompt of 60 tokens pads all others by as many."""
+    strangers = random_ids(60, 1, 30, seed=9)
+    longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
+    beside = sample(policy, strangers + PROMPTS, longer, Sampling(stop=STOP))
+    assert ids_of(beside[3:]) == ids_of(responses)
+
+
+def test_responses_end_with_the_first_stop_token(policy, table, responses):
+    """The same draws without any stop token, cut by hand."""
+    free = sample(policy, PROMPTS, table, Sampling())
+    assert all(len(r.ids) == LONGEST and not r.ended for r in free)
+    for prompt_free, response in zip(free, responses, strict=True):
+        ends = [i for i, token in enumerate(prompt_free.ids) if token in STOP]
+        assert response.ended == bool(ends)
+        assert response.ids == (prompt_free.ids[: ends[0] + 1] if ends else prompt_free.ids)
+        assert len(response.logprobs) == len(response.ids)
+
+
+def test_each_of_several_stop_tokens_ends(policy, table):
+    free = ids_of(sample(policy, PROMPTS, table, Sampling()))
+    first, second = free[0][3], free[2][5]
+    one = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first})))
+    both = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first, second})))
+    assert one[0].ids[-1] == first
+    assert one[2].ids != both[2].ids
+    assert both[2].ids[-1] == second
+    assert both[2].ended
+    assert both[0] == one[0]
+
+
+def test_a_stop_token_in_the_prompt_is_no_stop(policy, table):
+    """[36]"""
+    stop = frozenset(range(VOCAB, 300))
+    prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]
+    free = sample(policy, prompts, table, Sampling())
+    stopped = sample(policy, prompts, table, Sampling(stop=stop))
+    for a, b in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(a.ids) if token in stop]
+        assert b.ids == (a.ids[: ends[0] + 1] if ends else a.ids)
+    assert max(len(r.ids) for r in stopped) > 1
+
+
+def test_max_length(policy, table):
+    one = sample(policy, PROMPTS, table[:, :1], Sampling(stop=STOP))
+    assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
+    assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_when_finished_rows_leave_changes_nothing(policy, table, responses, monkeypatch, share):
+    for tier in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(tier, "leaves_below", share)
+    moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
+    assert ids_of(moved) == ids_of(responses)
+    for a, b in zip(moved, responses, strict=True):
+        close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
+
+
+def test_iterations_differ_and_equal_uniforms_do_not(policy):
+    """[15, 27]"""
+    prompts = [PROMPTS[2]] * 4
+    first, second = (draw_uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
+    a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
+    assert len({tuple(ids) for ids in a}) == 4, "four rows of uniforms, four responses"
+    assert all(x != y for x, y in zip(a, b, strict=True))
+    assert torch.equal(first, draw_uniforms(0, "ppo rollout", 0, 4, LONGEST))
+    same = first[:1].expand(4, -1).contiguous()
+    assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
+
+
+# The draw itself: no model in it.
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_draws_follow_the_softmax(temperature):
+    logits = torch.tensor([0.3, -1.0, 2.0, -math.inf, 0.0, 1.1, -2.5])
+    n = 200_000
+    u = torch.rand(n, generator=torch.Generator().manual_seed(3))
+    ids, logprobs = draw(logits.expand(n, -1), u, temperature)
+    p = (logits.double() / temperature).softmax(0)
+    counts = torch.bincount(ids, minlength=len(logits)).double()
+    assert counts[3] == 0
+    possible = p > 0
+    chi_square = ((counts - n * p)[possible].square() / (n * p[possible])).sum()
+    assert chi_square < 22.5, "5 degrees of freedom: once in 2,000 times by chance, and the seed is fixed"
+    close(logprobs, p.log()[ids].float())
+
+
+def test_impossible_tokens_are_never_drawn():
+    """At both ends of the row, for the smallest and the largest u that torch.rand can give."""
+    last = 1 - 2.0**-24
+    inside = torch.tensor([-math.inf, -math.inf, 0.2, -math.inf, 1.0, -3.0, -math.inf, -math.inf])
+    u = torch.cat([torch.tensor([0.0, last, 2.0**-24]), torch.rand(5000)])
+    ids, logprobs = draw(inside.expand(len(u), -1), u, 1.0)
+    assert set(ids.tolist()) <= {2, 4, 5}
+    assert ids[0] == 2
+    assert ids[1] == 5
+    assert logprobs.isfinite().all()
+    for vocabulary in (7, 1000, 50_000):
+        wide = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+        wide[:, -3:] = -math.inf
+        ids, logprobs = draw(wide, torch.full((64,), last), 1.0)
+        assert ids.max() < vocabulary - 3
+        assert logprobs.isfinite().all()

@@ -1,0 +1,142 @@
+"""Fixtures of the resume tests: configs by case, undisturbed runs to compare with, and stopped runs to resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.training.stage_run import StageRun
+from support import crash
+from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, succeed
+from support.tiny import merged
+
+
+@pytest.fixture(scope="module")
+def changes(pipeline) -> dict[str, dict[str, Any]]:
+    """What each stage's config has beside conftest's, by case; the word before the first blank is the stage."""
+    root = pipeline("llama")
+    often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
+    ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
+    lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
+    cases = {
+        "sft": (often, {"model": {"path": str(root / "sft/model")}, **TRAINING}),
+        "sft scratch": (often, {"model": {"scratch": {"architecture": "llama", "config": TINY}}, **TRAINING}),
+        "rm": (often, TRAINING),
+        "ppo": (ppo, PPO_CARRIES),
+        "ppo lora penalty": (
+            ppo,
+            {
+                "policy": lora,
+                "value_model": lora,
+                "ppo": {
+                    "num_iterations": 4,
+                    "objective": "penalty",
+                    "policy_kl_target": 0.001,
+                    "score_normalization": "reference",
+                    "num_reference_samples": 8,
+                    "ema_decay": 0.5,
+                },
+            },
+        ),
+        "ppo shared filters": (
+            ppo,
+            {
+                "value_model": {"init": "shared"},
+                "rollout": {"top_k": 30, "min_new_tokens": 2, "temperature": 0.9},
+                "ppo": {"num_iterations": 4, "num_rollouts_per_update": 3, "kl_in": "loss", "entropy_coef": 0.01},
+                "ptx": {"train": str(root.parent), "coef": 0.5},
+            },
+        ),
+        "ppo groups": (
+            ppo,
+            {
+                "rollout": {"samples_per_prompt": 2},
+                "ppo": {"num_iterations": 4, "advantage_estimator": "rloo", "score_normalization": "running"},
+                "evaluation": {"every_iterations": 2, "best_metric": "-kl"},
+            },
+        ),
+    }
+    return {name: merged(*both) for name, both in cases.items()}
+
+
+@pytest.fixture(autouse=True)
+def _no_attempt_is_left():
+    yield
+    crash.end_all()
+
+
+@pytest.fixture(scope="module")
+def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]:
+    """A function: case, artifact root, more changes -> the arguments that run it there."""
+
+    def prepare(case: str, root: Path, **more: Any) -> list[str]:
+        stage = case.split()[0]
+        if stage == "rm" and not (root / "sft").is_dir():
+            shutil.copytree(pipeline("llama") / "sft", root / "sft")
+        own = merged(changes[case], more)
+        if "ptx" in own:
+            own["ptx"]["train"] = str(data["demonstrations"])
+        return [stage, "--config", str(write_config(stage, root, **own))]
+
+    return prepare
+
+
+@pytest.fixture
+def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
+    """A function: have something happen when a step has been done, before it is saved."""
+    real = StageRun.finish_step
+
+    def arrange(step: int, happens: Callable[[StageRun], object]) -> None:
+        def finish(self: StageRun, done: int, total: int) -> None:
+            if done == step:
+                happens(self)
+            real(self, done, total)
+
+        monkeypatch.setattr(StageRun, "finish_step", finish)
+
+    return arrange
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
+    """A function: case -> what it comes to when nothing stops it."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(case: str) -> dict[str, Any]:
+        if case not in known:
+            root = tmp_path_factory.mktemp("undisturbed") / "run"
+            succeed(config_in(case, root), "--quiet")
+            known[case] = crash.outcome(root / case.split()[0])
+        return known[case]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stopped(config_in, tmp_path_factory) -> Callable[[str, Path], list[str]]:
+    """A function: case, new artifact root -> the arguments that go on with what was stopped there, after four
+    steps (PPO: three iterations) of which the checkpoints of two are left."""
+    known: dict[str, Path] = {}
+
+    def copy(case: str, root: Path) -> list[str]:
+        stage = case.split()[0]
+        if case not in known:
+            known[case] = tmp_path_factory.mktemp("stopped") / "run"
+            with pytest.MonkeyPatch.context() as patch:
+                real = StageRun.finish_step
+
+                def finish(self: StageRun, done: int, total: int) -> None:
+                    if done == {"sft": 4, "rm": 4, "ppo": 3}[stage]:
+                        ask_to_stop(self)
+                    real(self, done, total)
+
+                patch.setattr(StageRun, "finish_step", finish)
+                assert rlhf(config_in(case, known[case]), "--quiet").exit_code == 143
+        shutil.copytree(known[case], root, dirs_exist_ok=True)
+        return config_in(case, root)
+
+    return copy

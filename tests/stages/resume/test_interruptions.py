@@ -1,0 +1,392 @@
+"""Signals, a second start, full disks, links and lack of memory: the run is resumed without a loss."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_cli import artifacts
+from rlhf_cli.artifacts import digest_file
+from rlhf_cli.training import checkpoint_files
+from rlhf_cli.training.checkpoint import Checkpoints
+from rlhf_cli.training.stage_run import StageRun
+from stages import sft as sft_stage
+from support import crash
+from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, status, succeed
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "code"),
+    [("sft", signal.SIGUSR1, 143), ("rm", signal.SIGINT, 130), ("ppo", signal.SIGTERM, 143)],
+)
+def test_a_signal_has_the_step_finished_and_saved(case, number, code, config_in, undisturbed, tmp_path):
+    """It comes while the checkpoint of step 2 is written and step 3 is under way."""
+    root = tmp_path / "a root"
+    arguments = [*config_in(case, root), "--set", "checkpoints.keep=2"]
+    when = f"mkdir .{case}.checkpoints/.step-00000002.writing #1"
+    attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(root), signals={when: number}))
+    assert attempt.wait() == code, attempt.said
+    last = attempt.said.strip().splitlines()[-1]
+    name, total = signal.Signals(number).name, STEPS[case]
+    assert last.startswith(f"{case}: {name}: stopped after step 3 of {total}, and saved. To resume: "), last
+    assert last.endswith(f"rlhf {case} --config '{arguments[2]}' --set checkpoints.keep=2")
+    assert [path.name for path in checkpoints(root, case)] == ["step-00000002", "step-00000003"]
+    assert "interrupted (saved after step 3; run the same command to resume)" in status(root)
+    assert "goes on after step 3" in succeed(arguments)
+    same(crash.outcome(root / case), undisturbed(case))
+
+
+def test_a_second_signal_interrupts_at_once(config_in, undisturbed, tmp_path):
+    arguments = config_in("sft", tmp_path)
+    signals = {
+        "mkdir .sft.checkpoints/.step-00000002.writing #1": signal.SIGINT,
+        "half .sft.partial/metrics.jsonl #4": 2,
+    }
+    attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(tmp_path), signals=signals))
+    assert attempt.wait() == 130, attempt.said
+    assert (
+        attempt.said.strip()
+        .splitlines()[-1]
+        .startswith("interrupted; finished stages and the last checkpoint are intact")
+    )
+    assert "goes on after step 2" in succeed(arguments)
+    (tmp_path / "log").unlink()
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_a_signal_after_the_last_step_lets_the_stage_finish_and_stops_the_pipeline(config_in, undisturbed, tmp_path):
+    arguments = config_in("sft", tmp_path)
+    config_in("rm", tmp_path)
+    shutil.rmtree(tmp_path / "sft")
+    watch = crash.Watch(str(tmp_path), signals={"open .sft.partial/model/config.json #1": signal.SIGINT})
+    attempt = crash.Attempt(["pipeline", str(tmp_path)], tmp_path / "log", watch)
+    assert attempt.wait() == 130, attempt.said
+    assert attempt.said.strip().splitlines()[-1] == "sft: SIGINT: the stage was done by then, and is finished"
+    assert not (tmp_path / "rm").exists()
+    assert not (tmp_path / ".rm.partial").exists()
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+    assert "skipped" in succeed(arguments)
+
+
+# --------------------------------------------------------------------------------------- one writer
+
+
+def test_two_starts_at_once(config_in, undisturbed, tmp_path):
+    """The first is held still in step 5: the second is refused by its name. Killed, it leaves no lock."""
+    arguments = config_in("sft", tmp_path)
+    # Its seventh row is that of step 5: step 4 is being saved, step 2 has been.
+    watch = crash.Watch(str(tmp_path), signals={"half .sft.partial/metrics.jsonl #7": signal.SIGSTOP})
+    first = crash.Attempt(arguments, tmp_path / "log", watch)
+    first.wait_until_stopped()
+    before = {path: digest_file(path) for path in tmp_path.rglob("*.safetensors")}
+    for more in ([], ["--restart"]):
+        second = crash.Attempt([*arguments, *more], tmp_path / "second")
+        assert second.wait() == 2
+        assert f"process {first.pid} on {socket.gethostname()}" in second.said
+        assert "is writing its sft stage. Wait for it, stop it, or give another `artifacts`" in second.said
+        assert len(second.said.strip().splitlines()) == 1
+    assert f"process {first.pid} on {socket.gethostname()}" in refused(arguments)
+    assert before == {path: digest_file(path) for path in tmp_path.rglob("*.safetensors")}
+    assert f"running (process {first.pid} on {socket.gethostname()}" in status(tmp_path)
+    assert re.search("; saved after step [24][)]", status(tmp_path))
+    first.send(signal.SIGKILL)
+    assert first.wait() == crash.KILLED
+    assert (tmp_path / ".sft.lock").is_file()
+    assert re.search("interrupted [(]saved after step [24]; run the same command to resume[)]", status(tmp_path))
+    assert re.search("goes on after step [24]", succeed(arguments))
+    assert "finished" in status(tmp_path)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_a_look_at_the_lock_never_takes_it(tmp_path):
+    """`rlhf status` while a stage starts: the start must not be refused."""
+    lock = checkpoint_files.Lock(tmp_path, "sft")
+    lock.acquire()
+    lock.release()
+    (tmp_path / ".sft.lock").touch()
+    looking = subprocess.Popen(["flock", "--shared", str(tmp_path / ".sft.lock"), "sleep", "0.3"])
+    crash.wait_for(lambda: "READ" in Path("/proc/locks").read_text())
+    lock.acquire()
+    assert looking.wait() == 0
+    lock.release()
+
+
+def test_a_lock_is_given_back_whatever_fails(config_in, tmp_path, monkeypatch):
+    """In one process too, where no end of a process frees it."""
+    arguments = config_in("sft", tmp_path)
+    for name in ("_close", "wait"):
+        with monkeypatch.context() as patch:
+            where = StageRun if name == "_close" else Checkpoints
+            patch.setattr(where, name, lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            assert rlhf(arguments).exit_code == 2
+    succeed(arguments)
+
+
+def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
+    at_step(1, lambda _: 1 / 0)
+    rlhf(config_in("sft", tmp_path))
+    assert "interrupted (nothing saved; the next run starts over)" in status(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------- disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """A function: size -> a file system of that size; where none can be mounted the test is skipped."""
+    places: list[Path] = []
+
+    def mount(size: str) -> Path:
+        place = tmp_path / f"disk{len(places)}"
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)], check=False)
+        if done.returncode:
+            pytest.skip("no file system can be mounted here")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up(small_disk, config_in, undisturbed):
+    """The first checkpoint fits and no second one beside it does."""
+    disk = small_disk("750k")
+    root = disk / "run"
+    arguments = config_in("sft", root)
+    message = refused(arguments)
+    assert "No space left on device" in message
+    assert [path.name for path in checkpoints(root, "sft")] == ["step-00000002"]
+    assert checkpoint_files.what_is_wrong(checkpoints(root, "sft")[0]) is None
+    assert "interrupted (saved after step 2" in status(root)
+    assert "No space left on device" in refused(arguments)
+    subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+    assert "goes on after step 2" in succeed(arguments)
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.parametrize("size", [f"{n}k" for n in (60, 400, 500, 600, 950)])
+def test_a_disk_of_any_size(size, small_disk, config_in, undisturbed):
+    """Wherever it is full, rows, checkpoint or model: one line, and once there is room it goes on to the same end."""
+    disk = small_disk(size)
+    root = disk / "run"
+    arguments = config_in("sft", root)
+    result = rlhf(arguments, "--quiet")
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert "No space left on device" in result.stderr
+    assert not (root / "sft").exists()
+    subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+    succeed(arguments)
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+
+
+def test_a_disk_without_any_room(small_disk, config_in, undisturbed):
+    disk = small_disk("9m")
+    arguments = config_in("sft", disk / "run")
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "ballast").write_bytes(b"\0" * 10_000_000)
+    assert "No space left on device" in refused(arguments)
+    (disk / "ballast").unlink()
+    succeed(arguments)
+    same(crash.outcome(disk / "run/sft"), undisturbed("sft"))
+
+
+def test_a_disk_that_something_else_fills(small_disk, config_in, undisturbed, at_step):
+    """A row of metrics finds no room then, or half of it: it is taken back and written again."""
+    disk = small_disk("9m")
+    arguments = config_in("ppo", disk / "run")
+
+    def fill(stage: StageRun) -> None:
+        stage.checkpoints.wait()
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "ballast").write_bytes(b"\0" * 9_000_000)
+
+    at_step(1, ask_to_stop)
+    assert rlhf(arguments).exit_code == 143
+    at_step(2, fill)
+    assert "metrics.jsonl" in refused(arguments, "--set", "checkpoints.every_steps=null")
+    (disk / "ballast").unlink()
+    at_step(0, ask_to_stop)
+    assert "goes on after step 1" in succeed(arguments)
+    same(crash.outcome(disk / "run/ppo"), undisturbed("ppo"))
+
+
+def test_a_disk_that_is_read_only(small_disk, stopped, undisturbed):
+    disk = small_disk("9m")
+    arguments = stopped("sft", disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert "can't be written (Read-only file system)" in refused(arguments)
+    assert "interrupted (saved after step 4" in status(disk / "run")
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(disk / "run/sft"), undisturbed("sft"))
+
+
+def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
+    """As under a quota: the next checkpoint can't be written, the one that stands there does."""
+    arguments = stopped("sft", tmp_path)
+    before = [digest_file(path / "state.safetensors") for path in checkpoints(tmp_path, "sft")]
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    try:
+        message = refused(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert "can't be written" in message
+    assert before == [digest_file(path / "state.safetensors") for path in checkpoints(tmp_path, "sft")]
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.parametrize("removed", [".", ".sft.partial", ".sft.checkpoints", ".sft.lock"])
+@pytest.mark.parametrize("step", [3, 6, None])
+def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch):
+    """In a step, at the last, or when all is done but published: nothing is put where it was, and the next is whole."""
+    root = tmp_path / "run"
+    arguments = config_in("sft", root)
+
+    def remove(stage: StageRun) -> None:
+        stage.checkpoints.wait()
+        path = root / removed
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    with monkeypatch.context() as patch:
+        if step is None:
+            publish = StageRun.publish
+            patch.setattr(StageRun, "publish", lambda self, metrics: (remove(self), publish(self, metrics)))
+        else:
+            at_step(step, remove)
+        message = refused(arguments)
+    assert "removed" in message
+    assert not (root / "sft").exists()
+    if removed == ".":
+        assert not root.exists()
+    at_step(0, ask_to_stop)
+    succeed(config_in("sft", root))
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+
+
+def test_a_run_that_fails_or_is_stopped_leaves_the_finished_one(config_in, at_step, undisturbed, tmp_path):
+    """A full disk, a stop, a bug; and the one that goes on to its end takes its place."""
+    arguments = config_in("sft", tmp_path / "run", seed=1)
+    succeed(arguments)
+    old = crash.outcome(tmp_path / "run/sft")
+    config_in("sft", tmp_path / "run")
+    at_step(3, lambda _: 1 / 0)
+    assert isinstance(rlhf(arguments).exception, ZeroDivisionError)
+    same(crash.outcome(tmp_path / "run/sft"), old)
+    at_step(4, ask_to_stop)
+    assert rlhf(arguments).exit_code == 143
+    same(crash.outcome(tmp_path / "run/sft"), old)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifacts, "sync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        assert "can't be published (Input/output error)" in refused(arguments)
+    same(crash.outcome(tmp_path / "run/sft"), old)
+    at_step(0, ask_to_stop)
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(tmp_path / "run/sft"), undisturbed("sft"))
+
+
+# ------------------------------------------------------------------------------------------- links
+
+
+def test_the_root_may_be_a_link(stopped, config_in, undisturbed, tmp_path):
+    """To a scratch disk: going on, running again and what a kill leaves are as in a folder, and all of it is there."""
+    scratch, root = tmp_path / "scratch", tmp_path / "run"
+    stopped("sft", scratch)
+    root.symlink_to("scratch", target_is_directory=True)
+    arguments = config_in("sft", root)
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+    for _ in range(2):
+        succeed(arguments, "--restart")
+        same(crash.outcome(scratch / "sft"), undisturbed("sft"))
+    assert root.is_symlink()
+    assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
+    watch = crash.Watch(str(root), signals={"rename .sft.partial #1": signal.SIGKILL})
+    assert crash.Attempt([*arguments, "--restart"], tmp_path / "log", watch).wait() == crash.KILLED
+    assert not (scratch / "sft").exists()
+    succeed(arguments)
+    same(crash.outcome(scratch / "sft"), undisturbed("sft"))
+    assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
+
+
+def test_a_root_that_is_a_link_to_nowhere(config_in, tmp_path):
+    arguments = config_in("sft", tmp_path / "other")
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    message = refused(arguments, "--set", f"artifacts={tmp_path}/run")
+    assert f"{tmp_path}/run: can't be written" in message
+    assert not (tmp_path / "unmounted").exists()
+
+
+@pytest.mark.parametrize("name", ["sft", ".sft.old"])
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, config_in, undisturbed, tmp_path):
+    """What it points to is read, by the stages behind it too, and never written, renamed or removed."""
+    arguments = config_in("sft", tmp_path / "run", evaluation={"num_samples": 1})
+    succeed(arguments)
+    (tmp_path / "run/sft").rename(tmp_path / "elsewhere")
+    before = {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
+    (tmp_path / "run" / name).symlink_to(tmp_path / target, target_is_directory=True)
+    if (name, target) == ("sft", "elsewhere"):
+        assert "skipped" in succeed(arguments)
+        assert "finished" in status(tmp_path / "run")
+    config_in("sft", tmp_path / "run")
+    for more in ([], ["--restart"]):
+        message = refused(arguments, *more)
+        assert "is a link, and a finished stage is renamed into its place" in message
+        assert f"{tmp_path}/run/" in message
+    assert not (tmp_path / "run/.sft.partial").exists()
+    assert before == {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
+    [link] = [path for path in (tmp_path / "run").iterdir() if path.is_symlink()]
+    link.unlink()
+    succeed(arguments)
+    same(crash.outcome(tmp_path / "run/sft"), undisturbed("sft"))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_says_what_was_tried_and_what_to_lower(error, stopped, monkeypatch, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft_stage, "_accumulate", lambda *_: (_ for _ in ()).throw(error))
+        message = refused(arguments, code=1)
+    assert "out of memory" in message
+    assert "3 rows of at most 96 tokens" in message
+    assert "Lower training.tokens_per_microbatch below 288" in message
+    said = succeed(arguments, "--set", "training.tokens_per_microbatch=100")
+    assert "goes on with another training.tokens_per_microbatch" in said
+    assert "at most 100 tokens at a time" in said
+    assert "goes on after step 4" in said
+
+
+def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
+    from stages import ppo as ppo_stage
+
+    arguments = stopped("ppo", tmp_path)
+    monkeypatch.setattr(ppo_stage, "_update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA ...")))
+    message = refused(arguments, code=1)
+    assert "4 responses of at most 512 + 8 tokens and 2048 tokens in all" in message
+    assert "Lower ppo.tokens_per_microbatch below 2048" in message

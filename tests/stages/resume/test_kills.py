@@ -1,0 +1,197 @@
+"""A killed run is resumed and ends with the same bytes; so does one on another number of processes, to rounding."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rlhf_cli import artifacts
+from rlhf_cli.training import checkpoint_files
+from support import crash
+from support.crash import wait_for
+from support.paths import ROOT
+from support.resume import ALL, PPO_CARRIES, ask_to_stop, checkpoints, rlhf, same, status, succeed, truncate
+from support.tiny import merged, read_jsonl
+
+KILLS = 100 if ALL else 8
+"""Of each stage."""
+
+
+# -------------------------------------------------------------------------------------------- kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "rm", "ppo"])
+def test_killed_at_any_moment(case, config_in, undisturbed, tmp_path):
+    """Again and again until it is done, and that until there were enough kills. The moments are drawn from a seed,
+    over the time that a whole run takes here."""
+    draw, kills, runs = random.Random(f"kills of {case}"), 0, 0
+    often = {"checkpoints": {"every_steps": 1}}
+    started = time.monotonic()
+    assert crash.Attempt(config_in(case, tmp_path / "whole", **often), tmp_path / "log").wait() == 0
+    started = time.monotonic()
+    assert crash.Attempt([*config_in(case, tmp_path / "whole"), "--restart"], tmp_path / "log").wait() == 0
+    whole = time.monotonic() - started
+    while kills < KILLS:
+        root, runs = tmp_path / f"run{runs}", runs + 1
+        arguments = config_in(case, root, **often)
+        for _ in range(40):
+            attempt = crash.Attempt(arguments, tmp_path / "log")
+            code = attempt.kill_after(draw.uniform(0.05, 1) * whole)
+            if code == 0:
+                break
+            assert code == crash.KILLED, attempt.said
+            kills += 1
+        else:
+            succeed(arguments)
+        found = crash.outcome(root / case)
+        assert found.pop("config.yaml")
+        same(found, {name: value for name, value in undisturbed(case).items() if name != "config.yaml"})
+        assert {path.name for path in root.iterdir()} <= {"sft", case, "sft.yaml", f"{case}.yaml"}
+        shutil.rmtree(root)
+    print(f"{case}: {kills} kills in {runs} runs, all equal")
+
+
+SITUATIONS = ("from the start", "goes on", "goes on from an older one", "restart over a finished one")
+
+
+@pytest.fixture(scope="module")
+def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str], list[str]]]:
+    """A function: its name, case, artifact root -> the arguments of an attempt there, and those after it."""
+
+    def arrange(name: str, case: str, root: Path) -> tuple[list[str], list[str]]:
+        arguments = config_in(case, root) if name == "from the start" else stopped(case, root)
+        if name == "goes on from an older one":
+            truncate(checkpoints(root, case)[-1] / "state.safetensors")
+        if name != "restart over a finished one":
+            return arguments, arguments
+        unfinished = [root / f".{case}.{what}" for what in ("checkpoints", "partial")]
+        for path in unfinished:
+            path.rename(path.with_name(f"kept{path.name}"))
+        succeed(arguments, "--quiet", "--set", "seed=1")
+        for path in unfinished:
+            path.with_name(f"kept{path.name}").rename(path)
+        return [*arguments, "--restart"], arguments
+
+    return arrange
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [*((name, "sft") for name in SITUATIONS), ("goes on", "rm"), ("from the start", "ppo"), ("goes on", "ppo")],
+)
+def test_killed_at_every_file_operation(name, case, situation, undisturbed, tmp_path):
+    """Those of saving, pruning, restoring, discarding and publishing: before each, and in the middle of weights and
+    rows. What was finished before stands until the new one does."""
+    arranged = tmp_path / "arranged"
+    first, then = situation(name, case, arranged)
+    before = crash.outcome(arranged / case) if (arranged / case).is_dir() else None
+
+    def attempt(label: str | None) -> tuple[int, str]:
+        root = tmp_path / "run"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(arranged, root)
+        config = root / f"{case}.yaml"
+        config.write_text(config.read_text().replace(str(arranged), str(root)), encoding="utf-8")
+        record = None if label is not None else str(tmp_path / "points")
+        watch = crash.Watch(str(root), record, {label: signal.SIGKILL} if label is not None else {})
+        started = crash.Attempt([part.replace(str(arranged), str(root)) for part in first], tmp_path / "log", watch)
+        return started.wait(), started.said
+
+    code, said = attempt(None)
+    assert code == 0, said
+    points = (tmp_path / "points").read_text().splitlines()
+    assert len(set(points)) == len(points) > 20
+    chosen = points if ALL else points[len(points) % 7 :: 7]
+    root = tmp_path / "run"
+    for point in chosen:
+        code, said = attempt(point)
+        assert code == crash.KILLED, f"{point}: {said}"
+        status(root)
+        if before is not None:
+            artifacts.require_stage(root, case)
+            standing = crash.outcome(root / case)
+            assert standing == before or standing == undisturbed(case), point
+        succeed([part.replace(str(arranged), str(root)) for part in then])
+        assert crash.outcome(root / case) == undisturbed(case), point
+        assert {path.name for path in root.iterdir()} <= {"sft", case, "sft.yaml", f"{case}.yaml"}, point
+    print(f"{name}, {case}: killed at {len(chosen)} of {len(points)} points, all equal")
+
+
+# ------------------------------------------------------------------------ another number of processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins_with", [2, 1])
+def test_a_run_goes_on_with_another_number_of_processes(begins_with, config_in, at_step, tmp_path):
+    """Counted right: each prompt once an epoch, none lost and none twice, as a reward of no weight sees them: two to
+    the power of its number. And the weights are those of one process, to rounding (see test_stages on eps)."""
+    judge = tmp_path / "judge.py"
+    judge.write_text("def seen(prompts, responses, rows):\n    return [2.0 ** row['number'] for row in rows]\n")
+    changes = merged(PPO_CARRIES, {"ppo": {"num_iterations": 9}, "optimizer": {"eps": 1e-3}})
+
+    def config(name: str) -> list[str]:
+        arguments = config_in("ppo", tmp_path / name, **changes, checkpoints={"every_steps": None})
+        whole = yaml.safe_load(Path(arguments[2]).read_text())
+        whole["rewards"].append({"type": "function", "function": f"{judge}:seen", "weight": 0.0})
+        Path(arguments[2]).write_text(yaml.safe_dump(whole))
+        return arguments
+
+    def torchrun(arguments: list[str], *, stop: bool) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        log = tmp_path / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [*command, "-m", "stages.ppo", *arguments[1:]], cwd=ROOT, env=environment, stdout=file, stderr=file
+            )
+            rows = Path(arguments[2]).parent / ".ppo.partial/metrics.jsonl"
+            if stop:
+                wait_for(lambda: rows.is_file() and rows.read_text().count("\n") >= 2)
+                process.send_signal(signal.SIGTERM)
+            code = process.wait(120)
+        assert (code != 0) is stop, log.read_text()[-3000:]
+        if stop:
+            assert (
+                f"To resume: {torchrun()} --nproc-per-node 2 -m stages.ppo --config {arguments[2]}" in log.read_text()
+            )
+
+    succeed(config("undisturbed"))
+    arguments = config("changed")
+    if begins_with == 2:
+        torchrun(arguments, stop=True)
+        [newest] = checkpoints(tmp_path / "changed", "ppo")
+        assert 2 <= checkpoint_files.step_of(newest) < 9
+        assert f"goes on after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
+    else:
+        at_step(4, ask_to_stop)
+        assert rlhf(arguments).exit_code == 143
+        torchrun(arguments, stop=False)
+        assert "goes on after step 4 of 9" in (tmp_path / "log").read_text()
+    runs = ("undisturbed", "changed")
+    one, two = (read_jsonl(tmp_path / run / "ppo/metrics.jsonl") for run in runs)
+    [key] = [key for key in one[0] if key.startswith("reward/") and "seen" in key]
+    assert [row["step"] for row in two] == list(range(1, 10))
+    assert [row[key] for row in two] == [row[key] for row in one]
+    for epoch in range(3):
+        assert sum(8 * row[key] for row in two[3 * epoch : 3 * epoch + 3]) == 2**24 - 1
+    for row, other in zip(one, two, strict=True):
+        assert other["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"], rel=1e-6)
+    for name in ("model", "ema_model", "value_model"):
+        first, second = (load_file(tmp_path / run / "ppo" / name / "model.safetensors") for run in runs)
+        assert first.keys() == second.keys()
+        for key in first:
+            torch.testing.assert_close(second[key], first[key], rtol=1e-5, atol=1e-5)

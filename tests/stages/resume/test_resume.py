@@ -1,0 +1,429 @@
+"""A resumed run ends with the same bytes as one that was never stopped: stops, damaged checkpoints, changed configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlhf_cli import artifacts
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.program import program
+from rlhf_cli.training import checkpoint, checkpoint_files
+from rlhf_cli.training.checkpoint import Checkpoints, State
+from rlhf_cli.training.stage_run import StageRun
+from support import crash
+from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
+from support.tiny import read_jsonl
+
+CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filters", "ppo groups")
+
+
+# ------------------------------------------------------------------------------------- exact resume
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_goes_on_is_the_undisturbed_run(case, config_in, undisturbed, at_step, monkeypatch, tmp_path):
+    """Weights by their bytes, rows and figures but for their times; and every part's state is as it was."""
+    stage, states = case.split()[0], {}
+    arguments = config_in(case, tmp_path)
+    save, restore = Checkpoints.save, Checkpoints.restore
+
+    def saves(self: Checkpoints, step: int) -> float:
+        states["saved"] = state_of(self)
+        return save(self, step)
+
+    def restores(self: Checkpoints, path: Path) -> int:
+        step = restore(self, path)
+        states["restored"] = state_of(self)
+        return step
+
+    monkeypatch.setattr(Checkpoints, "save", saves)
+    at_step(STEPS[stage] // 2, ask_to_stop)
+    assert rlhf(arguments, "--quiet").exit_code == 143
+    monkeypatch.setattr(Checkpoints, "save", save)
+    monkeypatch.setattr(Checkpoints, "restore", restores)
+    at_step(0, ask_to_stop)
+    assert f"goes on after step {STEPS[stage] // 2} of {STEPS[stage]}" in succeed(arguments)
+    same(crash.outcome(tmp_path / stage), undisturbed(case))
+    assert states["saved"].keys() == states["restored"].keys()
+    for part, (tensors, numbers) in states["saved"].items():
+        again, numbers_again = states["restored"][part]
+        assert numbers.pop("seconds", 0) <= numbers_again.pop("seconds", 0)
+        assert numbers == numbers_again, part
+        assert tensors.keys() == again.keys()
+        assert all(torch.equal(tensors[key], again[key]) for key in tensors), part
+
+
+def test_a_run_that_is_stopped_after_every_step(config_in, undisturbed, monkeypatch, tmp_path):
+    arguments, real = config_in("ppo", tmp_path), StageRun.finish_step
+
+    def finish(self: StageRun, done: int, total: int) -> None:
+        ask_to_stop(self)
+        real(self, done, total)
+
+    monkeypatch.setattr(StageRun, "finish_step", finish)
+    codes = [rlhf(arguments, "--quiet").exit_code for _ in range(STEPS["ppo"] + 1)]
+    assert codes == [143] * STEPS["ppo"] + [0]
+    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+
+
+def test_checkpoints_by_the_clock(config_in, undisturbed, tmp_path, monkeypatch):
+    """After every step where the minutes are hardly any; a clock of the day that goes backwards changes nothing."""
+    day = iter(range(2_000_000_000, 0, -7919))
+    monkeypatch.setattr("time.time", lambda: float(next(day)))
+    saved = []
+    real = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step: saved.append(step) or real(self, step))
+    succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 1e-9}))
+    assert saved == [1, 2, 3, 4, 5]
+    assert crash.outcome(tmp_path / "sft")["model/model.safetensors"] == undisturbed("sft")["model/model.safetensors"]
+
+
+def test_minutes_are_counted_from_the_last_checkpoint(config_in, at_step, tmp_path, monkeypatch):
+    saved = []
+    real = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step: saved.append(step) or real(self, step))
+    at_step(3, lambda stage: setattr(stage, "_last_checkpoint", stage._last_checkpoint - 660))
+    succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 10}))
+    assert saved == [3]
+
+
+def test_the_time_of_what_was_done_before_counts(stopped, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    before = read_jsonl(tmp_path / ".sft.partial/metrics.jsonl")
+    succeed(arguments)
+    times = [row["time/elapsed_s"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl")]
+    assert times == sorted(times)
+    assert times[len(before)] > before[-1]["time/elapsed_s"]
+    assert artifacts.read_manifest(tmp_path / "sft").seconds >= round(times[-1], 1)
+
+
+def test_the_last_ones_are_kept_and_gone_when_the_stage_is_finished(config_in, at_step, tmp_path):
+    arguments = config_in("sft", tmp_path, checkpoints={"every_steps": 1, "keep": 3})
+    at_step(5, ask_to_stop)
+    assert rlhf(arguments).exit_code == 143
+    assert [path.name for path in checkpoints(tmp_path, "sft")] == [f"step-0000000{n}" for n in (3, 4, 5)]
+    pauses = read_jsonl(tmp_path / ".sft.partial/checkpoints.jsonl")
+    assert [row["step"] for row in pauses] == [1, 2, 3, 4, 5]
+    assert all(0 <= row["pause_s"] < 10 for row in pauses)
+    succeed(arguments)
+    assert {path.name for path in tmp_path.iterdir()} == {"sft", "sft.yaml"}
+
+
+class Counter:
+    """A part of which the checkpoint must hold what it was when it was saved."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(3)
+
+    def state(self) -> State:
+        return {"count": self.count}, {"count": self.count[0].item()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self.count = tensors["count"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_waits_for_the_one_before(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(60) and save_file(*args))
+    counter, whole = Counter(), Checkpoints(tmp_path, keep=2, writes=True)
+    whole.parts = {"counter": counter}
+    whole.save(1)
+    counter.count += 1
+    second = threading.Thread(target=whole.save, args=(2,))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "two at a time would pile up in memory"
+    assert checkpoint_files.found(tmp_path) == []
+    goes_on.set()
+    second.join()
+    whole.wait()
+    for step, path in enumerate(checkpoint_files.found(tmp_path), 1):
+        assert whole.restore(path) == step
+        assert counter.count.tolist() == [step - 1] * 3
+
+
+def test_what_goes_wrong_with_a_checkpoint_is_told_by_the_next(tmp_path, monkeypatch):
+    whole = Checkpoints(tmp_path, keep=2, writes=True)
+    for error, told in ((OSError(28, "No space left"), ArtifactError), (ValueError("a bug"), ValueError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save_file", lambda *_, error=error: (_ for _ in ()).throw(error))
+            whole.save(1)
+            with pytest.raises(told):
+                whole.save(2)
+    whole.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_memory_for_a_copy_a_checkpoint_is_written_in_the_foreground(
+    config_in, undisturbed, tmp_path, monkeypatch
+):
+    """And is the same one: the run that goes on from it ends as the undisturbed one."""
+    failed = []
+
+    def no_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        failed.append(len(tensors))
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."
+        )
+
+    monkeypatch.setattr(checkpoint, "copied", no_memory)
+    finish = StageRun.finish_step
+
+    def stop(self: StageRun, done: int, total: int) -> None:
+        if done in (2, 3):
+            ask_to_stop(self)
+        finish(self, done, total)
+        assert self.checkpoints._writer is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stop)
+        assert [rlhf(config_in("ppo", tmp_path)).exit_code for _ in range(2)] == [143, 143]
+    assert [path.name for path in checkpoints(tmp_path, "ppo")] == ["step-00000002", "step-00000003"]
+    assert len(failed) == 2
+    assert "goes on after step 3" in succeed(config_in("ppo", tmp_path))
+    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+    monkeypatch.setattr(checkpoint, "copied", lambda _: (_ for _ in ()).throw(RuntimeError("another error")))
+    with pytest.raises(RuntimeError, match="another error"):
+        Checkpoints(tmp_path, keep=2, writes=True).save(1)
+
+
+def test_all_is_on_the_disk_before_it_is_renamed_into_its_place(config_in, tmp_path):
+    """As the order of the file operations says: a kill can't show it, only a power cut could."""
+    root = tmp_path / "run"
+    watch = crash.Watch(str(root), record=str(tmp_path / "points"))
+    assert crash.Attempt(config_in("sft", root), tmp_path / "log", watch).wait() == 0
+    points = [line.rpartition(" #")[0] for line in (tmp_path / "points").read_text().splitlines()]
+
+    def synced(names: set[str], renamed: str, after: str) -> None:
+        start, end = points.index(after), points.index(f"rename {renamed}")
+        assert {f"fsync {name}" for name in names} <= set(points[start:end]), renamed
+
+    for step in (2, 4):
+        folder = f".sft.checkpoints/.step-0000000{step}.writing"
+        files = {f"{folder}/{name}" for name in ("state.safetensors", "numbers.json", ".manifest.json.writing")}
+        rows = {".sft.partial/metrics.jsonl", ".sft.partial/samples.jsonl", ".sft.partial"}
+        synced({*files, folder, *rows}, folder, after="half .sft.partial/metrics.jsonl")
+        assert "fsync .sft.checkpoints" in points[points.index(f"rename {folder}") :]
+    made = json.loads((root / "sft/manifest.json").read_text())["files"]
+    files = {f".sft.partial/{name}" for name in [*made, "manifest.json"]}
+    synced({*files, ".sft.partial", ".sft.partial/model"}, ".sft.partial", after="open .sft.partial/manifest.json")
+    after = points[points.index("rename .sft.partial") :]
+    assert after.index("fsync ") < after.index("rmdir .sft.checkpoints")
+
+
+# ------------------------------------------------------------------------------- damaged checkpoints
+
+
+def flip_a_bit(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3] ^= 4
+    path.write_bytes(whole)
+
+
+DAMAGES = {"truncated": truncate, "flipped": flip_a_bit, "missing": Path.unlink, "empty": lambda p: os.truncate(p, 0)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["state.safetensors", "numbers.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(name, damage, stopped, undisturbed, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    before, newest = checkpoints(tmp_path, "sft")
+    DAMAGES[damage](newest / name)
+    said = succeed(arguments)
+    assert f"warning: {newest}: can't be used, " in said
+    # A flipped bit of the manifest may be in the digest of another file.
+    assert name in said or (name, damage) == ("manifest.json", "flipped")
+    assert f"goes on after step 2 of 6, from {before}" in said
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_any_flipped_bit_of_a_small_file_is_found(stopped, tmp_path):
+    """The manifest has no digest of its own: it is compared with what it would have to be."""
+    stopped("sft", tmp_path)
+    newest = checkpoints(tmp_path, "sft")[-1]
+    assert checkpoint_files.what_is_wrong(newest) is None
+    for name in ("manifest.json", "numbers.json"):
+        whole = (newest / name).read_bytes()
+        for number in range(len(whole)):
+            for bit in (0, 5):
+                spoilt = bytearray(whole)
+                spoilt[number] ^= 1 << bit
+                (newest / name).write_bytes(spoilt)
+                assert checkpoint_files.what_is_wrong(newest) is not None, (name, number, bit)
+        (newest / name).write_bytes(whole)
+    (newest / "more").write_text("")
+    assert checkpoint_files.what_is_wrong(newest) is not None
+    (newest / "more").unlink()
+    assert checkpoint_files.what_is_wrong(newest) is None
+
+
+def test_a_damaged_checkpoint_does_not_outlive_the_good_one_before(stopped, at_step, undisturbed, tmp_path):
+    """Pruning counts the last ones by their names: a damaged one with a later name must not push a good one out."""
+    arguments = stopped("sft", tmp_path)
+    truncate(checkpoints(tmp_path, "sft")[-1] / "state.safetensors")
+    at_step(3, ask_to_stop)
+    assert rlhf(arguments, "--set", "checkpoints.keep=1").exit_code == 143
+    assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000003"]
+    at_step(0, ask_to_stop)
+    assert "goes on after step 3" in succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.parametrize("case", ["sft", "ppo"])
+def test_where_all_are_damaged_the_run_begins_anew(case, stopped, undisturbed, tmp_path):
+    """Not one row or model of the first try is left in the second."""
+    arguments = stopped(case, tmp_path)
+    partial = tmp_path / f".{case}.partial"
+    (partial / "model").mkdir()
+    (partial / "model/.tmpLeftover").write_text("of a save that was cut off")
+    for path in checkpoints(tmp_path, case):
+        truncate(path / "state.safetensors")
+    said = succeed(arguments)
+    assert said.count("can't be used, state.safetensors is not as it was written") == 2
+    assert "begins anew" in said
+    same(crash.outcome(tmp_path / case), undisturbed(case))
+
+
+def test_what_was_written_after_the_checkpoint_is_taken_back(stopped, undisturbed, tmp_path):
+    """Rows, half a row, a table that was begun since, half a model, the manifest of a publication cut off."""
+    arguments = stopped("ppo", tmp_path)
+    partial = tmp_path / ".ppo.partial"
+    for name in ("metrics", "samples", "evaluations", "later"):
+        with (partial / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 99}\n{"st')
+    for name in ("model", "ema_model", "value_model", "another"):
+        (partial / name).mkdir()
+        (partial / name / ".tmpLeftover").write_text("of a save that was cut off")
+    (partial / "manifest.json").write_text("{}")
+    (partial / "evaluation.json").write_text("{}")
+    succeed(arguments)
+    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+
+
+@pytest.mark.parametrize("gone", ["metrics.jsonl", "."])
+def test_a_checkpoint_whose_rows_are_gone_is_said(gone, stopped, undisturbed, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    path = tmp_path / ".sft.partial" / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    said = succeed(arguments)
+    assert "goes on" not in said
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_the_identity_of_the_run_that_cannot_be_read_is_said(stopped, undisturbed, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    truncate(tmp_path / ".sft.checkpoints/run.json")
+    said = succeed(arguments)
+    assert "run.json: can't be read" in said
+    assert "begins anew" in said
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+# ----------------------------------------------------------------------------------- changed config
+
+
+@pytest.mark.parametrize(
+    ("case", "override", "key"),
+    [
+        ("sft", "optimizer.learning_rate=2e-3", "optimizer.learning_rate"),
+        ("sft", "training.minibatch_size=5", "training.minibatch_size"),
+        ("rm", "loss=logexp", "loss"),
+        ("ppo", "ppo.kl_target=0.4", "ppo.kl_target"),
+        ("ppo", "evaluation.best_metric=-kl", "evaluation.best_metric"),
+    ],
+)
+def test_a_changed_config_is_refused_by_its_keys(case, override, key, stopped, undisturbed, tmp_path):
+    arguments = stopped(case, tmp_path)
+    message = refused(arguments, "--set", override, "--set", "seed=5")
+    assert f"was made with another {key}, seed." in message.replace("seed, ", "") or key in message
+    assert "seed" in message
+    assert "--restart" in message
+    succeed(arguments)
+    same(crash.outcome(tmp_path / case), undisturbed(case))
+
+
+def test_changed_data_is_refused(stopped, data, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    shutil.copy(data["demonstrations"], rows)
+    where = ["--set", f"data.train={rows}"]
+    arguments = stopped("sft", tmp_path / "run")
+    assert "data.train" in refused(arguments, *where)
+    with rows.open("a") as file:
+        file.write(json.dumps({"prompt": "a", "response": " new one"}) + "\n")
+    assert "data.train" in refused(arguments, *where)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [
+        ("sft", ["training.num_steps=8", "evaluation.every_steps=3", "evaluation.num_samples=1", "warn_loss_above=9"]),
+        ("rm", ["training.num_steps=8", "checkpoints.every_steps=1", "device=cpu"]),
+        ("ppo", ["ppo.num_iterations=5", "evaluation.every_iterations=2", "num_logged_samples=1"]),
+    ],
+)
+def test_more_steps_and_other_logging_are_accepted(case, overrides, stopped, tmp_path):
+    arguments = stopped(case, tmp_path)
+    said = succeed(arguments, *(part for text in overrides for part in ("--set", text)))
+    assert "goes on with another " in said
+    main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[case]
+    total = {"sft": 8, "rm": 8, "ppo": 5}[case]
+    rows = [row["step"] for row in read_jsonl(tmp_path / case / "metrics.jsonl") if main in row]
+    assert rows == list(range(1, total + 1))
+
+
+def test_a_longer_run_is_the_one_that_was_long_from_the_start(config_in, at_step, tmp_path):
+    """Where the schedule does not depend on the length."""
+    constant = {"optimizer": {"schedule": "constant"}}
+    long = {"training": {"num_steps": 9}}
+    succeed(config_in("sft", tmp_path / "long", **constant, **long))
+    at_step(5, ask_to_stop)
+    assert rlhf(config_in("sft", tmp_path / "short", **constant)).exit_code == 143
+    at_step(0, ask_to_stop)
+    assert "goes on with another training.num_steps" in succeed(
+        config_in("sft", tmp_path / "short", **constant, **long)
+    )
+    same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
+
+
+def test_fewer_steps_than_are_done_are_refused(stopped, undisturbed, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    assert "4 steps behind it, and now asks for 3" in refused(arguments, "--set", "training.num_steps=3")
+    succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_restart_discards_and_says_what(stopped, undisturbed, tmp_path):
+    arguments = stopped("sft", tmp_path)
+    said = succeed(arguments, "--restart")
+    assert f"--restart: discards an unfinished run of 2 checkpoints, {checkpoints_name(tmp_path)}" in said
+    assert "goes on" not in said
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def checkpoints_name(root: Path) -> str:
+    return f"{checkpoint_files.checkpoints_directory(root, 'sft')}/step-00000004"
+
+
+def test_a_restart_of_what_is_finished_can_be_stopped_and_goes_on(config_in, at_step, undisturbed, tmp_path):
+    """The same command without --restart, as the message says, though an equal stage stands there."""
+    arguments = config_in("sft", tmp_path)
+    succeed(arguments)
+    at_step(4, ask_to_stop)
+    result = rlhf(arguments, "--restart", "--quiet")
+    assert result.exit_code == 143
+    assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
+    assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
+    at_step(0, ask_to_stop)
+    assert "goes on after step 4" in succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+    assert "skipped" in succeed(arguments)

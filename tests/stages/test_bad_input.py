@@ -1,0 +1,443 @@
+"""Bad input gets one clear line and exit code 2, and what stood before still stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli import artifacts
+from rlhf_cli.cli import app
+from rlhf_cli.data_files import SUFFIXES, data_fingerprint
+from rlhf_cli.program import program
+from support.projects import DEMONSTRATIONS, digests, fails, write_rows
+
+# ----------------------------------------------------------------------------------------- configs
+
+
+def test_all_mistakes_of_a_config_at_once_with_file_and_line(project: Path) -> None:
+    path = project / "sft.yaml"
+    path.write_text(
+        "artifacts: a\n"
+        "model:\n"
+        "  path: x\n"
+        "  pth: y\n"
+        "data:\n"
+        "  train: d.jsonl\n"
+        "  max_length: long\n"
+        "training:\n"
+        "  num_steps: 3\n"
+        "  num_steps: 4\n"
+        "optimzer:\n"
+        "  learning_rate: 1e-3\n",
+        encoding="utf-8",
+    )
+    message = fails(project, "sft")
+    for line in (
+        f"{path}:1: optimizer: required key is missing",
+        f"{path}:4: model.pth: unknown key; did you mean path?",
+        f"{path}:7: data.max_length: found the text 'long', must be a whole number",
+        f"{path}:10: training.num_steps: written twice, first on line 9",
+        f"{path}:11: optimzer: unknown key; did you mean optimizer?",
+    ):
+        assert line in message
+
+
+def test_missing_keys(project: Path) -> None:
+    (project / "sft.yaml").write_text("artifacts: a\nmodel: {path: x}\n", encoding="utf-8")
+    lines = fails(project, "sft").splitlines()
+    assert len(lines) == 3
+    for key in ("data", "training", "optimizer"):
+        assert any(key in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ""])
+def test_no_config_file(project: Path, name: str) -> None:
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / name)])
+    assert result.exit_code == 2
+    assert str(project / name) in result.stderr
+
+
+# -------------------------------------------------------------------------------------- stage order
+
+
+@pytest.mark.parametrize(("stage", "missing"), [("rm", "sft"), ("ppo", "sft"), ("ppo", "rm")])
+def test_a_missing_stage_is_named_with_the_command_that_makes_it(project: Path, stage: str, missing: str) -> None:
+    shutil.rmtree(project / "run" / missing)
+    message = fails(project, stage)
+    assert f"no finished '{missing}' stage. Run: {program()} {missing} --config {project / missing}.yaml" in message
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def broken(project: Path, stage: str, line: int, text: str) -> str:
+    """Line `line` (from 1) of the stage's data replaced by `text`."""
+    path = project / ("pref.jsonl" if stage == "rm" else "sft.jsonl")
+    lines = path.read_text().splitlines()
+    lines[line - 1] = text
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{path}:{line}: {fails(project, stage).removeprefix(f'{path}:{line}: ')}"
+
+
+def test_data_file_missing(project: Path) -> None:
+    (project / "sft.jsonl").unlink()
+    assert "no such file" in fails(project, "sft")
+
+
+def test_data_file_empty(project: Path) -> None:
+    (project / "sft.jsonl").write_text("\n\n")
+    assert "no rows" in fails(project, "sft")
+
+
+def test_data_line_not_json(project: Path) -> None:
+    message = broken(project, "sft", 7, '{"prompt": "a", ')
+    assert "sft.jsonl:7: not JSON" in message
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_data_line_not_an_object(project: Path, stage: str) -> None:
+    assert "every row is an object" in broken(project, stage, 3, "[1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "message"),
+    [
+        ("sft", {"prompt": "a", "respones": "b"}, "one of response, completion, answer, output is needed"),
+        ("sft", {"prompt": "a", "response": ""}, "`response` is empty"),
+        ("sft", {"prompt": "a", "response": 3}, "`response` is a number, it must be text"),
+        ("sft", {"prompt": "a", "response": None}, "`response` is null, it must be text"),
+        ("rm", {"prompt": "a", "chosen": "b"}, "`rejected` is needed"),
+        ("rm", {"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
+        ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
+    ],
+)
+def test_a_bad_row_is_named(project: Path, stage: str, row: dict[str, Any], message: str) -> None:
+    import re
+
+    if stage == "ppo":
+        row = {"text": "a"}
+    assert re.search(message, broken(project, stage, 5, json.dumps(row)))
+
+
+def test_a_first_row_of_the_wrong_kind(project: Path) -> None:
+    write_rows(project / "sft.jsonl", [{"colour": "a", "shape": "b"}])
+    message = fails(project, "sft")
+    assert "sft.jsonl:1: found the keys colour, shape" in message
+    assert "prompt + response" in message
+
+
+def test_everything_too_long(project: Path) -> None:
+    message = fails(project, "sft", "--set", "data.max_length=3")
+    assert "longer than 3 tokens" in message
+    assert "longer than 2 tokens" in fails(project, "rm", "--set", "data.max_length=2")
+    assert "longer than 1 tokens" in fails(project, "ppo", "--set", "data.max_prompt_length=1")
+
+
+def test_longer_than_the_models_positions(project: Path) -> None:
+    assert "the model has 128 positions" in fails(project, "sft", "--set", "data.max_length=500")
+    assert "the model has 128 positions" in fails(project, "ppo", "--set", "rollout.max_new_tokens=500")
+
+
+def test_hub_dataset_out_of_reach(project: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(project / "sft.yaml"), "--quiet"]
+        + ["--set", "data.train=nobody/no-such-dataset"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "error: nobody/no-such-dataset: neither a file here nor a hub dataset" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def copy_model(project: Path, stage: str) -> Path:
+    copy = project / "copy"
+    shutil.copytree(project / "run" / stage / "model", copy)
+    return copy
+
+
+def test_model_directory_without_weights(project: Path) -> None:
+    model = copy_model(project, "sft")
+    (model / "model.safetensors").unlink()
+    assert "no weights, *.safetensors is needed" in fails(project, "ppo", "--set", f"policy.path={model}")
+    (model / "pytorch_model.bin").write_bytes(b"not read")
+    assert "a pickle is never read" in fails(project, "ppo", "--set", f"policy.path={model}")
+    (model / "config.json").unlink()
+    assert "no config.json" in fails(project, "rm", "--set", f"model.path={model}")
+
+
+def test_model_directory_missing(project: Path) -> None:
+    assert "no such directory" in fails(project, "ppo", "--set", "policy.path=./no/such/model")
+
+
+def test_truncated_weights(project: Path) -> None:
+    model = copy_model(project, "sft")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "no model can be loaded" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_reward_model_without_its_head(project: Path) -> None:
+    model = project / "run" / "sft" / "model"
+    message = fails(project, "ppo", "--set", f"rewards=[{{type: reward_model, path: {model}}}]")
+    assert "score.weight" in message
+    assert "would be random" in message
+
+
+def test_policy_without_its_head(project: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = copy_model(project, "sft")
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_vocabulary_that_does_not_fit_the_tokenizer(project: Path) -> None:
+    model = copy_model(project, "sft")
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    size = max(tokenizer["model"]["vocab"].values())
+    tokenizer["model"]["vocab"] |= {f"extra{i}": size + 1 + i for i in range(50)}
+    path.write_text(json.dumps(tokenizer))
+    assert "the model embeds" in fails(project, "ppo", "--set", f"policy.path={model}")
+
+
+def test_unknown_architecture_and_settings(project: Path) -> None:
+    assert "no model type 'lama'" in fails(project, "sft", "--set", "model.scratch.architecture=lama")
+    assert "llama has no hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
+    message = fails(project, "sft", "--set", "model.scratch.config.num_attention_heads=3")
+    assert "no such model can be built" in message
+
+
+def test_reward_function_missing(project: Path) -> None:
+    missing = "rewards=[{type: function, function: nowhere.py:f}]"
+    assert "no such file" in fails(project, "ppo", "--set", missing)
+    (project / "f.py").write_text("def g(prompts, responses, rows):\n    return [1.0] * len(prompts)\n")
+    assert "has no function f" in fails(project, "ppo", "--set", missing.replace("nowhere", str(project / "f")))
+
+
+# --------------------------------------------------------------------------------------------- disk
+
+
+def run_limited(project: Path, stage: str, prelude: str) -> subprocess.CompletedProcess[str]:
+    """A stage in a process of its own, after `prelude` (Python)."""
+    code = f"{prelude}\nimport sys\nfrom rlhf_cli.cli import main\nsys.argv = ['rlhf', *sys.argv[1:]]\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code, stage, "--config", str(project / f"{stage}.yaml"), "--restart", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("path", ["/", "{up}", "/proc", "{project}", "{project}/empty"])
+def test_a_folder_without_data_or_a_model_is_refused_before_it_is_read_through(
+    project: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data.train: /` would have the whole disk hashed before a word is said."""
+    path = path.format(project=project, up="../" * 40)
+    (project / "empty").mkdir()
+    (project / "empty" / "rows.md").write_text("no data")
+    (project / "rows.d").mkdir()
+    # The project has files of rows right in it: what is asked for is a model.
+    monkeypatch.setattr(artifacts, "digest_file", lambda path: pytest.fail(f"reads {path}"))
+    if path != str(project):
+        for stage in ("sft", "rm", "ppo"):
+            message = fails(project, stage, "--set", f"data.train={path}")
+            assert f"data.train: {path}: a folder without a data file" in message
+            assert f"data.test: {path}: a folder" in fails(project, stage, "--set", f"data.test={path}")
+    for stage, key in (("sft", "model"), ("rm", "model"), ("ppo", "policy"), ("ppo", "ref_policy")):
+        assert f"{key}: {path}: has no config.json" in fails(project, stage, "--set", f"{key}={{path: {path}}}")
+
+
+def test_a_folder_of_data_is_known_by_its_data_files(tmp_path: Path) -> None:
+    """Those that are read, right in it; of a glob those that fit it."""
+    (tmp_path / "deep").mkdir()
+    write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS)
+    glob = str(tmp_path / "**" / "*.jsonl")
+    before, of_glob = data_fingerprint(str(tmp_path)), data_fingerprint(glob)
+    for name in ("notes.txt", "deep/rows.csv", "manifest.yaml"):
+        (tmp_path / name).write_text("{}")
+        assert data_fingerprint(str(tmp_path)) == before, name
+        assert data_fingerprint(glob) == of_glob
+    (tmp_path / "deep/rows.jsonl").write_text("{}")
+    assert data_fingerprint(str(tmp_path)) == before
+    assert data_fingerprint(glob) != of_glob
+    found = {before}
+    endings = [ending for ending in SUFFIXES if not ending.startswith(".txt")]
+    for name in (f"more{ending}" for ending in endings):
+        (tmp_path / name).write_text("{}")
+        found.add(data_fingerprint(str(tmp_path)))
+    write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS[1:])
+    found.add(data_fingerprint(str(tmp_path)))
+    assert len(found) == 2 + len(endings)
+    assert data_fingerprint("nobody/nothing") == "hub:nobody/nothing@main"
+    assert data_fingerprint(str(tmp_path / "gone.jsonl")) == data_fingerprint(str(tmp_path / "gone*")) == "missing"
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_full_disk(project: Path, stage: str) -> None:
+    """No file may grow beyond 8 kB, so the weights can't be written: as on a disk that fills up."""
+    before = digests(project)
+    result = run_limited(project, stage, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert re.search("can(no|')t be written", result.stderr)
+    assert digests(project) == before
+
+
+def test_unwritable_directory(project: Path) -> None:
+    (project / "file").write_text("in the way")
+    assert "can't be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
+
+
+# ------------------------------------------------------------------------------- what files say, of any type
+
+
+OTHERS = ["x", None, -1, 10**400, 1.5, float("nan"), [], {}, [["a"]], True, {"a": {"b": 1}}]
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def ends(*arguments: str) -> str:
+    """Whatever the command makes of it, it is a line and not a traceback; returns stderr."""
+    result = CliRunner().invoke(app, [*arguments])
+    assert result.exit_code in (0, 1, 2), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    if result.exit_code:
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("key", ["score_mean", "score_std"])
+def test_a_reward_models_facts_of_another_type(project: Path, key: str) -> None:
+    path = project / "run/rm/model/config.json"
+    whole = json.loads(path.read_text())
+    for value in (*OTHERS, *((0, 0.0) if key == "score_std" else ())):
+        path.write_text(json.dumps(whole | {key: value}))
+        if value in (None, 1.5) or value is True or (value == -1 and key == "score_mean"):
+            continue
+        assert f"config.json says {key}: " in fails(project, "ppo", "--restart"), value
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "", "null", "3", "[]", '"x"', "{}", "\xff"])
+@pytest.mark.parametrize("name", ["manifest.json", "model/config.json", "model/tokenizer_config.json"])
+def test_a_file_of_a_stage_that_holds_anything(project: Path, name: str, text: str) -> None:
+    (project / "run/sft" / name).write_bytes(text.encode("latin-1"))
+    said = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
+    if name == "manifest.json":
+        assert "manifest.json: " in said
+    ends("status", str(project / "run"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_manifest_with_values_of_another_type(project: Path, stage: str) -> None:
+    """Each of its values, and each within them."""
+    path = project / "run" / stage / "manifest.json"
+    whole = json.loads(path.read_text())
+    places = [(key,) for key in whole] + [(k, inside) for k, v in whole.items() if isinstance(v, dict) for inside in v]
+    for place in places:
+        for value in OTHERS:
+            spoilt = json.loads(json.dumps(whole))
+            inside = spoilt
+            for key in place[:-1]:
+                inside = inside[key]
+            inside[place[-1]] = value
+            path.write_text(json.dumps(spoilt))
+            ends("status", str(project / "run"))
+    for key in whole:
+        path.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        assert "broken" in CliRunner().invoke(app, ["status", str(project / "run")]).stdout or key == "contract"
+
+
+def test_an_evaluation_that_cannot_be_shown(project: Path) -> None:
+    ends("pipeline", str(project), "--quiet")
+    for text in (DEEP, "", "3", "{}", '{"sft": [], "ppo": []}'):
+        (project / "run/ppo/evaluation.json").write_text(text)
+        result = CliRunner().invoke(app, ["pipeline", str(project)])
+        assert result.exit_code == 0, result.output
+        assert "evaluation.json: was modified after it was written" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", -1),
+        ("attention_dropout", None),
+        ("num_attention_heads", 3),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", "x"),
+    ],
+)
+def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> None:
+    path = project / "run/sft/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    message = fails(project, "rm", "--restart")
+    assert "run/sft/model: " in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model_max_length", "x"), ("model_max_length", []), ("chat_template", {"a": {"b": 1}}), ("chat_template", 3)],
+)
+def test_a_tokenizer_that_says_anything(project: Path, key: str, value: Any) -> None:
+    path = project / "run/sft/model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert "run/sft/model: no tokenizer can be loaded (" in fails(project, "rm", "--restart")
+
+
+@pytest.mark.parametrize(("key", "value"), [("eos_token_id", {}), ("eos_token_id", ["x"]), ("output_attentions", True)])
+def test_a_generation_config_that_says_anything(project: Path, key: str, value: Any) -> None:
+    """Found out at the start, and not when what was trained is saved."""
+    path = project / "run/sft/model/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    message = fails(project, "ppo", "--restart")
+    assert "run/sft/model: " in message
+    assert "generation_config.json" in message
+
+
+def test_a_temperature_without_sampling_can_be_saved_again(project: Path) -> None:
+    """As some released models have it."""
+    path = project / "run/sft/model/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False, "temperature": 0.6}))
+    override = f"model={{path: {project}/run/sft/model}}"
+    assert ends("sft", "--config", str(project / "sft.yaml"), "--quiet", "--set", override) == ""
+
+
+# ------------------------------------------------------------------------------------------- the run
+
+
+def test_loss_that_is_not_a_number_stops_with_exit_code_1(project: Path) -> None:
+    before = digests(project)
+    arguments = ["--set", "optimizer.learning_rate=1e30", "--set", "training.num_steps=20"]
+    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--quiet", *arguments])
+    assert result.exit_code == 1
+    assert "nothing was stepped" in result.stderr
+    assert digests(project).keys() - before.keys() == {"run/sft.failed_batch.jsonl"}
+    assert before.items() <= digests(project).items()
+
+
+def test_reward_function_that_fails_stops_with_exit_code_1(project: Path) -> None:
+    (project / "f.py").write_text("def f(prompts, responses, rows):\n    return [float('nan')] * len(prompts)\n")
+    overrides = ["--set", f"rewards=[{{type: function, function: {project}/f.py:f}}]"]
+    result = CliRunner().invoke(app, ["ppo", "--config", str(project / "ppo.yaml"), "--quiet", *overrides])
+    assert result.exit_code == 1
+    assert "response 1: returned nan" in result.stderr

@@ -1,0 +1,603 @@
+"""What must hold for every architecture: how a batch is cut changes no gradient, and no token is lost or counted twice.
+
+Numbers in brackets are rows of the list of bugs found in other implementations (docs of the project): each has
+been put in here once, and a test below failed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, linear, logsigmoid
+
+from rlhf_cli.algorithms.advantages import gae, token_rewards
+from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.models import TokenizerTraining
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.data.batches import Budget, stream
+from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored, scored
+from rlhf_cli.data.sources import Row
+from rlhf_cli.models.forward import logits_at
+from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
+from rlhf_cli.models.scratch import train_tokenizer
+from rlhf_cli.packing import pack
+from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.models import score_sequences
+from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.scoring import Models, PromptRow, response_values, score_tokens
+from rlhf_cli.training.optimizer import build_stepper
+from stages import ppo as ppo_stage
+from stages import rm as rm_stage
+from stages import sft as sft_stage
+from support.compare import close, grads, same_gradients
+from support.learner import ALONE, BUDGETS, LARGE, Recorder, config_of, learner_of
+from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, write_jsonl
+
+# ----------------------------------------------------------------------------------------- before a step
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(
+        "def length(prompts, responses, rows):\n    return [len(r) % 7 - 3.0 for r in responses]\n"
+        "def letters(prompts, responses, rows):\n    return [float(r.count('e')) for r in responses]\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_before_the_first_step_ratio_is_one_and_kl_zero(
+    arch, make_model, run_stage, reward_file, tmp_path, temperature
+):
+    """[13, 14, 17] GPT-2 and GPT-NeoX have dropout in their configs."""
+
+    def rows_of(name, **ppo):
+        run_stage(
+            "ppo",
+            tmp_path / name,
+            policy={"path": str(make_model(arch))},
+            rewards=[{"type": "function", "function": f"{reward_file}:length"}],
+            rollout={"temperature": temperature},
+            data={"test": None, "test_fraction": 0},
+            ppo={"num_iterations": 2, "rollout_batch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed", **ppo},
+        )
+        return read_jsonl(tmp_path / name / "ppo/metrics.jsonl")
+
+    whole, later = rows_of("whole", minibatch_size=8, ppo_epochs=1)
+    assert later["policy/first_ratio"] == 1.0
+    assert later["objective/kl"] != 0.0, "the policy has left ref_policy"
+    assert whole["policy/first_ratio"] == 1.0
+    assert whole["policy/ratio"] == 1.0
+    assert whole["policy/approx_kl"] == 0.0
+    assert whole["objective/kl"] == 0.0
+    assert whole["policy/sampler_gap"] < 1e-5
+    parts, _ = rows_of("parts", minibatch_size=4, microbatch_size=3, ppo_epochs=2)
+    assert parts["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert parts["policy/ratio"] != 1.0, "the later steps do move"
+    assert parts["objective/kl"] == 0.0
+
+
+# ---------------------------------------------------------------------------- gradients, however cut
+
+
+@pytest.fixture(scope="module")
+def examples(arch, make_model, data):
+    """Eight demonstrations of unequal length."""
+    tokenizer = load_tokenizer(str(make_model(arch)))
+    rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])[:8]]
+    found = encode_demonstrations(tokenizer, rows, None, learn_all=False)
+    assert len({sum(e.learnt) for e in found}) > 3
+    return found
+
+
+def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, examples):
+    """[23] To 1e-6 in float64, against a slow loop of plain forwards."""
+    wanted_model, model = double(plain), double(policy)
+    total = sum(
+        cross_entropy(
+            wanted_model(input_ids=torch.tensor([e.ids])).logits[0, :-1][torch.tensor(e.learnt[1:])],
+            torch.tensor(e.ids[1:])[torch.tensor(e.learnt[1:])],
+            reduction="sum",
+        )
+        for e in examples
+    )
+    loss = total / sum(sum(e.learnt) for e in examples)
+    loss.backward()
+    for budget in BUDGETS:
+        model.zero_grad()
+        found = sft_stage._accumulate(model, examples, budget, "float32", ALONE)
+        assert found == pytest.approx(loss.item(), rel=1e-9)
+        same_gradients(grads(model), grads(wanted_model), 1e-6)
+
+
+@pytest.fixture(scope="module")
+def rankings(arch, make_model, data):
+    """Pairs, and two rankings of three and four answers."""
+    tokenizer = load_tokenizer(str(make_model(arch)))
+    preferences = read_jsonl(data["preferences"])
+    rows = [
+        Ranking(r["prompt"], (r["chosen"], r["rejected"]), "row", margin=0.1 * i) for i, r in enumerate(preferences[:6])
+    ]
+    more = [answer for r in preferences[6:12] for answer in (r["chosen"], r["rejected"] + " " + r["chosen"])]
+    rows.insert(2, Ranking("please", tuple(more[:3]), "row", margin=0.7))
+    rows.append(Ranking("again", tuple(more[3:7]), "row"))
+    found = []
+    for row in rows:
+        pairs = encode_pairs(tokenizer, [row.prompt] * len(row.answers), list(row.answers), None)
+        found.append(rm_stage.RankedIds([p + a for p, a in pairs], row))
+    return found
+
+
+@pytest.fixture(scope="module")
+def classifiers(arch, make_model):
+    """A new reward model on packed rows and the same one plain."""
+    made = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5) for _ in range(2)]
+    assert prepare(made[0], CPU) is None
+    return made
+
+
+def plain_score(model, ids):
+    return linear(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1:], model.score.weight)[0, 0]
+
+
+@pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse"])
+def test_rm_gradient_however_the_batch_is_cut(classifiers, rankings, write_config, tmp_path, loss_name):
+    """[23, 29] A ranking counts as one row: the mean over its pairs."""
+    model, wanted_model = map(double, classifiers)
+    scale = rm_stage.TargetScale(0.5, 2.0)
+    if loss_name == "mse":
+        batch = [
+            rm_stage.ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row"))
+            for i, item in enumerate(rankings)
+        ]
+        losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
+        changes = {}
+    else:
+        batch, losses = rankings, []
+        for item in rankings:
+            scores = [plain_score(wanted_model, ids) for ids in item.answers]
+            of_pairs = []
+            for i, better in enumerate(scores):
+                for j in range(i + 1, len(scores)):
+                    margin = item.row.margin if (i, j) == (0, len(scores) - 1) else 0.0
+                    lead = better - scores[j]
+                    of_pairs.append(-logsigmoid(lead - margin) + 0.1 * (better + scores[j]) ** 2)
+            losses.append(sum(of_pairs) / len(of_pairs))
+        assert max(len(item.answers) for item in rankings) == 4
+        changes = {"zero_mean_coef": 0.1}
+    wanted = sum(losses) / len(losses)
+    wanted.backward()
+    config = config_of(write_config, "rm", RMConfig, tmp_path, loss=loss_name, **changes)
+    for budget in BUDGETS:
+        model.zero_grad()
+        stats = rm_stage._accumulate(model, batch, scale, budget, config, ALONE)
+        assert stats["loss/rm"] == pytest.approx(wanted.item(), rel=1e-9)
+        # transformers' classifiers know no head bias here, and every backbone weight must agree.
+        same_gradients(grads(model), grads(wanted_model), 1e-6)
+
+
+@pytest.fixture(scope="module")
+def rollout_and_models(policy, classifiers, table):
+    """A rollout of float64 models, and the models a little later, so that ratios leave the clip range."""
+    old, ref_policy, value_model = double(policy), double(policy), double(classifiers[0])
+    noise = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in ref_policy.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+    rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
+    rollout = collect(
+        rows,
+        table,
+        Models(old, ref_policy, value_model),
+        sampling=Sampling(temperature=0.8, stop=frozenset(STOP)),
+        tokenizer=None,
+        budget=Budget(LARGE, 3),
+        precision="float32",
+        recompute=True,
+    )
+    later, later_values = copy.deepcopy(old), copy.deepcopy(value_model)
+    with torch.no_grad():
+        for p in [*later.parameters(), *later_values.parameters()]:
+            p += 0.01 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+    mask = rollout.response_mask
+    fixed = torch.Generator().manual_seed(6)
+    advantages = torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask
+    returns = rollout.values + torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask
+    return rollout, later, later_values, advantages, returns
+
+
+def update(rollout_and_models, write_config, root, advantages=None, returns=None, **ppo):
+    rollout, policy, value_model, usual_advantages, usual_returns = rollout_and_models
+    config = config_of(
+        write_config,
+        "ppo",
+        PPOConfig,
+        root,
+        rollout={"temperature": 0.8},
+        ppo={"rollout_batch_size": 8, "ppo_epochs": 1, "vf_coef": 0.3, **ppo},
+    )
+    steppers = Recorder(policy), Recorder(value_model)
+    policy.zero_grad()
+    value_model.zero_grad()
+    batch = UpdateBatch(
+        rollout.prompts,
+        rollout.responses,
+        rollout.response_mask,
+        rollout.logprobs,
+        rollout.ref_logprobs,
+        rollout.values,
+        usual_advantages if advantages is None else advantages,
+        usual_returns if returns is None else returns,
+    )
+    learner = learner_of(config, Models(policy, None, value_model), (), *steppers)
+    stats = ppo_stage._update(learner, batch, 0)
+    return steppers[0].steps, steppers[1].steps, stats
+
+
+def test_ppo_gradients_however_the_minibatch_is_cut(rollout_and_models, write_config, tmp_path):
+    """[11, 21, 23, 34] Both losses against a loop over the tokens of plain forwards, to 1e-6 in float64."""
+    rollout, policy, value_model, advantages, returns = rollout_and_models
+    wanted_policy, wanted_values = copy.deepcopy(policy), copy.deepcopy(value_model)
+    for model in (wanted_policy, wanted_values):
+        model.set_attn_implementation("sdpa")
+        model.zero_grad()
+    num_tokens = int(rollout.response_mask.sum())
+    policy_total, value_total, cut_tokens = 0.0, 0.0, 0
+    for b, sequence in enumerate([p.ids + r.ids for p, r in zip(rollout.prompts, rollout.responses, strict=True)]):
+        at = len(rollout.prompts[b].ids)
+        logprobs = (wanted_policy(input_ids=torch.tensor([sequence])).logits[0] / 0.8).log_softmax(-1)
+        hidden = wanted_values.base_model(input_ids=torch.tensor([sequence])).last_hidden_state[0]
+        values = linear(hidden, wanted_values.score.weight)[:, 0]
+        for t in range(len(sequence) - at):
+            ratio = (logprobs[at + t - 1, sequence[at + t]] - rollout.logprobs[b, t]).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            cut_tokens += int(ratio != clipped)
+            policy_total = policy_total - torch.minimum(ratio * advantages[b, t], clipped * advantages[b, t])
+            old, new, target = rollout.values[b, t], values[at + t - 1], returns[b, t]
+            near = old + (new - old).clamp(-0.2, 0.2)
+            value_total = value_total + 0.5 * torch.maximum((new - target) ** 2, (near - target) ** 2)
+    assert 0 < cut_tokens < num_tokens
+    (policy_total / num_tokens).backward()
+    (0.3 * value_total / num_tokens).backward()
+
+    for budget in BUDGETS:
+        at_a_time = {"tokens_per_microbatch": budget.tokens, "microbatch_size": budget.rows}
+        policy_steps, value_steps, stats = update(
+            rollout_and_models, write_config, tmp_path, minibatch_size=8, **at_a_time
+        )
+        assert len(policy_steps) == len(value_steps) == 1
+        same_gradients(policy_steps[0], grads(wanted_policy), 1e-6)
+        same_gradients(value_steps[0], grads(wanted_values), 1e-6)
+        assert stats["loss/policy"] == pytest.approx((policy_total / num_tokens).item(), rel=1e-8)
+        assert stats["loss/value"] == pytest.approx((value_total / num_tokens).item(), rel=1e-8)
+
+
+def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_config, tmp_path):
+    """[23, 38] As many steps as configured; two epochs are cut differently."""
+    config = {"minibatch_size": 2, "microbatch_size": 1, "ppo_epochs": 3}
+    steps, _, _ = update(rollout_and_models, write_config, tmp_path, **config)
+    assert len(steps) == 12
+    rollout = rollout_and_models[0]
+    weights = rollout.response_mask.sum(1).double()
+    seen = []
+    real = ppo_stage.score_tokens
+    with pytest.MonkeyPatch.context() as patch:
+
+        def spy(models, prompts, responses, *rest, **options):
+            seen.extend(next(i for i, r in enumerate(rollout.responses) if r is response) for response in responses)
+            return real(models, prompts, responses, *rest, **options)
+
+        patch.setattr(ppo_stage, "score_tokens", spy)
+        update(rollout_and_models, write_config, tmp_path, **config)
+    epochs = [seen[i : i + 8] for i in (0, 8, 16)]
+    assert all(sorted(epoch) == list(range(len(weights))) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, table, recompute):
+    """[9] Old and new values are of the same tokens, wherever the batch is cut."""
+    models = Models(double(policy), double(policy), double(classifiers[0]))
+    rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
+    drawn = Sampling(stop=frozenset(STOP))
+    rollout = collect(
+        rows,
+        table,
+        models,
+        sampling=drawn,
+        tokenizer=None,
+        budget=Budget(LARGE, 3),
+        precision="float32",
+        recompute=recompute,
+    )
+    assert rollout.values.abs().max() > 0.1
+    lengths = [len(p) + len(r.ids) for p, r in zip(PROMPTS, rollout.responses, strict=True)]
+    for budget in BUDGETS:
+        for part in budget.cut(lengths):
+            prompts, responses = [rows[i] for i in part], [rollout.responses[i] for i in part]
+            now = score_tokens(models, prompts, responses, drawn, "float32")
+            old = torch.cat([rollout.values[i, : len(rollout.responses[i].ids)] for i in part])
+            close(now.values.detach(), old, 1e-9)
+
+
+def test_the_gradient_is_clipped_to_its_norm(make_model):
+    """[24] Before the step, and the norm that is reported is that before the clip."""
+    model = load_policy(str(make_model("llama")))
+    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=0.25), 4)
+    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().backward()
+    before = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert before > 1
+    assert stepper.clip(ALONE) == pytest.approx(before, rel=1e-5)
+    after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert after == pytest.approx(0.25, rel=1e-3)
+
+
+def test_neither_loss_reaches_the_other_model(rollout_and_models, write_config, tmp_path):
+    """[18]"""
+    rollout, _, value_model, advantages, returns = rollout_and_models
+    for tensor in (rollout.logprobs, rollout.ref_logprobs, rollout.values):
+        assert not tensor.requires_grad
+    rewards = token_rewards(
+        torch.ones(len(PROMPTS)), rollout.logprobs - rollout.ref_logprobs, rollout.response_mask, kl_coef=0.1
+    )
+    for tensor in gae(rewards, rollout.values, rollout.response_mask, gamma=1.0, gae_lambda=0.95):
+        assert not tensor.requires_grad
+
+    def largest(steps):
+        return max(g.abs().max().item() for step in steps for g in step.values())
+
+    args = (rollout_and_models, write_config, tmp_path)
+    policy_steps, value_steps, _ = update(*args, advantages=torch.zeros_like(advantages), minibatch_size=8)
+    assert largest(policy_steps) == 0
+    assert largest(value_steps) > 0
+    with torch.no_grad():
+        now = response_values(value_model, rollout.prompts, rollout.responses, "float32")
+    exact = torch.zeros_like(returns)
+    exact[rollout.response_mask] = now
+    policy_steps, value_steps, _ = update(*args, returns=exact, minibatch_size=8, value_clip_range=None)
+    assert largest(policy_steps) > 0
+    assert largest(value_steps) < 1e-12
+
+
+# ------------------------------------------------------------------------- no architecture in the below
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CHAT
+    return own
+
+
+@pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:"])
+@pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer"])
+def test_answers_and_their_eos_are_learnt_prompts_are_not(request, name, template, data):
+    """[5, 6] Also where pad is EOS."""
+    tokenizer = request.getfixturevalue(name)
+    rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
+    for row, example in zip(rows, encode_demonstrations(tokenizer, rows, template, learn_all=False), strict=True):
+        learnt = [i for i, yes in zip(example.ids, example.learnt, strict=True) if yes]
+        prompt = encode_prompts(tokenizer, [row.prompt], template)[0]
+        assert learnt[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(learnt[:-1]) == row.response
+        assert example.ids[: len(prompt)] == prompt, "a rollout starts from the same ids"
+        assert example.learnt == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
+        assert example.ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_loss_on_all_learns_the_prompt_but_not_token_0(tokenizer):
+    rows = [Demonstration("please help", " we will", "row"), Demonstration("", "thank you", "row")]
+    for example in encode_demonstrations(tokenizer, rows, None, learn_all=True):
+        assert example.learnt == [False] + [True] * (len(example.ids) - 1)
+        assert example.ids[-1] == tokenizer.eos_token_id
+
+
+def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
+    rows = [Demonstration("", "thank you", "row")]
+    (example,) = encode_demonstrations(eos_only_tokenizer, rows, None, learn_all=False)
+    learnt = [i for i, yes in zip(example.ids, example.learnt, strict=True) if yes]
+    assert eos_only_tokenizer.decode(learnt[:-1]) == "thank you"
+    assert learnt[-1] == eos_only_tokenizer.eos_token_id
+
+
+def conversation(*contents):
+    roles = ("user", "assistant") * len(contents)
+    messages = tuple(Message(role, content) for role, content in zip(roles, contents, strict=False))
+    return Demonstration("", " " + contents[-1], "row", messages)
+
+
+@pytest.mark.parametrize("template", [None, "chat"])
+def test_every_assistant_turn_is_learnt_and_nothing_else(chat_tokenizer, template):
+    """[6]"""
+    row = conversation("please help", "we will send a lamp", "today", "sorry")
+    (example,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=False)
+    pieces, last = [], None
+    for token, yes in zip(example.ids, example.learnt, strict=True):
+        if yes != last:
+            pieces.append((yes, []))
+            last = yes
+        pieces[-1][1].append(token)
+    text = [(yes, chat_tokenizer.decode(ids)) for yes, ids in pieces]
+    assert text == [
+        (False, "<user>please help\n<assistant>"),
+        (True, "we will send a lamp<eos>\n"),
+        (False, "<user>today\n<assistant>"),
+        (True, "sorry<eos>\n"),
+    ]
+    eos = chat_tokenizer.eos_token_id
+    assert [yes for token, yes in zip(example.ids, example.learnt, strict=True) if token == eos] == [True, True]
+    (all_of_it,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=True)
+    assert all_of_it.learnt == [False] + [True] * (len(example.ids) - 1)
+
+
+def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
+    own = copy.deepcopy(chat_tokenizer)
+    own.chat_template = CHAT.replace("<eos>", "<end>")
+    (example,) = encode_demonstrations(own, [conversation("please", "we will")], "chat", learn_all=False)
+    assert example.ids[-1] == own.eos_token_id
+    assert example.learnt[-1]
+
+
+class Fixed:
+    """A reward that gives the numbers that it was given."""
+
+    name, weight = "fixed", 1.0
+
+    def __init__(self, values):
+        self.values = torch.tensor(values)
+
+    def score(self, judged):  # noqa: ARG002
+        return self.values
+
+
+def test_missing_eos_costs_only_what_did_not_end(write_config, tmp_path):
+    """[36] The penalty comes after the clip, and the logged score has neither."""
+    responses = [Response([5, 2], [0.0, 0.0], True), Response([5, 2], [0.0, 0.0], False), Response([2], [0.0], True)]
+    prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
+    raw = torch.tensor([1.0, 5.0, -9.0])
+    scores = total_score([Fixed([1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], []))
+    close(scores.total, raw)
+    close(scores.each["fixed"], raw)
+    learner = learner_of(config, models=None)
+    score, dense = ppo_stage._score(learner, scores, responses)
+    close(score, torch.tensor([1.0, 2.0 - 0.7, -2.0]))
+    assert dense is None
+
+
+def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
+    """[31] Seven pairs in batches of 3, a tie, and both answers swapped."""
+    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
+    prepare(model, CPU)
+    ids = random_ids(*range(4, 18), seed=3)
+    row = Ranking("", ("", ""), "row")
+    pairs = [rm_stage.RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
+    pairs.append(rm_stage.RankedIds([ids[12], ids[12]], row))
+    swapped = [rm_stage.RankedIds(p.answers[::-1], row) for p in pairs]
+    with torch.no_grad():
+        sides = [[plain_score(model, ids) for ids in p.answers] for p in pairs[:6]]
+    wins = [float(a > b) for a, b in sides] + [0.5]
+    assert 0 < sum(wins[:6]) < 6
+    for size in (3, 1, 7):
+        config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
+        scale = rm_stage.TargetScale(0.0, 1.0)
+        found = rm_stage._evaluate(model, pairs, scale, BUDGETS[-1], config, ALONE)
+        other = rm_stage._evaluate(model, swapped, scale, BUDGETS[0], config, ALONE)
+        assert found["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
+        assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
+        assert other["eval/margin"] == pytest.approx(-found["eval/margin"], abs=1e-6)
+
+
+def test_a_ranking_is_one_trial_of_its_pairs(make_model, write_config, tmp_path):
+    """Accuracy, margin and the length baseline of rankings of 2 to 5 answers, by loops."""
+    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
+    prepare(model, CPU)
+    ids = random_ids(*range(3, 17), seed=4)
+    cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
+    items = [rm_stage.RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Ranking("", (), "row")) for a, b in cuts]
+    accuracy, margin, longer = [], [], []
+    for item in items:
+        with torch.no_grad():
+            scores = [plain_score(model, one).item() for one in item.answers]
+        pairs = [(i, j) for i in range(len(scores)) for j in range(i + 1, len(scores))]
+        accuracy.append(sum(scores[i] > scores[j] for i, j in pairs) / len(pairs))
+        margin.append(sum(scores[i] - scores[j] for i, j in pairs) / len(pairs))
+        longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
+    assert 0 < sum(accuracy) < 4
+    config = config_of(write_config, "rm", RMConfig, tmp_path)
+    found = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE)
+    assert found["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
+    assert found["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
+    assert found["eval/length_baseline"] == sum(longer) / 4 == 0.25
+    low, high = wilson_interval(sum(accuracy), 4)
+    assert (found["eval/accuracy_low95"], found["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(10, 4), (7, 7), (5, 8), (3, 1), (4, 6)])
+def test_every_row_is_seen_once_an_epoch(rows, size):
+    """[38]"""
+    epochs = 12
+    seen = [i for step in range(rows * epochs // size) for i in stream(rows, size, step, 0, "test")]
+    whole = [seen[at : at + rows] for at in range(0, len(seen) - rows + 1, rows)]
+    assert len(whole) > 1
+    assert all(sorted(epoch) == list(range(rows)) for epoch in whole)
+    assert rows < 4 or len({tuple(epoch) for epoch in whole}) > 1
+    assert stream(rows, size, 2, 0, "test") == seen[2 * size : 3 * size]
+
+
+def test_a_score_of_zero_is_a_score(make_model, write_config, tmp_path):
+    """[39]"""
+    rows = [
+        Row({"prompt": "p", "response": f" r{i}", "score": s}, f"f:{i}") for i, s in enumerate([0.0, 0, "0", -2, 2.0])
+    ]
+    source = DataSource(path="f")
+    format_ = recognise(rows[0], source, "rm scores")
+    read = [one for row in rows for one in scored(read_record(row, format_, source))]
+    assert [row.score for row in read] == [0.0, 0.0, 0.0, -2.0, 2.0]
+    texts = [Row({"text": "a text", "label": label}, "f:1") for label in (0, 1)]
+    format_ = recognise(texts[0], source, "rm scores")
+    assert [one.score for row in texts for one in scored(read_record(row, format_, source))] == [0.0, 1.0]
+    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
+    path = write_jsonl(tmp_path / "rows.jsonl", [row.values for row in rows])
+    config = config_of(
+        write_config, "rm", RMConfig, tmp_path, loss="mse", data={"train": str(path), "test": None, "test_fraction": 0}
+    )
+    encode = rm_stage.Encoder(model, load_tokenizer(str(make_model("llama"))), config)
+    scores = encode.scored(config.data).train.numbers("score").tolist()
+    scale = rm_stage.TargetScale(0.5, 2.0)
+    assert [scale.target(score) for score in scores] == [-0.25, -0.25, -0.25, -1.25, 0.75]
+
+
+def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path):
+    """[39] All scores 0 but one: the mean squared target before any step is 1, not that of the other rows."""
+    rows = [{"prompt": "p", "response": f" r{i}", "score": 0.0 if i else 8.0} for i in range(8)]
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(make_model("llama")), "head_std": 1e-9},
+        data={"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0},
+        loss="mse",
+        training={"num_steps": 1, "minibatch_size": 8},
+    )
+    assert read_jsonl(tmp_path / "rm/metrics.jsonl")[0]["loss/rm"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_gradients_of_rewards_stop_at_the_rollout(pipeline, tokenizer):
+    """[18] Scores come without a graph."""
+    sources, _ = load_rewards([ModelReward(type="reward_model")], str(pipeline("llama")), tokenizer, CPU, "float32")
+    scores = score_sequences(sources[0].model, random_ids(3, 9), "float32")
+    assert not scores.requires_grad
+    assert sources[0].reads_policy_tokens
+
+
+def test_a_value_model_starts_at_zero_from_either_start(make_model, pipeline):
+    for path in (str(make_model("gpt2")), str(pipeline("gpt2") / "rm/model")):
+        model = new_value_model(path, None)
+        assert model.score.weight.abs().max() == 0
+        assert model.base_model.get_input_embeddings().weight.abs().max() > 0
+
+
+def test_training_a_tokenizer_twice_gives_the_same(texts):
+    first, second = (train_tokenizer(texts, TokenizerTraining(vocab_size=300)) for _ in range(2))
+    assert json.dumps(first.get_vocab(), sort_keys=True) == json.dumps(second.get_vocab(), sort_keys=True)

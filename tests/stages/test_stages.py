@@ -1,0 +1,689 @@
+"""The stages end to end on tiny models: what they leave behind, that it repeats, and that it learns."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from rlhf_cli.artifacts import digest_file, read_manifest
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.data.encode import encode_demonstrations, encode_rows
+from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.records import demonstration, prompt
+from rlhf_cli.data.sources import Row
+from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.models.load import load_reward_model, load_tokenizer
+from rlhf_cli.models.scratch import new_model
+from rlhf_cli.rewards.functions import load_function
+from rlhf_cli.rewards.models import encode_texts, score_sequences
+from rlhf_cli.training.optimizer import Stepper
+from stages import sft as sft_stage
+from support.compare import same_weights, weights_of
+from support.runs import digests, run_processes
+from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, write_jsonl
+
+STAGES = ("sft", "rm", "ppo")
+LOCAL = {"value/explained_variance", "value/mean", "policy/entropy", "policy/sampler_gap"}
+"""Statistics that have a test of their own below."""
+EVALUATION = {"score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds"}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def arch(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def root(arch, pipeline):
+    return pipeline(arch)
+
+
+def metrics(root, stage):
+    return read_jsonl(root / stage / "metrics.jsonl")
+
+
+def function_file(folder, body):
+    path = folder / "reward.py"
+    path.write_text(f"def reward(prompts, responses, rows):\n    {body}\n", encoding="utf-8")
+    return [{"type": "function", "function": f"{path}:reward"}]
+
+
+# ---------------------------------------------------------------------------------- what is left behind
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_artifact_is_whole(root, stage):
+    place = root / stage
+    manifest = read_manifest(place)
+    assert manifest is not None
+    assert manifest.stage == stage
+    on_disk = {p.relative_to(place).as_posix() for p in place.rglob("*") if p.is_file()} - {"manifest.json"}
+    assert set(manifest.files) == on_disk
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "model/config.json", "model/model.safetensors"} <= on_disk
+    assert "model/tokenizer.json" in on_disk
+    assert not [name for name in on_disk if name.endswith((".bin", ".pt", ".pkl"))]
+    assert all(digest_file(place / name) == digest for name, digest in manifest.files.items())
+    assert manifest.num_processes == 1
+    assert not (root / f".{stage}.partial").exists()
+    assert set(manifest.identity["inputs"].values()).isdisjoint({"missing"})
+    if stage != "sft":
+        policy = "policy" if stage == "ppo" else "model"
+        assert manifest.identity["inputs"][policy] == digest_file(root / "sft/manifest.json")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_config_reads_back_as_equal(root, stage):
+    saved = load_config(root / stage / "config.yaml", CONFIGS[stage])
+    assert saved == load_config(root / f"{stage}.yaml", CONFIGS[stage])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_metrics_have_one_finite_row_a_step(root, stage):
+    main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[stage]
+    steps = [row for row in metrics(root, stage) if main in row]
+    assert [row["step"] for row in steps] == list(range(1, 3 if stage == "ppo" else 4))
+    for row in metrics(root, stage):
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
+    final = read_manifest(root / stage).metrics
+    wanted = {"sft": {"eval/loss"}, "rm": {"eval/accuracy", "rm/sft_score_std"}, "ppo": {"sft/kl", "ppo/score_mean"}}
+    assert wanted[stage] <= set(final)
+
+
+def test_plain_transformers_reads_and_runs_the_policy(root):
+    path = root / "ppo/model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    settings = GenerationConfig.from_pretrained(path)
+    eos = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    assert tokenizer.eos_token_id in eos
+    assert settings.do_sample is True
+    assert settings.temperature == 1.0
+    assert settings.top_k in (0, None)
+    inputs = tokenizer("Q: please help\nA:", return_tensors="pt")
+    inputs = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    torch.manual_seed(0)
+    first, second = (model.generate(**inputs, max_new_tokens=12)[0] for _ in range(2))
+    assert len(first) > inputs["input_ids"].shape[1]
+    assert first.tolist() != second.tolist(), "it samples"
+    assert isinstance(tokenizer.decode(first), str)
+    sft = AutoModelForCausalLM.from_pretrained(root / "sft/model")
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.state_dict().values(), sft.state_dict().values(), strict=True)
+    )
+
+
+def test_the_value_model_loads(root):
+    model = AutoModelForSequenceClassification.from_pretrained(root / "ppo/value_model")
+    assert model.config.num_labels == 1
+    assert model.score.weight.abs().max() > 0, "it has been trained"
+
+
+def test_both_sides_are_evaluated_on_the_same_prompts(root):
+    found = json.loads((root / "ppo/evaluation.json").read_text())
+    assert found["num_prompts"] == 5
+    assert len(found["examples"]) == 5
+    for side in ("sft", "ppo"):
+        assert set(found[side]) >= EVALUATION
+        scores = [example[side]["score"] for example in found["examples"]]
+        assert found[side]["score_mean"] == pytest.approx(sum(scores) / 5)
+    assert found["sft"]["kl"] == 0.0
+    assert found["ppo"]["kl"] != 0.0
+
+
+def test_the_stored_mean_and_std_normalise_the_sft_samples(root):
+    config = json.loads((root / "rm/model/config.json").read_text())
+    final = read_manifest(root / "rm").metrics
+    assert config["score_mean"] == pytest.approx(final["rm/sft_score_mean"], abs=1e-6)
+    assert config["score_std"] == pytest.approx(final["rm/sft_score_std"], abs=1e-6)
+    assert config["score_std"] > 0
+
+
+def test_an_exact_rerun_gives_the_same_bits(arch, root, make_model, run_stage, tmp_path):
+    """In one process, where the global generators stand elsewhere by now."""
+    torch.manual_seed(100 + ARCHITECTURES.index(arch))
+    run_stage("sft", tmp_path, model={"path": str(make_model(arch))})
+    run_stage("rm", tmp_path)
+    run_stage("ppo", tmp_path)
+    for stage in STAGES:
+        old, new = weights_of(root / stage), weights_of(tmp_path / stage)
+        assert old.keys() == new.keys()
+        for name, tensor in old.items():
+            assert torch.equal(tensor, new[name]), f"{stage} {name}"
+        assert (root / stage / "samples.jsonl").read_bytes() == (tmp_path / stage / "samples.jsonl").read_bytes()
+
+
+def test_a_missing_stage_is_refused(run_stage, tmp_path):
+    for stage in ("rm", "ppo"):
+        with pytest.raises(Exception, match="no finished 'sft' stage"):
+            run_stage(stage, tmp_path)
+        assert not (tmp_path / stage).exists()
+
+
+# ------------------------------------------------------------------------------------- kinds of starts
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_scratch_model_goes_through_all_stages(run_stage, tmp_path, name):
+    """Its tokenizer is read back by AutoTokenizer as the model's family has it."""
+    config = {**TINY, "max_position_embeddings": 128}
+    if name == "qwen2":
+        config["num_key_value_heads"] = 2  # 32 by default
+    if name == "gpt2":
+        config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    scratch = {"architecture": name, "config": config, "tokenizer": {"vocab_size": 290}}
+    run_stage("sft", tmp_path, model={"scratch": scratch})
+    run_stage("rm", tmp_path)
+    run_stage("ppo", tmp_path)
+    model, tokenizer = (auto.from_pretrained(tmp_path / "ppo/model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0]
+    assert tokenizer.decode(tokenizer("a new lamp 12", add_special_tokens=False)["input_ids"]) == "a new lamp 12"
+
+
+@pytest.mark.parametrize("loss", ["logexp", "mse"])
+def test_other_rm_losses(data, pipeline, run_stage, tmp_path, loss):
+    rows = str(data["scored" if loss == "mse" else "preferences"])
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(pipeline("llama") / "sft")},
+        data={"train": rows, "test": rows},
+        loss=loss,
+    )
+    final = read_manifest(tmp_path / "rm").metrics
+    assert {"mse": {"eval/mse", "eval/spearman"}, "logexp": {"eval/accuracy"}}[loss] <= set(final)
+
+
+def test_logexp_is_logsigmoid(pipeline, run_stage, tmp_path):
+    model = {"path": str(pipeline("llama") / "sft")}
+    losses = [
+        [row["loss/rm"] for row in metrics(run_stage("rm", tmp_path / loss, model=model, loss=loss).parent, "rm")[:3]]
+        for loss in ("logexp", "logsigmoid")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["logsigmoid", "mse"])
+def test_sentiment_rows_as_pairs_and_as_scores(pipeline, run_stage, tmp_path, loss):
+    rows = [
+        {"text": f"{GOOD if i % 3 else BAD} we will send a {WORDS[i % 9]} {i}", "label": int(i % 3 > 0)}
+        for i in range(18)
+    ]
+    path = str(write_jsonl(tmp_path / "sentiment.jsonl", rows))
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(pipeline("llama") / "sft")},
+        data={"train": path, "test": path},
+        loss=loss,
+    )
+    final = read_manifest(tmp_path / "rm").metrics
+    assert ("eval/mse" if loss == "mse" else "eval/accuracy") in final
+    if loss == "mse":
+        assert final["eval/target_variance"] == pytest.approx(2 / 9, abs=1e-6), "twelve ones and six zeros"
+
+
+def test_hh_transcripts_as_they_come(make_model, run_stage, tmp_path):
+    """The prompt is what both share; SFT learns the chosen answer, PPO starts from the prompt."""
+    start = "\n\nHuman: please help\n\nAssistant: with what?\n\nHuman: the {} is broken\n\nAssistant:"
+    rows = [
+        {"chosen": start.format(w) + f" we will send a new {w}", "rejected": start.format(w) + " no"}
+        for w in ("lamp", "radio", "map")
+    ]
+    path = str(write_jsonl(tmp_path / "hh.jsonl", rows))
+    data = {"train": path, "test": path}
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, data=data)
+    run_stage("rm", tmp_path, data=data)
+    run_stage("ppo", tmp_path, data=data)
+    prompts = {start.format(w) for w in ("lamp", "radio", "map")}
+    assert {row["prompt"] for row in read_jsonl(tmp_path / "sft/samples.jsonl")} <= prompts
+    examples = json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"]
+    assert {example["prompt"] for example in examples} == prompts
+
+
+# ------------------------------------------------------------------------------------- kinds of rewards
+
+
+def test_an_encoder_is_trained_and_then_judges_another_models_text(pipeline, word_piece, run_stage, tmp_path):
+    encoder(tmp_path / "encoder", word_piece)
+    run_stage("rm", tmp_path, model={"path": str(tmp_path / "encoder")}, optimizer={"learning_rate": 3e-3})
+    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
+    assert type(trained).__name__ == "DistilBertForSequenceClassification"
+    rewards = [{"type": "reward_model", "normalize": False}]
+    policy = {"path": str(pipeline("llama") / "sft")}
+    run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm/model")
+    for example in json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"]:
+        for side in ("sft", "ppo"):
+            with torch.no_grad():
+                text = example["prompt"] + example[side]["reply"]
+                wanted = trained(**tokenizer(text, return_tensors="pt")).logits[0, 0].item()
+            assert example[side]["score"] == pytest.approx(wanted, abs=1e-5)
+    value = json.loads((tmp_path / "ppo/value_model/config.json").read_text())
+    assert value["architectures"] == ["LlamaForSequenceClassification"]
+
+
+def test_an_encoder_head_runs_in_float32_under_bfloat16(word_piece, tmp_path):
+    """[40] As that of a decoder does: else close scores come out equal."""
+    encoder(tmp_path, word_piece)
+    model = load_reward_model(str(tmp_path))
+    sequences = encode_texts(model, load_tokenizer(str(tmp_path)), [f"we will send {w}" for w in WORDS], [True] * 19)
+    scores = score_sequences(model, sequences, "bfloat16")
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_a_label_names_the_score_of_a_classifier(pipeline, word_piece, run_stage, tmp_path):
+    model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    policy = {"path": str(pipeline("llama") / "sft")}
+    rewards = [{"type": "reward_model", "path": str(tmp_path / "two")}]
+    for label in (None, "great"):
+        with pytest.raises(ConfigError, match="bad, good"):
+            run_stage("ppo", tmp_path / "refused", policy=policy, rewards=[{**rewards[0], "label": label}])
+    for number, label in enumerate(("bad", "good")):
+        run_stage("ppo", tmp_path / label, policy=policy, rewards=[{**rewards[0], "label": label}])
+        example = json.loads((tmp_path / label / "ppo/evaluation.json").read_text())["examples"][0]
+        with torch.no_grad():
+            logits = model(**word_piece(example["prompt"] + example["sft"]["reply"], return_tensors="pt")).logits[0]
+        assert example["sft"]["score"] == pytest.approx(logits[number].item(), abs=1e-5)
+
+
+def test_a_long_text_fits_an_encoder_whose_positions_start_late(word_piece, tmp_path):
+    """RoBERTa's 130 positions take 128 tokens: the first one is pad_token_id + 1."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(word_piece),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=130,
+        type_vocab_size=1,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    word_piece.save_pretrained(tmp_path)
+    model, tokenizer = load_reward_model(str(tmp_path)), load_tokenizer(str(tmp_path))
+    tokenizer.model_max_length = 128  # as released ones say
+    sequences = encode_texts(model, tokenizer, ["we will send " * 100], [True])
+    assert score_sequences(model, sequences, "float32").isfinite().all()
+
+
+def test_a_function_alone_is_a_reward(pipeline, run_stage, tmp_path):
+    rewards = function_file(tmp_path, "return [float(row['number']) + 0.25 * row['ended'] for row in rows]")
+    policy = {"path": str(pipeline("llama") / "sft")}
+    run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
+    found = json.loads((tmp_path / "ppo/evaluation.json").read_text())
+    assert [int(example["ppo"]["score"]) for example in found["examples"]] == [0, 1, 2, 3, 4]
+    value = json.loads((tmp_path / "ppo/value_model/config.json").read_text())
+    assert value["architectures"] == ["LlamaForSequenceClassification"]
+    with pytest.raises(ConfigError, match=r"value_model\.init"):
+        run_stage("ppo", tmp_path / "b", policy=policy, rewards=rewards, value_model={"init": "reward_model"})
+
+
+def test_rewards_are_a_weighted_sum(pipeline, run_stage, tmp_path):
+    """The reward model's normalised score times 2, and a function's times -1."""
+    own = function_file(tmp_path, "return [float(len(r)) for r in responses]")
+    root = pipeline("llama")
+    alone = [{"type": "reward_model", "path": str(root / "rm")}]
+    both = [{**alone[0], "weight": 2.0}, {**own[0], "weight": -1.0}]
+    policy = {"path": str(root / "sft")}
+    ppo = {"num_iterations": 1}
+    run_stage("ppo", tmp_path / "both", policy=policy, rewards=both, ppo=ppo)
+    run_stage("ppo", tmp_path / "alone", policy=policy, rewards=alone, ppo=ppo)
+    sides = [
+        json.loads((tmp_path / name / "ppo/evaluation.json").read_text())["examples"] for name in ("both", "alone")
+    ]
+    for a, b in zip(*sides, strict=True):
+        assert a["sft"]["reply"] == b["sft"]["reply"]
+        wanted = 2 * b["sft"]["score"] - len(a["sft"]["reply"])
+        assert a["sft"]["score"] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_one_normalisation_sample_is_no_nan(pipeline, run_stage, tmp_path):
+    """One number has no standard deviation; a nan in config.json would make every later score a nan."""
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(pipeline("llama") / "sft")},
+        evaluation={"num_normalization_samples": 1},
+    )
+    assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
+
+
+# --------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize(
+    ("stage", "minibatch"),
+    [
+        # A process may have no row of a minibatch of 2.
+        pytest.param("ppo", 2),
+        pytest.param("ppo", 8, marks=pytest.mark.slow),
+        *(pytest.param(stage, size, marks=pytest.mark.slow) for stage in ("sft", "rm") for size in (2, 8)),
+    ],
+)
+def test_two_processes_give_what_one_gives(stage, minibatch, pipeline, write_config, run_stage, tmp_path):
+    """Weights to 1e-5. Adam's first steps have the size of the learning rate whatever the gradient's, so the
+    comparison is at a larger eps, at which a difference in the gradient shows and rounding doesn't."""
+    root = pipeline("llama")
+    changes = {
+        "sft": {"model": {"path": str(root / "sft/model")}, "training": {"minibatch_size": minibatch + 1}},
+        "rm": {"model": {"path": str(root / "sft")}, "training": {"minibatch_size": minibatch + 1}},
+        "ppo": {
+            "policy": {"path": str(root / "sft")},
+            "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
+            "ppo": {"minibatch_size": minibatch, "ppo_epochs": 2},
+        },
+    }[stage] | {"optimizer": {"eps": 1e-3}}
+    run_stage(stage, tmp_path / "one", **changes)
+    run_processes(2, stage, write_config(stage, tmp_path / "two", **changes))
+    manifest = read_manifest(tmp_path / "two" / stage)
+    assert manifest.num_processes == 2
+    same_weights(tmp_path / "one" / stage, tmp_path / "two" / stage)
+    for a, b in zip(metrics(tmp_path / "one", stage), metrics(tmp_path / "two", stage), strict=True):
+        common = {key: value for key, value in a.items() if key not in LOCAL and not key.startswith(OF_THE_MACHINE)}
+        assert {key: b[key] for key in common} == pytest.approx(common, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_minibatches_that_do_not_divide_over_processes(pipeline, write_config, run_stage, tmp_path):
+    """[37] Nine responses, three a step, two processes: all take as many steps, and nobody waits for ever."""
+    root = pipeline("llama")
+    changes = {
+        "policy": {"path": str(root / "sft")},
+        "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
+        "ppo": {"num_iterations": 1, "rollout_batch_size": 9, "minibatch_size": 3, "ppo_epochs": 1},
+        "optimizer": {"eps": 1e-3},
+    }
+    run_stage("ppo", tmp_path / "one", **changes)
+    run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
+    same_weights(tmp_path / "one/ppo", tmp_path / "two/ppo")
+    one, two = (metrics(tmp_path / name, "ppo")[0] for name in ("one", "two"))
+    assert two["value/mean"] == pytest.approx(one["value/mean"], abs=1e-5)
+    assert two["policy/entropy"] == pytest.approx(one["policy/entropy"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [4, 3], ids=["whole prompts each", "every second response"])
+def test_two_processes_compare_a_prompts_responses_as_one_does(prompts, pipeline, write_config, run_stage, tmp_path):
+    """The responses to a prompt stay on one process where prompts divide over the processes, and else do not."""
+    root = pipeline("llama")
+    changes = {
+        "policy": {"path": str(root / "sft")},
+        "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
+        "rollout": {"samples_per_prompt": 3},
+        "ppo": {
+            "num_iterations": 3,
+            "rollout_batch_size": 3 * prompts,
+            "minibatch_size": 3,
+            "ppo_epochs": 1,
+            "advantage_estimator": "rloo",
+            "num_rollouts_per_update": 2,
+        },
+        "optimizer": {"eps": 1e-3},
+    }
+    run_stage("ppo", tmp_path / "one", **changes)
+    run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
+    same_weights(tmp_path / "one/ppo", tmp_path / "two/ppo")
+    for one, two in zip(*(metrics(tmp_path / name, "ppo") for name in ("one", "two")), strict=True):
+        assert two["objective/kl"] == pytest.approx(one["objective/kl"], rel=1e-3, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------- what is interrupted
+
+
+def test_a_run_that_fails_leaves_the_finished_one(make_model, run_stage, tmp_path, monkeypatch):
+    model = {"path": str(make_model("llama"))}
+    run_stage("sft", tmp_path, model=model)
+    before = digests(tmp_path / "sft")
+    real, calls = sft_stage._accumulate, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the power went")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft_stage, "_accumulate", fails)
+        with pytest.raises(OSError, match="power"):
+            run_stage("sft", tmp_path, model=model, seed=1)
+    assert digests(tmp_path / "sft") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(sft_stage, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("sft", tmp_path, model=model, seed=1)
+    assert digests(tmp_path / "sft") == before
+    run_stage("sft", tmp_path, model=model, seed=1)
+    after = digests(tmp_path / "sft")
+    assert after["model/model.safetensors"] != before["model/model.safetensors"]
+    assert not (tmp_path / ".sft.partial").exists()
+    assert not (tmp_path / ".sft.old").exists()
+
+
+def test_a_publication_cut_between_its_renames_is_undone(make_model, run_stage, tmp_path, monkeypatch):
+    model = {"path": str(make_model("llama"))}
+    run_stage("sft", tmp_path, model=model)
+    before = digests(tmp_path / "sft")
+    real = Path.rename
+
+    def dies(self, target):
+        if self.name == ".sft.partial":
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("sft", tmp_path, model=model, seed=1)
+    assert not (tmp_path / "sft").exists()
+    run_stage("rm", tmp_path)
+    assert digests(tmp_path / "sft") == before
+
+
+def test_a_reward_that_fails_stops_ppo_before_a_step(pipeline, run_stage, tmp_path, monkeypatch):
+    policy = {"path": str(pipeline("llama") / "sft")}
+    stepped = []
+    monkeypatch.setattr(Stepper, "advance", lambda *_, **__: stepped.append(1))
+    for body in ("return [float('nan')] * len(rows)", "return [1.0]", "return ['x'] * len(rows)", "raise ValueError"):
+        with pytest.raises(RunError, match="reward"):
+            run_stage("ppo", tmp_path, policy=policy, rewards=function_file(tmp_path, body))
+    assert not stepped
+    assert not (tmp_path / "ppo").exists()
+
+
+# ------------------------------------------------------------------------------------------- that it learns
+
+
+def test_sft_learns(make_model, data, run_stage, tmp_path):
+    """The same answer to every prompt: from ln(300) = 5.7 nats and more to almost none."""
+    rows = [{"prompt": row["prompt"], "response": " thank you today"} for row in read_jsonl(data["prompts"])]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    run_stage(
+        "sft",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        data={"train": path, "test": path},
+        training={"num_steps": 40, "minibatch_size": 8},
+        optimizer={"learning_rate": 1e-2},
+        evaluation={"temperature": 0.1, "max_new_tokens": 16},
+    )
+    losses = [row["loss/sft"] for row in metrics(tmp_path, "sft") if "loss/sft" in row]
+    assert losses[0] > 4
+    assert losses[-1] < 0.2
+    assert {row["response"] for row in read_jsonl(tmp_path / "sft/samples.jsonl")} == {" thank you today"}
+    assert all(row["ended"] for row in read_jsonl(tmp_path / "sft/samples.jsonl"))
+
+
+def test_rm_learns(make_model, run_stage, tmp_path):
+    """One word tells good from bad, whatever the length and wherever it stands."""
+    run_stage(
+        "rm",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        training={"num_steps": 60, "minibatch_size": 8},
+        optimizer={"learning_rate": 5e-3},
+    )
+    final = read_manifest(tmp_path / "rm").metrics
+    assert final["eval/accuracy"] == 1.0
+    assert final["eval/margin"] > 1
+
+
+def test_ppo_learns(make_model, run_stage, tmp_path):
+    """The share of one letter in the responses, from random weights."""
+    rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
+    run_stage(
+        "ppo",
+        tmp_path,
+        policy={"path": str(make_model("llama"))},
+        rewards=rewards,
+        rollout={"max_new_tokens": 8},
+        ppo={
+            "num_iterations": 15,
+            "rollout_batch_size": 48,
+            "minibatch_size": 24,
+            "kl_coef": 0.0,
+            "missing_eos_penalty": 0.0,
+        },
+        optimizer={"learning_rate": 5e-3},
+    )
+    rows = metrics(tmp_path, "ppo")
+    first, last = (sum(row["objective/score"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert last > first + 1.5, (first, last)
+    found = json.loads((tmp_path / "ppo/evaluation.json").read_text())
+    assert found["ppo"]["score_mean"] > found["sft"]["score_mean"] + 1.0
+    assert found["ppo"]["kl"] > 0.5
+
+
+def test_kl_coef_holds_the_policy_back(make_model, run_stage, tmp_path):
+    """The same run with and without it."""
+    rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
+    kl = {}
+    for coef in (0.0, 5.0):
+        root = tmp_path / str(coef)
+        run_stage(
+            "ppo",
+            root,
+            policy={"path": str(make_model("llama"))},
+            rewards=rewards,
+            ppo={"num_iterations": 15, "rollout_batch_size": 48, "minibatch_size": 24, "kl_coef": coef},
+            optimizer={"learning_rate": 3e-3},
+        )
+        kl[coef] = json.loads((root / "ppo/evaluation.json").read_text())["ppo"]["kl"]
+    assert kl[5.0] < 0.5 * kl[0.0], kl
+
+
+# ------------------------------------------------------------------------------- found by review
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
+    """GPT-2's config has 0.1 by default: training would draw from generators that nobody seeds."""
+    small = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+        "gpt_neox": {"hidden_size": 32, "intermediate_size": 32},
+    }
+    extra = {"gpt_neox": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout": 0.3}, "gpt2": {}}
+    config = ScratchModel(architecture=architecture, config=small[architecture] | extra[architecture])
+    model = new_model(config, tokenizer, 0).train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_ppo_and_sfts_samples_start_from_the_ids_that_sft_learnt_to_answer(tokenizer):
+    """Conversations in a chat template: the ids of the rollout's prompt are those before the learnt answer."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = ["hello there", "hi", "and the tent?", "it is late"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    rows = [Row({"messages": messages}, "file:1"), Row({"messages": messages[:2]}, "file:2")]
+    records = [
+        read_record(row, recognise(row, DataSource(path="file"), "sft"), DataSource(path="file")) for row in rows
+    ]
+    demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
+    for template in (None, "chat"):
+        examples = encode_demonstrations(own, demonstrations, template, learn_all=False)
+        starts = encode_rows(own, prompts, template)
+        assert starts == encode_rows(own, demonstrations, template)
+        for example, start in zip(examples, starts, strict=True):
+            last = len(example.learnt) - example.learnt[::-1].index(False)
+            assert start == example.ids[:last]
+
+
+def test_prompts_that_leave_no_room_are_not_sampled(tmp_path, make_model, run_stage):
+    """Held-out prompts of any length; GPT-2 has 64 positions and would fail behind them."""
+    path = make_model("gpt2")
+    limit = AutoConfig.from_pretrained(path).max_position_embeddings
+    longest = {"max_new_tokens": limit, "num_samples": 2, "every_steps": None}
+    run_stage("sft", tmp_path, model={"path": str(path)}, evaluation=longest)
+    samples = (tmp_path / "sft/samples.jsonl").read_text()
+    assert samples == ""
+    run_stage("rm", tmp_path, evaluation={"max_new_tokens": limit})
+    assert (tmp_path / "rm/manifest.json").is_file()
+
+
+def test_a_judge_that_fails_does_so_before_training(tmp_path, make_model, run_stage):
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\n"
+        "def judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
+    )
+    with pytest.raises(RunError, match="raised KeyError"):
+        run_stage(
+            "ppo",
+            tmp_path / "run",
+            policy={"path": str(make_model("llama"))},
+            rewards=[{"type": "function", "function": f"{judge}:ones"}],
+            evaluation={"gold": f"{judge}:judge"},
+        )
+    assert not (tmp_path / "run/.ppo.partial/metrics.jsonl").exists()
+
+
+def test_what_was_trained_is_saved_before_the_last_figures(tmp_path, make_model, run_stage, monkeypatch):
+    monkeypatch.setattr(sft_stage, "_evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, evaluation={"every_steps": None})
+    assert (tmp_path / ".sft.partial/model/model.safetensors").is_file()
+
+
+def test_a_reward_function_may_use_dataclasses_and_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 2.5\n")
+    (tmp_path / "reward.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport neighbour_of_reward\n\n\n"
+        "@dataclass\nclass Two:\n    value: float\n\n\n"
+        "def f(prompts, responses, rows):\n    return [Two(neighbour_of_reward.VALUE).value for _ in prompts]\n"
+    )
+    assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
+
+
+def test_the_scale_of_scored_targets_is_stored_with_the_model(tmp_path, make_model, data, run_stage):
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
+    run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"]), "test": str(data["scored"])})
+    config = AutoConfig.from_pretrained(tmp_path / "rm/model")
+    assert config.target_std > 0
+    assert config.score_std > 0
+    assert math.isfinite(config.target_mean)

@@ -1,0 +1,39 @@
+"""A small llama, and the bytes that a forward and backward pass of it is budgeted."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_cli.models import cost
+from rlhf_cli.models.cost import activation_bytes
+from rlhf_cli.models.forward import target_logits
+from rlhf_cli.models.load import prepare
+from rlhf_cli.tensor_ops import token_logprobs
+
+CPU = torch.device("cpu")
+
+
+def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, vocab=500, cls=LlamaForCausalLM):
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocab,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    model = cls(config)
+    assert prepare(model, CPU) is None
+    return model
+
+
+def reckoned_and_done(model, num_tokens):
+    """A forward and backward pass over rows of 64 tokens, all learnt; returns the bytes that `auto` reckons with."""
+    torch.set_num_threads(1)
+    some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
+    logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))
+    (-token_logprobs(logits, targets).sum()).backward()
+    return num_tokens * (activation_bytes(model, "float32") + cost.LOGITS_COPIES * 4 * 2048)

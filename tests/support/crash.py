@@ -1,0 +1,265 @@
+"""Attempts at a stage that are killed, and what a stage comes to in the end.
+
+An attempt is the `rlhf` command in a child of a server that has imported everything once, so that it costs the
+stage's own work and not seconds of imports. It is killed by SIGKILL from outside, at any moment, or at a point: just
+before one of its file operations below the artifact root, or with a weights file or a row half written. What a
+process did between two file operations is lost with it, so dying before an operation is also dying after the one
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+
+from rlhf_cli import cli
+from rlhf_cli.artifacts import digest_file
+from rlhf_cli.metrics import OF_THE_MACHINE, JsonLines
+from rlhf_cli.training import checkpoint
+from stages import ppo, rm, sft
+from support.paths import ROOT, TESTS
+
+IMPORTED = (ppo, rm, sft)
+"""What the server has ready for its children."""
+KILLED = -int(signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------- the child
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The file operations below `root`: each is a point with a name, `rename .sft.partial #1` say."""
+
+    root: str
+    record: str | None = None
+    """A file that gets the names, one a line."""
+    signals: dict[str, int] = field(default_factory=dict)
+    """The signal that the process sends itself at a point. Where it is SIGKILL at a point whose name begins with
+    `half`, the weights or the row are half written."""
+
+
+def child(arguments: Sequence[str], log: str, watch: Watch | None) -> None:
+    """Be the `rlhf` command; what it prints goes to `log`."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+
+    torch.set_num_threads(1)
+    if watch is not None:
+        _watch(watch)
+    sys.argv = ["rlhf", *arguments]
+    cli.main()
+
+
+def _watch(watch: Watch) -> None:
+    seen: Counter[str] = Counter()
+    lock = threading.Lock()
+    record = os.open(watch.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if watch.record is not None else None
+
+    def point(operation: str, path: Any, *, last_words: Callable[[], object] | None = None) -> None:
+        text = os.fsdecode(path)
+        if not text.startswith(watch.root):
+            return
+        name = f"{operation} {re.sub(r'[.]tmp[A-Za-z0-9_]+', '.tmp', text[len(watch.root) :].strip('/'))}"
+        with lock:
+            seen[name] += 1
+            label = f"{name} #{seen[name]}"
+        if record is not None:
+            os.write(record, f"{label}\n".encode())
+        if label in watch.signals:
+            if last_words is not None and watch.signals[label] == signal.SIGKILL:
+                last_words()
+            os.kill(os.getpid(), watch.signals[label])
+
+    def at(path: Any, folder: int) -> str:
+        inside = f"{_path_of(folder)}/" if folder != -1 else ""
+        return inside + os.fsdecode(path)
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and not isinstance(args[0], int):
+            path, mode, flags = args
+            if (mode and set(mode) & set("wax+")) or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
+                point("open", path)
+        elif event == "os.rename":
+            point("rename", at(args[0], args[2]))
+        elif event in ("os.remove", "os.rmdir"):
+            point(event.removeprefix("os."), at(args[0], args[1]))
+        elif event == "os.mkdir":
+            point("mkdir", at(args[0], args[2]))
+        elif event == "os.truncate" and not isinstance(args[0], int):
+            point("truncate", args[0])
+
+    real_fsync = os.fsync
+
+    def fsync(file: int) -> None:
+        point("fsync", _path_of(file))
+        real_fsync(file)
+
+    def halfway(save_file: Callable[..., None]) -> Callable[..., None]:
+        def saves(tensors: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+            def half() -> None:
+                # Some versions write into the file, others beside it: here are the halves of both.
+                save_file(tensors, path, *args, **kwargs)
+                os.truncate(path, Path(path).stat().st_size // 2)
+                Path(path).with_name(".tmpHalf").write_bytes(Path(path).read_bytes())
+
+            point("half", path, last_words=half)
+            save_file(tensors, path, *args, **kwargs)
+
+        return saves
+
+    real_write = JsonLines.write
+
+    def write(self: JsonLines, row: dict[str, Any]) -> None:
+        point("half", self.path, last_words=lambda: self._file.write('{"half": ') and self._file.flush())
+        real_write(self, row)
+
+    sys.addaudithook(audit)
+    JsonLines.write = write  # type: ignore[method-assign]
+    os.fsync = fsync
+    for module, name in ((checkpoint, "save_file"), (transformers.modeling_utils, "safe_save_file")):
+        setattr(module, name, halfway(getattr(module, name)))
+
+
+def _path_of(file: int) -> str:
+    return str(Path(f"/proc/self/fd/{file}").readlink())
+
+
+# --------------------------------------------------------------------------------------- the parent
+
+
+STARTED: list[Any] = []
+
+
+def end_all() -> None:
+    """Kill every attempt that still runs or was stopped."""
+    for process in STARTED:
+        process.kill()
+        process.join()
+    STARTED.clear()
+
+
+class Attempt:
+    """One start of the `rlhf` command."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, watch: Watch | None = None):
+        log.unlink(missing_ok=True)
+        self.log = log
+        self._process = _server().Process(target=child, args=(list(arguments), str(log), watch), daemon=True)
+        self._process.start()
+        STARTED.append(self._process)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 120) -> int:
+        """The exit code, a negative signal's number where one killed it."""
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise TimeoutError(f"still running after {seconds} s: {self.said}")
+        return self._process.exitcode
+
+    def kill_after(self, seconds: float) -> int:
+        """Kill it if it still runs then; returns the exit code."""
+        self._process.join(seconds)
+        self._process.kill()
+        return self.wait()
+
+    def wait_until_stopped(self) -> None:
+        """Until it has sent itself SIGSTOP."""
+        wait_for(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8") if self.log.is_file() else ""
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "support.crash"])
+    # It is started with its path and its one thread in the environment, which is nobody else's then.
+    inside = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    before = {name: os.environ.get(name) for name in inside}
+    os.environ.update(inside)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Until it holds; raises TimeoutError."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+# -------------------------------------------------------------------------------------- the outcome
+
+
+def _timeless(value: Any) -> Any:
+    """Without what a clock said."""
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if not (k.startswith(OF_THE_MACHINE) or k.endswith("seconds"))}
+        return {k: _timeless(v) for k, v in kept.items()}
+    return [_timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def outcome(place: Path) -> dict[str, Any]:
+    """What a finished stage holds, file by file: rows and figures without their times, all else as digests.
+
+    Asserts that every file is as its manifest says.
+    """
+    manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+    names = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    found: dict[str, Any] = {}
+    for name in names:
+        path = place / name
+        if name.endswith(".jsonl"):
+            found[name] = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        elif name == "evaluation.json":
+            found[name] = _timeless(json.loads(path.read_text(encoding="utf-8")))
+        elif name == "manifest.json":
+            found[name] = _timeless({"metrics": manifest["metrics"], "identity": manifest["identity"]})
+        elif name == "config.yaml":
+            found[name] = re.sub("(?m)^artifacts: .*\n", "", path.read_text(encoding="utf-8"))
+        else:
+            found[name] = digest_file(path)
+        if name != "manifest.json":
+            assert manifest["files"].get(name) == digest_file(path), f"{name} is not as its manifest says"
+    assert set(manifest["files"]) == set(names) - {"manifest.json"}
+    return found

@@ -1,0 +1,127 @@
+"""Tiny models of every family that a decoder supports, with prompts and sampling settings for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.models.dropout import set_dropout_off
+from rlhf_cli.models.load import prepare
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms
+
+CPU = torch.device("cpu")
+VOCAB = 97
+STOP = frozenset(range(10, 16))
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
+FAST = {
+    "llama": ("llama", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama one key head": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
+    "llama biases": ("llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", {**_LLAMA, "head_dim": 12}),
+    "llama 3 rope": (
+        "llama",
+        {
+            **_LLAMA,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "yarn": (
+        "llama",
+        {
+            **_LLAMA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 200}),
+    "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2 odd": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
+}
+GENERAL = {
+    "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, "the family gpt_neox"),
+    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "sliding_window": None}, "the family mixtral"),
+    "dynamic": (
+        "llama",
+        {**_LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}},
+        "changes with the length",
+    ),
+}
+SETTINGS = FAST | {name: parts[:2] for name, parts in GENERAL.items()}
+_MADE = {}
+
+
+def made(name):
+    """A tiny model with every number random, biases and the weights of norms too; do not change it."""
+    if name not in _MADE:
+        kind, settings = SETTINGS[name]
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 1:
+                    weight += 0.3 * torch.randn(weight.shape, generator=generator)
+        set_dropout_off(model)
+        assert prepare(model, CPU) is None
+        _MADE[name] = model
+    return _MADE[name]
+
+
+def random_ids(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+PROMPTS = random_ids(1, 40, 7, 32, 33, 7, 31, 2, 70, 5, seed=4)
+PROMPTS[5] = PROMPTS[2]
+PROMPTS[9] = PROMPTS[8]  # Of two full pages, which the two share.
+LONGEST = 45
+TABLE = draw_uniforms(1, "fast decoder", 0, len(PROMPTS), LONGEST)
+
+
+@torch.no_grad()
+def plain_logits(model, text):
+    return model(input_ids=torch.tensor([text])).logits[0]
+
+
+def same(found, wanted):
+    assert [r.ids for r in found] == [r.ids for r in wanted]
+    assert [r.ended for r in found] == [r.ended for r in wanted]
+    assert [r.allowed_ids for r in found] == [r.allowed_ids for r in wanted]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-4)
+
+
+HOW = {
+    "plain": Sampling(stop=STOP),
+    "temperature": Sampling(0.6, stop=STOP),
+    "filters": Sampling(1.2, top_k=40, top_p=0.8, min_p=0.02, stop=STOP),
+    "min_new_tokens": Sampling(min_new_tokens=9, stop=STOP),
+    "endless": Sampling(),
+}

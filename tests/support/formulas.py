@@ -1,0 +1,68 @@
+"""Random batches with padding, finite differences, and comparisons for tests of formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from rlhf_cli.tensor_ops import length_mask
+
+GARBAGE = [1e6, -1e30, math.inf, -math.inf, math.nan]
+LENGTHS = [5, 1, 3, 4]  # one row is a single token, one fills the width
+EPS = 1e-6  # step of the central differences; their error is then about 1e-9
+
+
+def draw(*shape, seed, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def response_batch(names, scale=1.0):
+    """A tensor [B, R] for each name, and the mask of LENGTHS."""
+    batch = {name: draw(len(LENGTHS), max(LENGTHS), seed=seed, scale=scale) for seed, name in enumerate(names)}
+    return batch, length_mask(LENGTHS)
+
+
+def real_tokens(mask):
+    return [(b, t) for b, t in itertools.product(*map(range, mask.shape)) if mask[b, t]]
+
+
+def close(found, wanted, tolerance=1e-12):
+    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
+    torch.testing.assert_close(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance)
+
+
+def finite_differences(function, x):
+    gradient = torch.zeros_like(x)
+    for index in itertools.product(*map(range, x.shape)):
+        up, down = x.detach().clone(), x.detach().clone()
+        up[index] += EPS
+        down[index] -= EPS
+        gradient[index] = (function(up) - function(down)) / (2 * EPS)
+    return gradient
+
+
+def gradient_of(function, x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(function(x), x)[0]
+
+
+def padded_with(batch, mask, garbage):
+    """The batch with garbage under its padding, and with two columns more of it on the right."""
+    wide_mask = torch.nn.functional.pad(mask, (0, 2))
+    wide = {name: torch.nn.functional.pad(x, (0, 2)).masked_fill(~wide_mask, garbage) for name, x in batch.items()}
+    return wide, wide_mask
+
+
+def gae_by_sums(rewards, values, mask, gamma, gae_lambda):
+    """Equation 16: the sum over what follows of (gamma * lambda)^k * delta, on the real tokens of a row."""
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    for b in range(mask.shape[0]):
+        places = [t for t in range(mask.shape[1]) if mask[b, t]]
+        r, v = ([float(x[b, t]) for t in places] for x in (rewards, values))
+        v.append(0.0)
+        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(places))]
+        for i, t in enumerate(places):
+            advantages[b, t] = sum((gamma * gae_lambda) ** (k - i) * deltas[k] for k in range(i, len(places)))
+    return advantages

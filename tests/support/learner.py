@@ -1,0 +1,90 @@
+"""Run one update of PPO, or of another stage, outside its loop, and record its gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.models.cost import Work
+from rlhf_cli.ppo.setup import Learner
+from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.speed import Speed
+from support.compare import grads
+from support.tiny import CPU, STOP
+
+ALONE = World(0, 1, CPU)
+LARGE = 10**6
+BUDGETS = (
+    *(Budget(LARGE, rows) for rows in (1, 2, 4, None)),
+    Budget(1),
+    Budget(40),
+    Budget(70, 3),
+    Budget(70, padded=True),
+)
+
+
+def config_of(write_config, stage, schema, root, **changes):
+    return load_config(write_config(stage, root, **changes), schema)
+
+
+class Recorder:
+    """Stands for a Stepper: keeps the gradients and steps nothing."""
+
+    def __init__(self, model):
+        self.model, self.steps = model, []
+
+    learning_rate = 0.0
+
+    def clip(self, world):  # noqa: ARG002
+        self.steps.append(grads(self.model))
+        return 0.0
+
+    def advance(self, *, move=True):  # noqa: ARG002
+        self.model.zero_grad()
+
+
+def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
+    """What the stage's functions read, on one process."""
+    tokens = config.ppo.tokens_per_microbatch
+    return Learner(
+        config=config,
+        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE)),
+        tokenizer=None,
+        models=models,
+        rewards=rewards,
+        sampling=Sampling(temperature=config.rollout.temperature, stop=frozenset(STOP)),
+        train=[],
+        test=[],
+        ptx=[],
+        policy_stepper=policy_stepper,
+        value_stepper=value_stepper,
+        average=None,
+        scale=ScoreScale(config.ppo),
+        kl_coef=config.ppo.kl_coef,
+        policy_kl_coef=config.ppo.policy_kl_coef,
+        budget=Budget(LARGE if tokens == "auto" else tokens, config.ppo.microbatch_size),
+        policy_work=Work(1, 1, 1, 1, 1),
+    )
+
+
+NO_TEST = {"test": None, "test_fraction": 0}
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def said(learner, number=0):
+    """What the reward function `number` of a run was asked and answered, call by call."""
+    return learner.rewards[number].function.__globals__["SEEN"]
+
+
+def learning(**ppo):
+    """A run that moves far: 12 steps an iteration."""
+    return {
+        "ppo": {"num_iterations": 1, "minibatch_size": 2, "ppo_epochs": 3, **ppo},
+        "optimizer": {"learning_rate": 2e-2, "schedule": "linear", "min_lr_ratio": 0.1},
+    }

@@ -1,0 +1,247 @@
+"""A task so small that every response can be listed, and the policies that training on it ought to end at.
+
+Words of this file: a *state* s is a prompt with the tokens before the next one, pi(a|s) the chance that the policy
+takes token a there, pi(y|x) the product of these along a response y, r(x, y) its score, ref the reference policy, beta
+the coefficient of the KL. Q(s, a) is the score that is to be expected after a, V(s) what is to be expected in s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EOS = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """P prompts and the B responses that there are to all of them, R tokens at most; EOS is token 0 of V."""
+
+    responses: list[tuple[int, ...]]
+    """[B] the tokens of each: they end with EOS or are cut after R tokens."""
+    states: list[tuple[int, ...]]
+    """[S] the number of the prompt, then the tokens so far."""
+    prompt: Tensor
+    """[B] the number of each response's prompt."""
+    token: Tensor
+    """[B, R], 0 under padding."""
+    state: Tensor
+    """[B, R] in which state the token was chosen, 0 under padding."""
+    mask: Tensor
+    """[B, R] bool, True on real tokens, EOS included."""
+    score: Tensor
+    """[B] r(x, y)."""
+    ref_logits: Tensor
+    """[S, V]."""
+
+    @property
+    def num_prompts(self) -> int:
+        return int(self.prompt[-1]) + 1
+
+
+def make_task(seed: int, *, vocab_size: int, longest: int, num_prompts: int) -> Task:
+    """A task with random scores and a random reference policy."""
+    draws = itertools.product(range(vocab_size), repeat=longest)
+    responses = list(dict.fromkeys(_until_eos(draw) for draw in draws))
+    pairs = [(x, y) for x in range(num_prompts) for y in responses]
+    states = list(dict.fromkeys((x, *y[:t]) for x, y in pairs for t in range(len(y))))
+    number = {state: i for i, state in enumerate(states)}
+
+    token, state = torch.zeros(2, len(pairs), longest, dtype=torch.int64)
+    for b, (x, y) in enumerate(pairs):
+        token[b, : len(y)] = torch.tensor(y)
+        state[b, : len(y)] = torch.tensor([number[x, *y[:t]] for t in range(len(y))])
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.tensor([x for x, _ in pairs])
+    return Task(
+        responses=[y for _, y in pairs],
+        states=states,
+        prompt=prompt,
+        token=token,
+        state=state,
+        mask=torch.tensor([[t < len(y) for t in range(longest)] for _, y in pairs]),
+        score=(0.5 * normal(len(pairs))).clamp(-1.5, 1.5) + 0.3 * normal(num_prompts)[prompt],
+        ref_logits=0.7 * normal(len(states), vocab_size),
+    )
+
+
+def _until_eos(draw: tuple[int, ...]) -> tuple[int, ...]:
+    return draw[: draw.index(EOS) + 1] if EOS in draw else draw
+
+
+# ---------------------------------------------------------------------------------------------- measures
+
+
+def chances(task: Task, logits: Tensor) -> Tensor:
+    """pi(y|x) [B] of the policy with these logits [S, V]; they add up to 1 for each prompt."""
+    logprobs = logits.log_softmax(-1)[task.state, task.token]
+    return torch.where(task.mask, logprobs, 0).sum(1).exp()
+
+
+def mean_of_prompt(task: Task, values: Tensor, chance: Tensor) -> Tensor:
+    """E[value | x] over the responses to each prompt, given back to each of them: [B]."""
+    means = torch.zeros(task.num_prompts, dtype=values.dtype).index_add(0, task.prompt, chance * values)
+    return means[task.prompt]
+
+
+def total_variation(task: Task, p: Tensor, q: Tensor) -> float:
+    """sum_y |p(y|x) - q(y|x)| / 2, the mean over prompts: 0 for equal policies, 1 for disjoint ones."""
+    return ((p - q).abs().sum() / 2 / task.num_prompts).item()
+
+
+def objective(task: Task, chance: Tensor, kl_coef: float) -> float:
+    """J = E[r - beta * log(pi / ref)], the mean over prompts: what the KL-regularised policy makes largest."""
+    log_ratio = torch.log(chance / chances(task, task.ref_logits))
+    return ((chance * (task.score - kl_coef * log_ratio)).sum() / task.num_prompts).item()
+
+
+# ---------------------------------------------------------------------------------------------- the optima
+
+
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Q(s, .) [n, V] and ref(.|s) [n, V] of n states to the policy pi(.|s) [n, V] there, and V(s) [n]."""
+
+
+def kl_regularised(task: Task, kl_coef: float) -> Tensor:
+    """pi*(y|x) = ref(y|x) * exp(r / beta) / Z(x), the only maximum of E[r] - beta * KL(pi, ref).
+
+    There r - beta * log(pi / ref) = beta * log Z(x) is the same for every y. With the KL in the reward all advantages
+    are then 0, so a baseline, a whitening, a division by the standard deviation, a weight for each response or a clip
+    moves nothing.
+    """
+    weight = chances(task, task.ref_logits) * torch.exp(task.score / kl_coef)
+    return weight / mean_of_prompt(task, torch.ones_like(weight), weight)
+
+
+def backwards(task: Task, rule: Rule, score: Tensor | None = None) -> Tensor:
+    """pi(y|x) [B] of the policy that follows a rule in every state, from the last token to the first."""
+    score = task.score if score is None else score
+    ref = task.ref_logits.softmax(-1)
+    q, policy = torch.zeros_like(ref), torch.ones_like(ref)
+    value = torch.zeros_like(ref[:, 0])
+    longest = task.mask.shape[1]
+    for t in reversed(range(longest)):
+        rows = task.mask[:, t]
+        s, a = task.state[rows, t], task.token[rows, t]
+        if t + 1 < longest:
+            q[s, a] = torch.where(task.mask[rows, t + 1], value[task.state[rows, t + 1]], score[rows])
+        else:
+            q[s, a] = score[rows]
+        here = s.unique()
+        policy[here], value[here] = rule(q[here], ref[here])
+    return chances(task, policy.log())
+
+
+def soft_rule(kl_coef: float) -> Rule:
+    """pi* once more, token by token: V(s) = beta * log sum_a ref * exp(Q / beta) charges the KL of what follows."""
+
+    def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        value = kl_coef * torch.logsumexp(ref.log() + q / kl_coef, -1)
+        return ref * torch.exp((q - value[:, None]) / kl_coef), value
+
+    return rule
+
+
+def token_kl_rule(kl_coef: float) -> Rule:
+    """The KL of each state as a loss, by k2 or in full: pi ~ ref * exp(Q / beta), V(s) = sum_a pi * Q.
+
+    Its gradient is taken in the states where the policy happens to be, so no token pays for the KL of the states that
+    it leads to: V is a plain mean, and from two tokens on the optimum is not pi*.
+    """
+
+    def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        policy = torch.softmax(ref.log() + q / kl_coef, -1)
+        return policy, (policy * q).sum(-1)
+
+    return rule
+
+
+def token_k3_rule(kl_coef: float) -> Rule:
+    """k3 as a loss: pi = beta * ref / (lambda - Q), V(s) = sum_a pi * Q.
+
+    E_pi[grad k3] = E_pi[(1 - ref / pi) * grad log pi] is the gradient of KL(ref, pi), the other way round. So at rest
+    Q + beta * ref / pi = lambda for all tokens. lambda makes the sum 1: the sum falls as lambda grows, is at least 1
+    at max(Q + beta * ref), where one term alone is 1, and at most 1 at max(Q) + beta; so bisection finds it.
+    """
+
+    def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = (q + kl_coef * ref).amax(-1, keepdim=True), q.amax(-1, keepdim=True) + kl_coef
+        for _ in range(50):
+            middle = (low + high) / 2
+            too_low = (kl_coef * ref / (middle - q)).sum(-1, keepdim=True) > 1
+            low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
+        policy = kl_coef * ref / (high - q)
+        return policy, (policy * q).sum(-1)
+
+    return rule
+
+
+def entropy_rule(kl_coef: float, entropy_coef: float) -> Rule:
+    """The KL in the reward and an entropy bonus c in the loss: pi ~ exp((Q + beta * log ref) / (beta + c)).
+
+    V(s) = sum_a pi * (Q - beta * log(pi / ref)): the KL to come is charged, the entropy to come is not paid for.
+    """
+
+    def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        policy = torch.softmax((q + kl_coef * ref.log()) / (kl_coef + entropy_coef), -1)
+        return policy, (policy * (q - kl_coef * torch.log(policy / ref))).sum(-1)
+
+    return rule
+
+
+def divided_by_std(task: Task, rule: Rule) -> Tensor:
+    """GRPO's division by the standard deviation: r / sigma(x) for r, and sigma(x) is that of r under the result.
+
+    Each policy has its sigma and each sigma its policy; going half the way at a time leads to the two that belong
+    together.
+    """
+    chance = chances(task, task.ref_logits)
+    sigma = _std_of_prompt(task, chance)
+    for _ in range(60):
+        chance = backwards(task, rule, task.score / sigma)
+        sigma = (sigma + _std_of_prompt(task, chance)) / 2
+    return chance
+
+
+def _std_of_prompt(task: Task, chance: Tensor) -> Tensor:
+    deviation = task.score - mean_of_prompt(task, task.score, chance)
+    return mean_of_prompt(task, deviation.square(), chance).sqrt()
+
+
+def beside_text(task: Task, kl_coef: float, ptx_coef: float, share: Tensor) -> Tensor:
+    """The KL in the reward and the language-model loss on text of which y has the share d(y|x) [B]: PPO-ptx.
+
+    It makes E_pi[r - beta * log(pi / ref)] + c * E_d[log pi] largest. There r - f(pi) = lambda(x) is the same for
+    every y, with f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So each lambda gives each y its pi,
+    and lambda makes the sum 1. Both by bisection: f(pi) = r - lambda for log pi, then the sum, as for k3.
+    """
+    shape = (task.num_prompts, -1)
+    score, share = task.score.view(shape), share.view(shape)
+    log_ref = chances(task, task.ref_logits).log().view(shape)
+
+    def f(log_pi: Tensor) -> Tensor:
+        return kl_coef * (log_pi - log_ref) - ptx_coef * share * torch.exp(-log_pi)
+
+    def log_policy(multiplier: Tensor) -> Tensor:
+        low, high = torch.full_like(score, -100.0), torch.zeros_like(score)
+        for _ in range(50):
+            middle = (low + high) / 2
+            too_low = f(middle) < score - multiplier
+            low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
+        return high
+
+    one, equal = torch.zeros_like(score), torch.full_like(score, 1 / score.shape[1]).log()
+    low, high = ((score - f(log_pi)).amax(1, keepdim=True) for log_pi in (one, equal))
+    for _ in range(50):
+        middle = (low + high) / 2
+        too_low = log_policy(middle).exp().sum(1, keepdim=True) > 1
+        low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
+    return log_policy(high).exp().flatten()

@@ -1,0 +1,7 @@
+"""Where things are in the repository."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+ROOT = TESTS.parent
+"""The repository."""

@@ -1,0 +1,106 @@
+"""A small project as a user would have it: data files, three configs, and a command that must fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+
+WORDS = [
+    "the",
+    "tent",
+    "lamp",
+    "radio",
+    "is",
+    "late",
+    "broken",
+    "please",
+    "help",
+    "thank",
+    "you",
+    "we",
+    "will",
+    "send",
+    "a",
+    "new",
+    "one",
+    "today",
+]
+
+
+def sentence(number: int, words: int) -> str:
+    return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(words))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+DEMONSTRATIONS = [{"prompt": sentence(i, 4), "response": " " + sentence(i + 3, 5)} for i in range(40)]
+PREFERENCES = [
+    {"prompt": sentence(i, 4), "chosen": " " + sentence(i, 6), "rejected": " " + sentence(i + 1, 3)} for i in range(40)
+]
+
+
+def configs(folder: Path) -> dict[str, dict[str, Any]]:
+    common = {"artifacts": str(folder / "run"), "optimizer": {"learning_rate": 1e-3}}
+    training = {"num_steps": 2, "minibatch_size": 4}
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {
+        "sft": {
+            **common,
+            "model": {
+                "scratch": {"config": {**tiny, "max_position_embeddings": 128}, "tokenizer": {"vocab_size": 300}}
+            },
+            "data": {"train": str(folder / "sft.jsonl"), "max_length": 64},
+            "training": training,
+            "evaluation": {"num_samples": 0},
+        },
+        "rm": {
+            **common,
+            "data": {"train": str(folder / "pref.jsonl"), "max_length": 64},
+            "training": training,
+            "evaluation": {"num_normalization_samples": 4, "max_new_tokens": 4},
+        },
+        "ppo": {
+            **common,
+            "data": {"train": str(folder / "sft.jsonl"), "max_prompt_length": 48},
+            "rollout": {"max_new_tokens": 4},
+            "ppo": {"num_iterations": 1, "rollout_batch_size": 4, "minibatch_size": 4},
+            "evaluation": {"num_prompts": 4},
+        },
+    }
+
+
+def write_project(folder: Path) -> None:
+    write_rows(folder / "sft.jsonl", DEMONSTRATIONS)
+    write_rows(folder / "pref.jsonl", PREFERENCES)
+    for stage, config in configs(folder).items():
+        (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((folder / "run").rglob("*"))
+        if path.is_file() and not path.relative_to(folder / "run").parts[0].startswith(".")
+    }
+
+
+def fails(project: Path, stage: str, *arguments: str) -> str:
+    """Run a stage that must fail: exit code 2, no traceback, the finished stages untouched; returns stderr."""
+    before = digests(project)
+    result = CliRunner().invoke(app, [stage, "--config", str(project / f"{stage}.yaml"), "--quiet", *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+    assert digests(project) == before
+    return result.stderr.strip().removeprefix("error: ")

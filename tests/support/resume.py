@@ -1,0 +1,102 @@
+"""Configs, commands and comparisons for the tests that stop, kill and resume runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+from rlhf_cli.training import checkpoint_files
+from rlhf_cli.training.checkpoint import Checkpoints
+from rlhf_cli.training.stage_run import StageRun
+
+ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
+"""Every fault point and 300 kills; otherwise a sample of them."""
+STEPS = {"sft": 6, "rm": 6, "ppo": 4}
+OPTIMIZER = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+TRAINING = {"training": {"num_steps": 6, "microbatch_size": 3}, "evaluation": {"every_steps": 2}}
+PPO_CARRIES: dict[str, Any] = {
+    "ppo": {
+        "num_iterations": 4,
+        "kl_controller": "adaptive",
+        "kl_target": 0.5,
+        "kl_horizon": 50,
+        "score_normalization": "running",
+        "ema_decay": 0.9,
+        "num_rollouts_per_update": 2,
+    },
+    "value_model": {"warmup_iterations": 1},
+    "evaluation": {"every_iterations": 1, "best_metric": "score_mean"},
+    "num_logged_samples": 3,
+}
+"""Everything at once that a step leaves to the next."""
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def rlhf(arguments: list[str], *more: str) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(app, [*arguments, *more])
+
+
+def succeed(arguments: list[str], *more: str) -> str:
+    result = rlhf(arguments, *more)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def refused(arguments: list[str], *more: str, code: int = 2) -> str:
+    """What is said where it can't be done: one line, and no traceback."""
+    result = rlhf(arguments, "--quiet", *more)
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+def ask_to_stop(_: StageRun) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name] == two[name], name
+
+
+def checkpoints(root: Path, stage: str) -> list[Path]:
+    return checkpoint_files.found(checkpoint_files.checkpoints_directory(root, stage))
+
+
+def state_of(whole: Checkpoints) -> dict[str, Any]:
+    """Each part's tensors, copied, and numbers."""
+    found = {}
+    for name, part in whole.parts.items():
+        tensors, numbers = part.state()
+        found[name] = ({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(numbers)))
+    return found
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def status(root: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "400")
+        return succeed(["status", str(root)])

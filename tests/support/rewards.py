@@ -1,0 +1,55 @@
+"""Build reward sources from a config mapping, and the responses that they score."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import TypeAdapter
+
+from rlhf_cli.config.rewards import Reward
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.sources import load_rewards, total_score
+from support.tiny import merged
+
+CPU = torch.device("cpu")
+
+
+def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=()):
+    """Responses as a source sees them; prompt i is `p<i>` and of row i + 3 of a file."""
+    several = range(len(responses))
+    return Samples(
+        prompts or [f"p{i} " for i in several],
+        list(responses),
+        [[7] for _ in several],
+        ids or [[1] * (len(r.split()) + 1) for r in responses],
+        [ended] * len(responses),
+        rows or [{"n": i} for i in several],
+        where=[f"rows.jsonl:{i + 3}" for i in several],
+        messages=list(messages),
+    )
+
+
+def source_of(reward, **settings):
+    """The one source that a mapping of a config gives."""
+    (source,), _ = load_rewards(
+        [TypeAdapter(Reward).validate_python({**reward, **settings})], "none", None, CPU, "float32"
+    )
+    return source
+
+
+def scores_of(reward, responses, rows=None, **settings):
+    return total_score([source_of(reward, **settings)], batch(responses, rows)).total.tolist()
+
+
+CHAT = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def lengths(number, body):  # noqa: ARG001
+    return 200, {}, {"rewards": [float(len(text)) for text in body["query"]]}
+
+
+def asks(server, **settings):
+    reward = {"type": "http", "url": server.url, "timeout_s": 10.0, "backoff_s": 0.01, "retries": 2}
+    return source_of(merged(reward, settings))

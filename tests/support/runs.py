@@ -1,0 +1,30 @@
+"""Run a stage on several processes; digest what it wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from rlhf_cli.artifacts import digest_file
+from support.paths import ROOT
+
+
+def run_processes(count, stage, config):
+    """`torchrun` on the CPU; the port is chosen by the system."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "-m", f"stages.{stage}", "--config", str(config), "--quiet"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def digests(place):
+    return {p.relative_to(place).as_posix(): digest_file(p) for p in sorted(place.rglob("*")) if p.is_file()}

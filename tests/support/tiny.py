@@ -1,0 +1,132 @@
+"""Tiny models, tiny data, and helpers to write and read them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
+_LLAMA_LIKE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    # Dropout stays in the config files, so that whatever forgets to turn it off is found out.
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.2,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+    "gpt_neox": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "hidden_dropout": 0.1},
+    "gemma2": {**_LLAMA_LIKE, "head_dim": 8, "sliding_window": 6},
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+        "max_position_embeddings": 128,
+        "init_std": 0.2,
+        "dropout": 0.1,
+    },
+}
+TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
+WORDS = TEXT.split()
+GOOD, BAD = "thank", "sorry"
+"""Every chosen answer has the one, every rejected answer the other."""
+
+
+def sentence(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choice(WORDS[:10]) for _ in range(rng.randint(low, high)))
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, mapping by mapping; a key changed to None is set to null."""
+    whole = copy.deepcopy(base)
+    for key, value in changes.items():
+        old = whole.get(key)
+        whole[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return whole
+
+
+def encoder(folder, tokenizer, num_labels=1, **settings):
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer),
+        dim=32,
+        n_layers=1,
+        n_heads=4,
+        hidden_dim=48,
+        max_position_embeddings=128,
+        num_labels=num_labels,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+        **settings,
+    )
+    model = DistilBertForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+CPU = torch.device("cpu")
+VOCAB = 256  # every fixture model has more
+EOS_OF = {"gpt2": 0}  # 2 elsewhere
+
+
+def random_ids(*lengths, seed=0):
+    """Sequences of ids 3..VOCAB-1: no special token among them."""
+    draw_from = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=draw_from).tolist() for n in lengths]
+
+
+LENGTHS = (7, 1, 23, 4, 12)
+
+
+def double(model):
+    model = copy.deepcopy(model).double()
+    model.zero_grad()
+    return model
+
+
+PROMPTS = random_ids(1, 5, 12, 5, 2, 9, 3, 7, seed=5)
+STOP = frozenset(range(10, 60))  # about one token in six ends a response
+LONGEST = 14

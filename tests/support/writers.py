@@ -1,0 +1,52 @@
+"""Settings for `rlhf data generate` and `score`, and a process that dies in the middle of a line."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.commands.data_generate import Output, WriterOptions
+from support.servers import ChatServer
+
+
+def local(model: Path, **settings: Any) -> WriterOptions:
+    return WriterOptions(str(model), **{"max_new_tokens": 8, "batch_size": 4, "device": "cpu", **settings})
+
+
+def remote(server: ChatServer, **settings: Any) -> WriterOptions:
+    fast = {"concurrency": 2, "backoff_s": 0.01, "retries": 1, "timeout_s": 5.0}
+    return WriterOptions("judge-7b", server.url, **{**fast, **settings})
+
+
+def contents(out: Path) -> tuple[bytes, bytes]:
+    return out.read_bytes(), out.with_name(out.name + ".dropped").read_bytes()
+
+
+@contextlib.contextmanager
+def failing_after(monkeypatch: pytest.MonkeyPatch, lines: int) -> Iterator[None]:
+    """The process seems to die while it writes its line number `lines`: half of it is in the file."""
+    whole, written = Output._line, itertools.count()
+
+    class Died(BaseException):
+        pass
+
+    def line(self: Output, which: int, values: dict[str, Any]) -> None:
+        if next(written) < lines:
+            whole(self, which, values)
+            return
+        path = (self.path, self.dropped_path)[which]
+        text = json.dumps(values, ensure_ascii=False).encode()
+        with path.open("ab") as file:
+            file.write(text[: len(text) // 2])
+        raise Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "_line", line)
+        with contextlib.suppress(Died):
+            yield
