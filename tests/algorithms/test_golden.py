@@ -17,7 +17,7 @@ from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
-from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
 from rlhf_cli.algorithms.shaping import clip_score
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
@@ -31,8 +31,7 @@ NOT_OFFERED = {
     "variant_trl_score_one_later": "the score stands at the last real token, as in TRL <= 0.11 and OpenRLHF",
     "clip_fraction_by_ratio_only": "policy/clip_fraction counts the tokens whose gradient is cut, not all out of range",
     "remax_advantages": "its baseline is the score of a greedy response, which the rollout doesn't sample",
-    "rm_kwise_instructgpt": "the reward model learns from pairs and from scores, not from rankings of K responses",
-    "rm_softmax_best_of_k": "the reward model learns from pairs and from scores, not from the best of K responses",
+    "rm_softmax_best_of_k": "the reward model learns from pairs, rankings and scores, not from the best of K responses",
     "rm_tokenwise_deepspeed_chat": "the reward model scores whole responses; the source counts padding, too",
     "best_of_n_kl": "nothing here samples the best of n",
     "bradley_terry_and_calibration": "a report on a reward model, not a formula of the training",
@@ -437,8 +436,9 @@ CHECKS = {
 
 def test_every_case_is_checked_or_listed_as_not_offered():
     assert len(CASES) == 73
-    assert not set(NOT_OFFERED) & set(CHECKS)
-    assert set(NOT_OFFERED) | set(CHECKS) == set(CASES)
+    checked = {*CHECKS, "rm_kwise_instructgpt"}
+    assert not set(NOT_OFFERED) & checked
+    assert set(NOT_OFFERED) | checked == set(CASES)
     assert all(NOT_OFFERED.values())
 
 
@@ -458,3 +458,16 @@ def test_golden(name):
         tolerance = 1e-6 if key.startswith("grad_") else case["tol"]
         excess = (found[key] - wanted).abs() - tolerance * wanted.abs().clamp(min=1)
         assert excess.max() <= 0, f"{key}: {found[key]} is not {wanted}"
+
+
+def test_golden_rankings():
+    """The case's rankings have different lengths, so they are laid end to end."""
+    case = CASES["rm_kwise_instructgpt"]
+    rankings, outputs = case["inputs"]["scores"], case["outputs"]
+    scores = torch.tensor([score for ranking in rankings for score in ranking], dtype=torch.float64, requires_grad=True)
+    better, worse, weight = ranking_pairs([len(ranking) for ranking in rankings])
+    loss, _ = pairwise_loss(scores[better], scores[worse], weight=weight, num_pairs=len(rankings))
+    assert loss.item() == pytest.approx(outputs["loss"], abs=case["tol"])
+    assert gradient(loss, scores).tolist() == pytest.approx(
+        [value for ranking in outputs["grad_scores"] for value in ranking], abs=1e-6
+    )
