@@ -1,4 +1,9 @@
-"""The base of every section of a config file, and the ranges of its numbers."""
+"""The base of every section of a config file, and the ranges of its numbers.
+
+A config file is one frozen pydantic model per stage. No module here imports torch, so that a wrong key is
+reported immediately. A derived number is a property, never a field. Every field is read by some code, which
+tests/config/test_config_schemas.py checks.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,20 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
 FILLED = "filled"
-"""Marks a text field in which `{seed}` or another key in braces stands for that key's value."""
+"""Marks a text field in which `{seed}`, or another key in braces, is replaced by that key's value."""
 
 
 class Section(BaseModel):
-    """A mapping of the YAML file: unknown keys are refused and nothing changes after loading."""
+    """A mapping in the YAML file. Unknown keys are refused, and values cannot change after loading."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def refuse_unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
-    """Refuse keys that were changed from their defaults while the choice made means that nothing reads them."""
+    """Refuse keys that differ from their defaults although nothing reads them with the option that was chosen."""
     if is_read:
         return
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} does nothing with {chosen}. Remove it, or choose otherwise")
+            raise ValueError(f"{name} does nothing with {chosen}. Remove it, or choose another option")

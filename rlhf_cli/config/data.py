@@ -1,4 +1,4 @@
-"""Where the rows of a stage come from, which of them are taken, and how they become text."""
+"""The `data` section: where the rows of a stage come from, which ones it takes, and how they become text."""
 
 from __future__ import annotations
 
@@ -32,57 +32,62 @@ Format = Literal[
 ]
 
 
-def _parts(select: str) -> str:
+def _check_select(select: str) -> str:
+    """Check that each of the parts "k/n,k/n,..." exists."""
     for part in select.split(","):
         k, n = map(int, part.split("/"))
         if k >= n:
-            raise ValueError(f"part {part} does not exist, the {n} parts are 0/{n} to {max(n - 1, 0)}/{n}")
+            raise ValueError(f"part {part} does not exist; the {n} parts are 0/{n} to {max(n - 1, 0)}/{n}")
     return select
 
 
 class DataSource(Section):
-    """Rows from local files or a dataset of the hub. A plain string is its path. docs/data.md shows every format
-    with a row of it."""
+    """Rows from local files or a hub dataset. A plain string is short for its path. docs/data.md shows a row of
+    every format."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A file (JSON, JSONL, CSV, TSV, Parquet, plain text; compressed too), a folder of such files, a glob, or a hub
-    dataset's id."""
+    """A file (JSON, JSONL, CSV, TSV, Parquet or plain text, also compressed), a folder of such files, a glob, or
+    the id of a hub dataset. Relative to the directory that you run the command from."""
     format: Format = "auto"
-    """What the rows are; auto goes by the keys of the first one and says what it took them for."""
+    """The format of the rows. `auto` decides by the keys of the first row and prints its choice."""
     keys: dict[str, str] = {}
-    """Which column of the file is meant by each of ours, `{prompt: question, response: output.text}`; a dot goes
-    into a mapping."""
+    """Maps our column names to those of the file: `{prompt: question, response: output.text}`. A dot reaches into
+    a mapping."""
     weights: dict[str, float] = {}
-    """For rows with several grades (HelpSteer, UltraFeedback): the weight of each in the score."""
+    """For rows with several grades (HelpSteer, UltraFeedback): the weight of each grade in the score."""
     name: str | None = None
     """The subset of a hub dataset."""
     data_dir: str | None = None
-    """A folder inside a hub dataset, where it has several (HH-RLHF: helpful-base, harmless-base, ...)."""
+    """A folder inside a hub dataset that has several (HH-RLHF: helpful-base, harmless-base, ...)."""
     split: str = "train"
     """The split of a hub dataset."""
     revision: str | None = None
-    """Branch, tag or commit of a hub dataset."""
+    """The branch, tag or commit of a hub dataset."""
     streaming: bool = False
-    """Read a hub dataset row by row and never hold it on disk whole; give a `limit` with a large one."""
+    """Read a hub dataset row by row instead of storing all of it on disk. Set `limit` for a large dataset."""
     limit: PositiveInt | None = None
-    """Read only the first rows (before `select` chooses among them)."""
-    select: Annotated[str, Field(pattern=r"^\d+/\d+(,\d+/\d+)*$"), AfterValidator(_parts)] | None = None
-    """Parts of the file by a hash of each row's prompt, "0/10" the first tenth, "1/10,2/10" two more: one
-    file serves as train and test rows, or several stages, and no prompt stands in two parts."""
+    """Read only this many rows, from the first. `select` then chooses among them."""
+    select: Annotated[str, Field(pattern=r"^\d+/\d+(,\d+/\d+)*$"), AfterValidator(_check_select)] | None = None
+    """Take only some parts of the file, chosen by a hash of each row's prompt: "0/10" is the first tenth,
+    "1/10,2/10" are the next two. One file can hold training and test rows, or the rows of several stages, and no
+    prompt is in two parts."""
     weight: PositiveFloat = 1.0
-    """How often an epoch goes through these rows: 2 twice, 0.5 through the half of them that a hash of the prompt
-    picks. Training rows only."""
+    """How often an epoch uses these rows: 2 means twice, 0.5 means half of them, chosen by a hash of the prompt.
+    Training rows only."""
 
 
-def _path_alone(value: Any) -> Any:
+def _mapping_of_path(value: Any) -> Any:
+    """A plain path as a mapping."""
     return {"path": value} if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
+    """A single source as a list of one."""
+    """A single source as a list of one."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-Source = Annotated[DataSource, BeforeValidator(_path_alone, json_schema_input_type=str | DataSource)]
+Source = Annotated[DataSource, BeforeValidator(_mapping_of_path, json_schema_input_type=str | DataSource)]
 
 Sources = Annotated[
     list[Source],
@@ -91,73 +96,73 @@ Sources = Annotated[
 ]
 
 
-def _holds_prompt(template: str) -> str:
+def _check_prompt_template(template: str) -> str:
     if template != "chat" and template.count("{prompt}") != 1:
-        raise ValueError("must be `chat` or hold {prompt} exactly once")
+        raise ValueError("must be `chat` or contain {prompt} exactly once")
     return template
 
 
-PromptTemplate = Annotated[str, AfterValidator(_holds_prompt)]
+PromptTemplate = Annotated[str, AfterValidator(_check_prompt_template)]
 
 
 class Rows(Section):
-    """Where the rows of a stage come from, and which of them are taken."""
+    """Where the rows of a stage come from, and which ones it takes."""
 
     train: Sources
-    """The rows to learn from: a path, a mapping, or a list of them, which is a mixture."""
+    """The rows to train on: a path, a mapping, or a list of them (a mixture)."""
     test: Sources | None = None
-    """The held-out rows. Without them `test_fraction` of the training rows is held out."""
+    """The held-out rows. Null holds out `test_fraction` of the training rows instead."""
     test_fraction: BelowOne = 0.05
-    """The share of the training rows held out where `test` is not given, by a hash of the prompt, so that a prompt
-    never stands on both sides; 0 holds out nothing."""
+    """The share of the training rows to hold out if `test` is null. Rows are chosen by a hash of the prompt, so no
+    prompt is on both sides. 0 holds out nothing."""
     split: Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)] | None = None
-    """Shares of SFT, RM and PPO in one dataset, [2, 4, 4] say: each prompt belongs to one of the three, by its hash.
-    Give the same in every stage's file."""
+    """Share one dataset among SFT, RM and PPO in these proportions, for example [2, 4, 4]. A hash assigns each
+    prompt to one of the three. Use the same value in every stage's file."""
     deduplicate: bool = False
-    """Leave out a row whose prompt and answers have come before."""
+    """Skip a row whose prompt and answers are the same as an earlier row's."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that can't be read stops the run, or is left out and counted."""
+    """Whether a row that cannot be read stops the run or is skipped and counted."""
 
     @model_validator(mode="after")
     def _shares(self) -> Self:
         if self.split is not None and not sum(self.split):
-            raise ValueError("split: all three shares are 0, at least one must not be")
+            raise ValueError("split: all three shares are 0; at least one must be above 0")
         return self
 
 
 class Data(Rows):
-    """Where the rows come from and how they become text."""
+    """Where the rows come from, and how they become text."""
 
     prompt_template: PromptTemplate | None = None
-    """How a prompt is written, with `{prompt}` in it; `chat` takes the tokenizer's chat template; null takes
-    the prompt as it stands (and the chat template for rows of messages where the tokenizer has one)."""
+    """How a prompt is written: text with `{prompt}` in it. `chat` uses the tokenizer's chat template. Null leaves
+    the prompt as it is; rows of messages then use the chat template if the tokenizer has one."""
     max_length: PositiveInt = 512
-    """Longest sequence in tokens, EOS included."""
+    """Maximum length of a sequence in tokens, including EOS."""
     truncation: Literal["drop", "left", "right"] = "drop"
-    """What happens to a longer row. `drop` leaves it out: a cut answer would teach that answers end anywhere.
-    `left` cuts the beginning of its prompt, `right` the end of its answer, and with it EOS. All are counted."""
+    """What to do with a longer row. `drop` skips it: a cut answer would teach the model to end anywhere. `left`
+    cuts the beginning of the prompt. `right` cuts the end of the answer, including EOS. All are counted."""
     min_response_length: NonNegativeInt = 0
-    """Shortest response in tokens, EOS included; rows with a shorter one are dropped and counted."""
+    """Minimum length of a response in tokens, including EOS. Rows with a shorter one are dropped and counted."""
 
 
 class PromptData(Rows):
-    """Where the prompts come from."""
+    """Where the prompts come from, and how they become text."""
 
     prompt_template: PromptTemplate | None = None
-    """As in the SFT stage; use the same."""
+    """How a prompt is written, as in the SFT stage. Use the same value there and here."""
     prompt_words: NonNegativeInt = 0
-    """For rows that are plain text: this many first words are the prompt."""
+    """For rows of plain text: the prompt is this many words from the start."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt in tokens."""
+    """Maximum length of a prompt in tokens."""
     truncation: Literal["drop", "left", "right"] = "drop"
-    """What happens to a longer prompt: it is left out, or loses its beginning or its end. All are counted."""
+    """What to do with a longer prompt: skip it, or cut its beginning or its end. All are counted."""
 
 
 def numbered(sources: dict[str, DataSource | list[DataSource] | None]) -> dict[str, DataSource]:
-    """Sources by role; of a mixture each by its number: train.0, train.1."""
-    found: dict[str, DataSource] = {}
+    """Sources by role. The sources of a mixture are numbered: train.0, train.1."""
+    by_role: dict[str, DataSource] = {}
     for role, given in sources.items():
         several = given if isinstance(given, list) else [] if given is None else [given]
         for number, source in enumerate(several):
-            found[role if len(several) == 1 else f"{role}.{number}"] = source
-    return found
+            by_role[role if len(several) == 1 else f"{role}.{number}"] = source
+    return by_role

@@ -1,4 +1,4 @@
-"""Where a model comes from, and what of it is trained."""
+"""Where a model comes from, and which of its weights are trained."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ class TokenizerTraining(Section):
     """A byte-level BPE tokenizer trained on the stage's training rows."""
 
     vocab_size: Annotated[int, Field(ge=260)] = 4096
-    """Tokens asked for: 256 bytes and the special tokens are always there; few texts may give fewer."""
+    """Number of tokens to learn. The 256 bytes and the special tokens are always included; a small corpus may give
+    fewer than this."""
     split_digits: bool = True
-    """Each digit is a token of its own."""
+    """Make each digit a separate token."""
 
 
 class ScratchModel(Section):
-    """A model that starts from random weights."""
+    """A new model with random weights."""
 
     architecture: str = "llama"
-    """`model_type` of transformers: llama, gpt2, qwen2, gpt_neox, ..."""
+    """The `model_type` in transformers: llama, gpt2, qwen2, gpt_neox, ..."""
     config: dict[str, Any] = {}
-    """Its transformers config; vocabulary and special tokens are filled in from the tokenizer."""
+    """Keys of its transformers config. The vocabulary and the special tokens come from the tokenizer."""
     tokenizer: TokenizerTraining = TokenizerTraining()
+    """How its tokenizer is trained."""
 
 
 class Model(Section):
     """Where a model comes from."""
 
     path: str | None = None
-    """A Hugging Face model directory or a hub id; null takes the model of the stage before."""
+    """A Hugging Face model directory or a hub id. Null uses the model of the previous stage of this run."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model."""
+    """The branch, tag or commit of a hub model."""
 
 
 class Lora(Section):
-    """Low-rank adapters on a frozen model (Hu et al. 2021); needs the extra `lora`. ref_policy is then the
-    policy with its adapters off and costs no memory of its own. What is saved is merged, a plain model."""
+    """Low-rank adapters on a frozen model (Hu et al. 2021). Needs the package peft. The reference policy is then
+    the policy with its adapters switched off and takes no extra memory. The saved model has the adapters merged
+    into its weights."""
 
     r: PositiveInt = 16
-    """Rank of the adapters."""
+    """The rank of the adapters."""
     alpha: PositiveInt = 32
-    """The adapters' output is scaled by alpha / r."""
+    """Scales the output of the adapters by alpha / r."""
     target_modules: list[str] | None = None
-    """Ends of the names of the linear layers that get one, [q_proj, v_proj] say; null takes all linear layers
-    of the backbone."""
+    """The linear layers that get an adapter, by the end of their names, for example [q_proj, v_proj]. Null adapts
+    every linear layer of the backbone."""

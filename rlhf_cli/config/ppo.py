@@ -1,4 +1,4 @@
-"""The config file of PPO: its models, rollouts, extra losses and evaluation. `ppo_update` has its `ppo` section."""
+"""The config file of PPO: models, rollouts, extra losses, evaluation. Its `ppo` section is in `ppo_update`."""
 
 from __future__ import annotations
 
@@ -16,57 +16,65 @@ from rlhf_cli.config.stage import Optimizer, Stage
 
 
 class PolicyModel(Model):
+    """The model to train."""
+
     path: str | None = None
-    """A Hugging Face model directory or a hub id; null takes the run's own `sft` stage. An earlier run's
-    `ppo` directory goes on training from there: give `ref_policy.path` then, or the KL starts from there too."""
+    """A Hugging Face model directory or a hub id. Null uses the run's own `sft` stage. The `ppo` directory of an
+    earlier run continues its training; then also set `ref_policy.path`, or the KL is measured from there."""
     lora: Lora | None = None
-    """Train adapters instead of all weights."""
+    """Train low-rank adapters instead of all weights."""
 
 
 class ValueModel(Section):
+    """The model that predicts the return of each token (gae and monte_carlo only)."""
+
     init: Literal["auto", "reward_model", "policy", "shared"] = "auto"
-    """Whose weights the value model starts from, its head at zero: `reward_model` and `policy` are models of
-    their own; `shared` is a head on the policy's own backbone, one forward pass for both and half the memory,
-    but two losses pull at one set of weights. auto takes the first reward model that reads the policy's
-    tokens, and the policy where there is none."""
+    """The weights that the value model starts from; its head starts at zero. `reward_model` and `policy` copy that
+    model. `shared` puts a head on the policy's own backbone: one forward pass for both and half the memory, but two
+    losses change the same weights. `auto` uses the first reward model that reads the policy's tokens, or the policy
+    if there is none."""
     path: str | None = None
-    """The `value_model` directory of an earlier PPO run instead, with its head; `init` may be `shared`."""
+    """The `value_model` directory of an earlier PPO run, including its head. `init` may then be `shared`."""
     lora: Lora | None = None
-    """Adapters instead of all weights, for a value model of its own."""
+    """Train low-rank adapters instead of all weights. Not with `init: shared`."""
     learning_rate: PositiveFloat | None = None
-    """Null takes the policy's."""
+    """The peak learning rate of the value model. Null uses the policy's."""
     warmup_iterations: NonNegativeInt = 0
-    """Iterations at the start in which only the value model learns: a fresh one gives wrong advantages, and
-    those can undo the SFT (VC-PPO, Yuan et al. 2025)."""
+    """Iterations at the start in which only the value model learns. An untrained value model gives wrong
+    advantages, which can undo the SFT (VC-PPO, Yuan et al. 2025)."""
 
 
 class Rollout(Section):
-    """How responses are sampled. top_k, top_p, min_p and min_new_tokens restrict what may be drawn; the rollout
-    remembers what was allowed, and ratio, KL and entropy are those of the restricted distributions (of the
-    policy and of ref_policy alike), so that a filter is part of the policy and no hidden difference."""
+    """How responses are sampled. top_k, top_p, min_p and min_new_tokens restrict which tokens can be drawn. The
+    rollout stores which tokens were allowed, and ratio, KL and entropy use the restricted distributions of the
+    policy and of the reference policy. So a filter is part of the policy, not a hidden difference."""
 
     samples_per_prompt: PositiveInt = 1
-    """Responses to each prompt; `rloo`, `grpo`, `dr_grpo` and `reinforce_pp_baseline` compare them."""
+    """Responses per prompt. `rloo`, `grpo`, `dr_grpo` and `reinforce_pp_baseline` compare them and need at least
+    2."""
     max_new_tokens: PositiveInt = 64
-    """Longest response, EOS included."""
+    """Maximum length of a response in tokens, including EOS."""
     min_new_tokens: NonNegativeInt = 0
-    """Shortest response, EOS included: nothing can end it before."""
+    """Minimum length of a response in tokens, including EOS. No token can end it earlier."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; every log-probability is taken at it too."""
+    """Sampling temperature. Every log-probability is computed at this temperature too."""
     top_k: Annotated[int, Field(ge=2)] | None = None
-    """Only the k likeliest tokens can be drawn; 1 would leave nothing to choose and so nothing to learn."""
+    """Draw only from the k most likely tokens. 1 would leave no choice, and so nothing to learn."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Only the likeliest tokens that together reach this probability."""
+    """Nucleus sampling: draw from the smallest set of tokens whose probability reaches this."""
     min_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Only tokens of at least this share of the likeliest one's probability."""
+    """Draw only tokens with at least this fraction of the most likely token's probability."""
     stop_tokens: list[str] = []
-    """Further tokens that end a response beside EOS, each a single token of the tokenizer: `<|im_end|>`, say."""
+    """Tokens that end a response in addition to EOS, for example `<|im_end|>`. Each must be a single token of the
+    tokenizer."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a response, whatever tokens they are made of. What is shown, and what a function or a reward
-    model with its own tokenizer reads, ends before them; one that reads the policy's tokens reads them all."""
+    """Texts that end a response, however they are tokenized. Printed text, functions, and reward models with their
+    own tokenizer get the response up to the stop string. A reward model that reads the policy's tokens gets all of
+    them."""
     max_live_rows: PositiveInt | None = None
-    """Responses that a process draws at a time; where some have ended, prompts that wait take their place. It bounds
-    the memory of their keys and values and changes no response. null draws all at once, which is the fastest."""
+    """Maximum number of responses that a process samples at a time; a finished one makes room for the next prompt.
+    Limits the memory of the keys and values and does not change any response. Null samples all at the same time,
+    which is fastest."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -76,23 +84,23 @@ class Rollout(Section):
 
 
 class Ptx(Section):
-    """Language-model loss on SFT or pretraining rows beside the policy's loss (InstructGPT's PPO-ptx), against
-    forgetting; each optimizer step takes its own batch of rows."""
+    """A language-model loss on SFT or pretraining rows, added to the policy loss (InstructGPT's PPO-ptx) to reduce
+    forgetting. Each optimizer step uses its own batch of rows."""
 
     train: Sources
-    """Rows as in the SFT stage."""
+    """The rows, as in the SFT stage."""
     coef: PositiveFloat
-    """Weight: InstructGPT's 27.8 for `additive`, ColossalChat's 0.9 for `convex`."""
+    """The weight of this loss. InstructGPT uses 27.8 with `additive`, ColossalChat 0.9 with `convex`."""
     mode: PtxMode = "additive"
-    """policy + coef * lm, or (1 - coef) * policy + coef * lm."""
+    """`additive`: policy + coef * lm. `convex`: (1 - coef) * policy + coef * lm."""
     minibatch_size: PositiveInt | None = None
-    """Rows of one optimizer step, over all processes; null takes ppo.minibatch_size."""
+    """Rows per optimizer step, over all processes. Null uses ppo.minibatch_size."""
     loss_on: Literal["completion", "all"] = "completion"
-    """As in the SFT stage."""
+    """Which tokens are learnt, as in the SFT stage."""
     prompt_words: NonNegativeInt = 0
-    """As in the SFT stage."""
+    """For rows of plain text: the length of the prompt in words, as in the SFT stage."""
     max_length: PositiveInt = 512
-    """Longest row in tokens; a longer one is dropped and counted."""
+    """Maximum length of a row in tokens. A longer row is dropped and counted."""
 
     @model_validator(mode="after")
     def _convex(self) -> Self:
@@ -102,27 +110,26 @@ class Ptx(Section):
 
 
 class PPOEvaluation(Section):
-    """SFT against PPO on held-out prompts, at the end, and on the way where asked for."""
+    """SFT compared with PPO on held-out prompts: at the end and, if set, during training."""
 
     every_iterations: PositiveInt | None = None
-    """Evaluate on the way too, every so many iterations (evaluations.jsonl); null only at the end. The health
-    line then sees over-optimisation: a score that rises while the judge's falls."""
+    """Also evaluate every this many iterations (evaluations.jsonl). Null evaluates at the end only. With it, the
+    health checks can detect over-optimisation: a score that rises while the judge's score falls."""
     best_metric: str | None = None
-    """Keep the policy with the highest value of this figure as `best_model`: score_mean, or a number of your
-    judge (gold); -kl for the lowest. Needs every_iterations."""
-
+    """Save the policy with the highest value of this metric as `best_model`: score_mean, or a number that your judge
+    (gold) returns. A minus sign takes the lowest: -kl. Needs every_iterations."""
     num_prompts: PositiveInt = 256
-    """Held-out prompts used at most."""
+    """Maximum number of held-out prompts to use."""
     num_examples: NonNegativeInt = 5
-    """Prompts shown with both replies."""
+    """Number of prompts to show with both replies."""
     gold: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
-    """`path/to/file.py:name`, a judge of your own that training never sees, called as a function reward is;
-    returns a number a row, or a mapping of names to numbers."""
+    """`path/to/file.py:name`: a judge of your own that training never sees. It is called like a function reward and
+    returns one number per row, or a mapping of names to numbers."""
 
     @model_validator(mode="after")
     def _best(self) -> Self:
         if self.best_metric is not None and self.every_iterations is None:
-            raise ValueError("best_metric needs every_iterations: with one evaluation there is nothing to choose from")
+            raise ValueError("best_metric needs every_iterations, because one evaluation leaves nothing to choose from")
         return self
 
 
@@ -130,24 +137,31 @@ class PPOConfig(Stage):
     """PPO from a reward model."""
 
     policy: PolicyModel = PolicyModel()
+    """The model to train."""
     ref_policy: Model | None = None
-    """What the KL is measured to; null takes the policy as it is at the start."""
+    """The frozen model that the KL is measured to. Null uses the policy as it is at the start."""
     rewards: Annotated[list[Reward], Field(min_length=1)] = [ModelReward(type="reward_model")]
     """The score of a response is the weighted sum of these."""
     value_model: ValueModel = ValueModel()
+    """The model that predicts returns."""
     data: PromptData
+    """The prompts."""
     rollout: Rollout = Rollout()
+    """How responses are sampled."""
     ppo: PPO
+    """How each rollout becomes an update."""
     ptx: Ptx | None = None
-    """Language-model loss beside PPO's; null has none."""
+    """A language-model loss added to PPO's. Null adds none."""
     optimizer: Optimizer
+    """AdamW and its schedule."""
     num_logged_samples: NonNegativeInt = 1
-    """Responses of each iteration that samples.jsonl keeps, with score and KL."""
+    """Number of responses per iteration to write to samples.jsonl, with score and KL."""
     evaluation: PPOEvaluation = PPOEvaluation()
+    """SFT compared with PPO on held-out prompts."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of one iteration, over all processes."""
+        """Prompts per iteration, over all processes."""
         return self.ppo.rollout_batch_size // self.rollout.samples_per_prompt
 
     @model_validator(mode="after")
@@ -160,8 +174,8 @@ class PPOConfig(Stage):
             )
         if estimator_traits(estimator).compares_responses and n == 1:
             raise ValueError(
-                f"ppo.advantage_estimator: {estimator} compares a prompt's responses, and with "
-                "rollout.samples_per_prompt: 1 every advantage would be 0. Sample at least 2"
+                f"ppo.advantage_estimator: {estimator} compares the responses to a prompt; with "
+                "rollout.samples_per_prompt: 1 every advantage would be 0. Set it to at least 2"
             )
         if self.ppo.overlong_buffer > self.rollout.max_new_tokens:
             raise ValueError(
@@ -172,11 +186,11 @@ class PPOConfig(Stage):
 
     @model_validator(mode="after")
     def _reward_names(self) -> Self:
-        # Each stands in the metrics, and beside it how many of its scores failed and how many texts were cut.
+        # The metrics of a source: its score, the number of failed scores, and the number of truncated texts.
         metrics = [name + what for name in reward_names(self.rewards) for what in ("", "_errors", "_cut")]
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"rewards: {twice} would be the name of two figures. Give each source a name of its own")
+            raise ValueError(f"rewards: {twice} would name two metrics. Give each source a different `name`")
         return self
 
     @model_validator(mode="after")
@@ -184,17 +198,21 @@ class PPOConfig(Stage):
         value = self.value_model
         if not self.ppo.has_value_model and value != ValueModel():
             raise ValueError(
-                f"value_model does nothing with ppo.advantage_estimator: {self.ppo.advantage_estimator}, which builds "
-                "none. Remove it, or take gae or monte_carlo"
+                f"value_model does nothing with ppo.advantage_estimator: {self.ppo.advantage_estimator}, which has no "
+                "value model. Remove it, or choose gae or monte_carlo"
             )
         if value.path is not None and value.init not in ("auto", "shared"):
-            raise ValueError(f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one")
+            raise ValueError(
+                f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one of them"
+            )
         if value.init == "shared" and value.lora is not None:
-            raise ValueError("value_model.lora does nothing with init: shared, whose backbone is the policy's")
+            raise ValueError(
+                "value_model.lora does nothing with init: shared; the backbone is the policy's. Set policy.lora"
+            )
         if value.warmup_iterations >= self.ppo.num_iterations:
             raise ValueError(
-                f"value_model.warmup_iterations {value.warmup_iterations} leaves the policy no iteration of "
-                f"{self.ppo.num_iterations}"
+                f"value_model.warmup_iterations {value.warmup_iterations} leaves no iteration to train the policy; "
+                f"must be below ppo.num_iterations {self.ppo.num_iterations}"
             )
         return self
 

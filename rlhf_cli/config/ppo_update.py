@@ -29,132 +29,135 @@ from rlhf_cli.config.base import (
 
 
 class PPO(Section):
-    """The update (Schulman et al. 2017; Ziegler et al. 2019). docs/ppo.md says what each choice does, which
-    evidence the defaults stand on and which test proves it."""
+    """The update (Schulman et al. 2017; Ziegler et al. 2019). docs/ppo.md explains each option and the evidence for
+    its default."""
 
-    # ---- how much
+    # ---- batches
     num_iterations: PositiveInt
-    """Rollout and update, this many times."""
+    """Number of iterations, each a rollout and an update."""
     rollout_batch_size: PositiveInt
-    """Responses of one iteration, over all processes: its prompts times `rollout.samples_per_prompt`."""
+    """Responses per iteration, over all processes: prompts times `rollout.samples_per_prompt`."""
     minibatch_size: PositiveInt
-    """Responses of one optimizer step, over all processes."""
+    """Responses per optimizer step, over all processes."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Tokens of one forward and backward pass of a process, prompts and responses, at most, except for a row that is
-    longer by itself. auto goes by the models and the device's memory (docs/speed.md)."""
+    """Maximum tokens (prompts and responses) per forward and backward pass of a process; a single longer row is
+    still one pass. `auto` chooses by the models and the memory of the device (docs/speed.md)."""
     microbatch_size: PositiveInt | None = None
-    """Responses of one such pass, at most; null goes by the tokens alone."""
+    """Maximum responses per forward and backward pass. Null limits only the tokens."""
     ppo_epochs: PositiveInt = 1
-    """Passes over each rollout. 1 is safest for language models; up to 4 where sampling is the dear part."""
+    """Passes over each rollout. 1 is safest for language models; use up to 4 where sampling dominates the cost."""
     num_rollouts_per_update: PositiveInt = 1
-    """Rollouts that an update learns from: the newest and the ones before it, kept in CPU memory. More than 1
-    reuses dear samples; the old ones' advantages are weighted by their truncated importance."""
+    """Number of recent rollouts that an update learns from, kept in CPU memory. More than 1 reuses samples; the
+    advantages of older ones are weighted by their truncated importance ratio."""
     importance_ratio_cap: PositiveFloat = 2.0
-    """Truncation of that weight, policy now to policy that sampled (decoupled PPO, Hilton et al. 2021)."""
+    """Maximum of that ratio, current policy to the policy that sampled (decoupled PPO, Hilton et al. 2021)."""
 
     # ---- the score
     score_normalization: ScoreNormalization = "none"
-    """Beside each reward model's own stored statistics: `running` subtracts the mean and divides by the
-    standard deviation of all scores so far (the effective kl_coef then drifts with it), `reference` by those
-    of ref_policy's own samples, taken once at the start."""
+    """How scores are normalised, in addition to the statistics that a reward model stores. `running` subtracts the
+    mean and divides by the standard deviation of all scores so far, so the effective kl_coef drifts. `reference`
+    uses the statistics of samples from the reference policy, computed once at the start."""
     num_reference_samples: Annotated[int, Field(ge=2)] = 256
-    """How many for `score_normalization: reference`."""
+    """Number of samples for `score_normalization: reference`."""
     score_clip: PositiveFloat | None = None
-    """Scores are clipped to +- this, after normalisation: one freak score then can't dominate a batch."""
+    """Clip scores to +- this after normalisation, so that one outlier cannot dominate a batch."""
     missing_eos_penalty: NonNegativeFloat = 1.0
-    """Taken off the score of a response that did not end by itself, which keeps length bounded."""
+    """Subtracted from the score of a response that does not end by itself. Keeps the length bounded."""
     length_penalty: NonNegativeFloat = 0.0
-    """Taken off the score per token of the response."""
+    """Subtracted from the score for each token of the response."""
     overlong_buffer: NonNegativeInt = 0
-    """In the last so many tokens before max_new_tokens the score falls linearly by up to `overlong_penalty`
-    (DAPO): a softer missing_eos_penalty."""
+    """Over this many tokens before max_new_tokens, the score falls linearly by up to `overlong_penalty` (DAPO). A
+    softer form of missing_eos_penalty."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """The most that is taken off."""
+    """The maximum that `overlong_buffer` subtracts."""
 
     # ---- the distance to ref_policy
     kl_coef: NonNegativeFloat = 0.05
-    """Weight of the KL to ref_policy, the one thing that holds the policy to what the reward model knows."""
+    """Weight of the KL to the reference policy. It keeps the policy close to the texts on which the reward model was
+    trained."""
     kl_in: KLPlace = "reward"
-    """Taken off each token's reward (Ziegler et al. 2019), or added to the loss; never both."""
+    """Subtract the KL from the reward of each token (Ziegler et al. 2019), or add it to the loss."""
     kl_estimator: KLEstimator | None = None
-    """Null takes the one whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
-    the loss. The others optimise something else: docs/ppo.md says what. `full` is exact over the vocabulary."""
+    """Null uses the estimator whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
+    the loss. The others optimise different objectives (docs/ppo.md). `full` is exact over the vocabulary."""
     kl_controller: KLController = "fixed"
-    """adaptive moves kl_coef until the KL of a response is `kl_target` (Ziegler et al. 2019, section 2.2)."""
+    """`adaptive` changes kl_coef until the KL per response is `kl_target` (Ziegler et al. 2019, section 2.2)."""
     kl_target: PositiveFloat | None = None
-    """Nats a response; needed with `kl_controller: adaptive` and only there."""
+    """Target KL in nats per response. Required with `kl_controller: adaptive`, and only there."""
     kl_horizon: PositiveInt = 10_000
-    """In how many responses kl_coef can change by about a fifth."""
+    """The number of responses in which kl_coef can change by about a fifth."""
 
     # ---- advantages
     advantage_estimator: AdvantageEstimator = "gae"
-    """gae and monte_carlo (returns less values) learn a value model. The others build none: reinforce is the
-    reward to go as it is, reinforce_pp whitens it, reinforce_pp_baseline takes the prompt's mean score off
-    first; rloo, grpo (divided by the group's standard deviation) and dr_grpo compare a prompt's responses."""
+    """`gae` and `monte_carlo` (returns minus values) train a value model; the others have none. `reinforce` is the
+    reward-to-go, `reinforce_pp` whitens it, and `reinforce_pp_baseline` first subtracts the mean score of the
+    prompt. `rloo`, `grpo` (divided by the standard deviation of the group) and `dr_grpo` compare the responses to a
+    prompt."""
     gamma: Fraction = 1.0
-    """Discount per token; 1 since a response ends, and below 1 the EOS reward fades over long ones."""
+    """Discount per token. 1 because a response ends; below 1 the reward at EOS fades over long responses."""
     gae_lambda: Fraction = 0.95
-    """Lambda of GAE."""
+    """The lambda of GAE."""
     value_lambda: Fraction | None = None
-    """Lambda of the returns that the value model learns; null takes gae_lambda, 1 is Monte-Carlo."""
+    """The lambda of the returns that the value model learns. Null uses gae_lambda; 1 gives Monte Carlo returns."""
     whiten_rewards: bool = False
-    """Divide the token rewards by their standard deviation over the rollout, the mean kept."""
+    """Divide the token rewards by their standard deviation over the rollout. The mean is kept."""
     whiten_advantages: bool | None = None
-    """Advantages over the whole rollout get mean 0 and variance 1; null does so for gae, monte_carlo,
-    reinforce_pp and reinforce_pp_baseline. Not for gae and monte_carlo with a KL in the loss: advantages that
-    shrink with the policy's spread make it ever weaker."""
+    """Scale the advantages of a rollout to mean 0 and variance 1. Null does so for gae, monte_carlo, reinforce_pp and
+    reinforce_pp_baseline, except for gae and monte_carlo with the KL in the loss: dividing by a standard deviation
+    that shrinks with the policy's variety makes the KL ever weaker."""
 
-    # ---- the policy's loss
+    # ---- the policy loss
     objective: Objective = "clip"
-    """The clipped ratio, or PPO-penalty: the ratio as it is, less policy_kl_coef * KL(old, new)."""
+    """`clip`: the clipped ratio. `penalty`: the plain ratio minus policy_kl_coef * KL(old, new) (PPO-penalty)."""
     clip_range: PositiveFloat = 0.2
-    """The ratio is clipped to 1 +- this."""
+    """Clip the ratio to 1 +- this."""
     clip_range_high: PositiveFloat | None = None
-    """Another range upwards (clip-higher, DAPO: 0.28 keeps rare tokens alive); null takes clip_range."""
+    """A different range above 1 (clip-higher, DAPO: 0.28 preserves rare tokens). Null uses clip_range."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """The loss of a token with a negative advantage stops growing at this many times it (Ye et al. 2020: 3)."""
+    """For a token with a negative advantage, limit the ratio in the loss to this (Ye et al. 2020: 3)."""
     old_logprobs: Literal["auto", "sampled", "recomputed"] = "auto"
-    """What the ratio starts from: the log-probabilities that were captured while sampling, or those of another
-    forward pass by the training's own code, which makes the ratio before the first step 1 to the last bit. auto
-    captures them in float32, where the two differ by some 1e-5 nats, and computes them again in bfloat16."""
+    """The log-probabilities in the denominator of the ratio: those stored while sampling, or those of another forward
+    pass with the training code, for which the ratio before the first step is exactly 1. `auto` uses the stored ones
+    in float32, where the two differ by about 1e-5 nats, and recomputes them in bfloat16."""
     policy_kl_coef: PositiveFloat = 1.0
-    """Where PPO-penalty's coefficient starts."""
+    """The initial coefficient of PPO-penalty."""
     policy_kl_target: PositiveFloat | None = None
-    """It doubles above 1.5 times this KL(old, new) a token, and halves below 1/1.5 of it; null keeps it."""
+    """The coefficient doubles if KL(old, new) per token is above 1.5 times this, and halves below 1/1.5 of it. Null
+    keeps it fixed."""
     loss_aggregation: LossAggregation = "token"
-    """Mean over all tokens of the minibatch; over each response first, so that long ones don't weigh more; or
-    the sum divided by max_new_tokens (Dr. GRPO)."""
+    """`token`: the mean over all tokens of the minibatch. `sequence`: the mean over each response first, so that long
+    ones do not weigh more. `constant`: the sum divided by max_new_tokens (Dr. GRPO)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus (a cost where it is below 0). Full entropy over the vocabulary."""
+    """Weight of the entropy bonus, or of a penalty if negative. The entropy is over the full vocabulary."""
     max_approx_kl: PositiveFloat | None = None
-    """The update ends early, before the step, when KL(old, new) a token is above this (TRL: 0.15)."""
+    """End the update early, before the step, if KL(old, new) per token is above this (TRL: 0.15)."""
     max_ratio: PositiveFloat | None = 10.0
-    """A minibatch whose mean ratio is above this is skipped: its samples are no longer the policy's."""
+    """Skip a minibatch whose mean ratio is above this, because its samples no longer represent the policy."""
 
-    # ---- the value model's loss
+    # ---- the value loss
     vf_coef: PositiveFloat = 0.5
-    """Weight of the value loss, which carries a factor 1/2 of its own."""
+    """Weight of the value loss, which already contains a factor of 1/2."""
     value_clip_range: PositiveFloat | None = 0.2
-    """A new value moves at most this far from the old one; null never clips."""
+    """Maximum distance of a new value from the old one. Null does not clip."""
 
-    # ---- what is kept
+    # ---- averaging
     ema_decay: BelowOne | None = None
-    """Keep a moving average of the policy's weights, this share of it kept at each optimizer step (0.992), and
-    save it as `ema_model`."""
+    """Keep an exponential moving average of the policy's weights with this decay per optimizer step (for example
+    0.992), and save it as `ema_model`."""
 
     @property
     def has_value_model(self) -> bool:
-        """Does this advantage estimator learn values?"""
+        """Whether this advantage estimator trains a value model."""
         return estimator_traits(self.advantage_estimator).has_values
 
     @property
     def kl_estimator_used(self) -> KLEstimator:
-        """The estimator that null stands for."""
+        """`kl_estimator`, with null replaced by the estimator that it stands for."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k2_sequence")
 
     @property
     def whitens_advantages(self) -> bool:
-        """What null stands for."""
+        """`whiten_advantages`, with null replaced by the value that it stands for."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         if self.kl_in == "loss" and self.has_value_model:
@@ -162,13 +165,13 @@ class PPO(Section):
         return estimator_traits(self.advantage_estimator).whitens
 
     def updates(self, iteration: int) -> int:
-        """Optimizer steps of iteration `iteration` (from 0): early ones have fewer rollouts to learn from."""
+        """Optimizer steps of iteration `iteration`, from 0. Early iterations have fewer rollouts to learn from."""
         rollouts = min(iteration + 1, self.num_rollouts_per_update)
         return self.ppo_epochs * rollouts * (self.rollout_batch_size // self.minibatch_size)
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps of one iteration, once there are `num_rollouts_per_update` rollouts."""
+        """Optimizer steps per iteration, once there are `num_rollouts_per_update` rollouts."""
         return self.updates(self.num_rollouts_per_update - 1)
 
     @property
@@ -185,8 +188,8 @@ class PPO(Section):
             )
         if self.max_approx_kl is not None and self.steps_per_iteration == 1:
             raise ValueError(
-                "max_approx_kl can never end an update of one step, whose KL is 0. Raise ppo_epochs, lower "
-                "minibatch_size or remove it"
+                "max_approx_kl can never end an update of one step, because its KL is 0. Raise ppo_epochs, lower "
+                "minibatch_size, or remove max_approx_kl"
             )
         refuse_unread(self, self.num_rollouts_per_update > 1, "num_rollouts_per_update: 1", "importance_ratio_cap")
         return self
@@ -200,26 +203,24 @@ class PPO(Section):
             "num_reference_samples",
         )
         if bool(self.overlong_buffer) != bool(self.overlong_penalty):
-            raise ValueError("overlong_buffer and overlong_penalty do something only together; give both or none")
+            raise ValueError("overlong_buffer and overlong_penalty work only together. Set both or neither")
         return self
 
     @model_validator(mode="after")
     def _kl(self) -> Self:
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator: k1 in the loss has a gradient of 0 on average, so nothing would hold the policy. "
-                "Take k2_sequence, or kl_in: reward"
+                "kl_estimator: k1 in the loss has a gradient of 0 on average and would not hold the policy. "
+                "Use k2_sequence, or kl_in: reward"
             )
         if self.kl_in == "reward" and self.kl_estimator == "k2_sequence":
-            raise ValueError(
-                "kl_estimator: k2_sequence is a loss and no reward of a token. Set kl_in: loss, or take k1"
-            )
+            raise ValueError("kl_estimator: k2_sequence is a loss, not a reward of a token. Set kl_in: loss, or use k1")
         if self.kl_controller == "adaptive":
             if self.kl_target is None:
-                raise ValueError("kl_controller: adaptive needs kl_target, in nats a response")
+                raise ValueError("kl_controller: adaptive needs kl_target, in nats per response")
             if self.kl_coef == 0:
                 raise ValueError(
-                    "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Give a kl_coef to start from"
+                    "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Set kl_coef to a value above 0"
                 )
         refuse_unread(self, self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
         return self
@@ -232,7 +233,7 @@ class PPO(Section):
         grouped = self.advantage_estimator in ("rloo", "grpo", "dr_grpo")
         refuse_unread(self, not grouped, chosen, "gamma", "whiten_rewards")
         if self.advantage_estimator == "reinforce_pp" and self.whiten_advantages is False:
-            raise ValueError("reinforce_pp is reinforce with whitened advantages. Take reinforce, or remove the key")
+            raise ValueError("reinforce_pp always whitens advantages. Use reinforce, or remove whiten_advantages")
         return self
 
     @model_validator(mode="after")

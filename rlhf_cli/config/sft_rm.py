@@ -1,4 +1,4 @@
-"""The config files of supervised fine-tuning and of the reward model."""
+"""The config files of the stages SFT (supervised fine-tuning) and RM (reward model)."""
 
 from __future__ import annotations
 
@@ -13,47 +13,58 @@ from rlhf_cli.config.models import Model, ScratchModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
 
 
-def _needs_every_steps(keep_best: bool, every_steps: int | None) -> None:
+def _check_keep_best(keep_best: bool, every_steps: int | None) -> None:
     if keep_best and every_steps is None:
-        raise ValueError("keep_best needs every_steps: with one evaluation there is nothing to choose from")
+        raise ValueError("keep_best needs every_steps, because one evaluation leaves nothing to choose from")
 
 
 class SFTModel(Model):
+    """The model to train: a pretrained one (`path`) or a new one (`scratch`)."""
+
     path: str | None = None
-    """A Hugging Face model directory or a hub id to start from."""
+    """The model to start from: a Hugging Face model directory or a hub id."""
     scratch: ScratchModel | None = None
-    """Instead of `path`: build the model and its tokenizer here."""
+    """Build a new model and its tokenizer instead of loading one from `path`."""
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError("give exactly one of path (a pretrained model) and scratch (a new one)")
+            raise ValueError("set exactly one of path (a pretrained model) and scratch (a new model)")
         return self
 
 
 class SFTData(Data):
+    """Where the demonstrations come from, and how they become text."""
+
+    """Where the demonstrations come from, and how they become text."""
+
     prompt_words: NonNegativeInt = 0
-    """For rows that are plain text: this many first words are the prompt, the rest is the response."""
+    """For rows of plain text: the prompt is this many words from the start, and the rest is the response."""
     loss_on: Literal["completion", "all"] = "completion"
-    """Which tokens are learnt: those of the completion (and EOS), or the prompt's too."""
+    """Which tokens are learnt: those of the completion and EOS, or those of the prompt as well."""
 
 
 class SFTEvaluation(Section):
+    """Held-out loss and sample completions."""
+
+    """Held-out loss and sample completions."""
+
     every_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations; null evaluates at the end only."""
     keep_best: bool = False
-    """Keep the model of the lowest held-out loss too, as `best_model`. Needs every_steps."""
+    """Also save the model with the lowest held-out loss, as `best_model`. Needs every_steps."""
     max_rows: PositiveInt = 1000
-    """Held-out rows used at most."""
+    """Maximum number of held-out rows to use."""
     num_samples: NonNegativeInt = 4
-    """Held-out prompts that are completed at each evaluation, to be read."""
+    """Number of held-out prompts to complete at each evaluation, for you to read (samples.jsonl)."""
     max_new_tokens: PositiveInt = 64
-    """Longest completion."""
+    """Maximum length of such a completion in tokens."""
     temperature: PositiveFloat = 1.0
+    """Sampling temperature of the completions."""
 
     @model_validator(mode="after")
     def _best(self) -> Self:
-        _needs_every_steps(self.keep_best, self.every_steps)
+        _check_keep_best(self.keep_best, self.every_steps)
         return self
 
 
@@ -61,13 +72,18 @@ class SFTConfig(Stage):
     """Supervised fine-tuning."""
 
     model: SFTModel
+    """The model to train."""
     data: SFTData
+    """The demonstrations."""
     training: Training
+    """The number of steps, and the batches."""
     optimizer: Optimizer
+    """AdamW and its schedule."""
     evaluation: SFTEvaluation = SFTEvaluation()
+    """Held-out loss and sample completions."""
     warn_loss_above: PositiveFloat | None = None
-    """Warn when a step's loss is above this after the warm-up; null takes ln(vocabulary size), above which a
-    model does worse than guessing every token alike."""
+    """Warn if the loss of a step is above this after the warm-up. Null uses ln(vocabulary size): above it the model
+    is worse than a uniform guess."""
 
     @property
     def sources(self) -> dict[str, DataSource]:
@@ -79,39 +95,49 @@ class SFTConfig(Stage):
 
 
 class RMModel(Model):
+    """The model that becomes the reward model, with a new head."""
+
     head_std: PositiveFloat | None = None
-    """Standard deviation of the new head's weights; null takes 1/sqrt(hidden_size + 1)."""
+    """Standard deviation of the weights of the new head. Null uses 1 / sqrt(hidden_size + 1)."""
 
 
 class RMData(Data):
+    """Where the preference pairs or scored rows come from, and how they become text."""
+
+    """Where the preference pairs or scored rows come from, and how they become text."""
+
     margin_column: str | None = None
-    """The column of a preference row that says by how much chosen is better (Llama 2); subtracted from the
-    score difference in the pairwise losses."""
+    """The column of a preference row that says by how much the chosen answer is better (Llama 2). The pairwise
+    losses subtract it from the score difference."""
     probes: Source | None = None
-    """Preference rows with a column `probe`: the accuracy is reported for each of its names."""
+    """Preference rows with a column `probe`. The accuracy is reported for each value of that column."""
 
 
 class RMEvaluation(Section):
+    """Held-out accuracy, and the statistics by which PPO normalises the score."""
+
+    """Held-out accuracy, and the statistics by which PPO normalises the score."""
+
     every_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations; null evaluates at the end only."""
     keep_best: bool = False
-    """Keep the model of the highest held-out accuracy (with loss: mse of the lowest error) too, as `best_model`.
+    """Also save the model with the highest held-out accuracy (with `loss: mse`, the lowest error), as `best_model`.
     Needs every_steps."""
     max_rows: PositiveInt = 1000
-    """Held-out rows used at most."""
+    """Maximum number of held-out rows to use."""
     num_normalization_samples: NonNegativeInt = 192
-    """Fresh samples of the SFT model whose scores give the mean and standard deviation that PPO normalises
-    by; 0 leaves the score as it is."""
+    """Number of new samples from the SFT model whose scores give the mean and standard deviation by which PPO
+    normalises. 0 leaves the score unnormalised."""
     max_new_tokens: PositiveInt = 64
-    """Longest of those samples."""
+    """Maximum length of those samples in tokens. Use PPO's `rollout.max_new_tokens`."""
     temperature: PositiveFloat = 1.0
-    """Their sampling temperature; take PPO's."""
+    """Sampling temperature of those samples. Use PPO's `rollout.temperature`."""
     prompt_words: NonNegativeInt = 0
-    """For rows that are plain text: the samples start from this many first words; take PPO's."""
+    """For rows of plain text: the samples start from this many words. Use PPO's `data.prompt_words`."""
 
     @model_validator(mode="after")
     def _best(self) -> Self:
-        _needs_every_steps(self.keep_best, self.every_steps)
+        _check_keep_best(self.keep_best, self.every_steps)
         return self
 
 
@@ -119,21 +145,27 @@ class RMConfig(Stage):
     """Reward model."""
 
     model: RMModel = RMModel()
+    """The model to start from."""
     data: RMData
+    """The preference pairs or scored rows."""
     loss: RewardModelLoss = "logsigmoid"
-    """Pairs: -log sigmoid of the score difference, or the same written as log(1 + exp). Scored rows: mse."""
+    """For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same written as log(1 + exp)
+    (`logexp`). For rows with a score: squared error (`mse`)."""
     zero_mean_coef: NonNegativeFloat = 0.0
-    """Weight of (chosen_score + rejected_score)^2, which keeps the scores around zero."""
+    """Weight of (chosen_score + rejected_score)^2, which keeps the scores around 0."""
     training: Training
+    """The number of steps, and the batches."""
     optimizer: Optimizer
+    """AdamW and its schedule."""
     evaluation: RMEvaluation = RMEvaluation()
+    """Held-out accuracy and score normalisation."""
 
     @model_validator(mode="after")
     def _pairwise_only(self) -> Self:
         if self.loss == "mse" and self.zero_mean_coef:
-            raise ValueError("zero_mean_coef belongs to the pairwise losses and does nothing with loss: mse")
+            raise ValueError("zero_mean_coef does nothing with loss: mse, only with the pairwise losses. Remove it")
         if self.loss == "mse" and self.data.margin_column:
-            raise ValueError("data.margin_column belongs to the pairwise losses and does nothing with loss: mse")
+            raise ValueError("data.margin_column does nothing with loss: mse, only with the pairwise losses. Remove it")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""What the three stages have in common: optimizer, length, checkpoints, device."""
+"""The keys that all three stages share: artifacts, device, optimizer, number of steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,50 +13,54 @@ STAGES = ("sft", "rm", "ppo")
 
 
 class Optimizer(Section):
-    """AdamW (torch's fused one) with a warm-up and a schedule."""
+    """AdamW (torch's fused implementation) with a warm-up and a schedule."""
 
     learning_rate: PositiveFloat
-    """Peak learning rate."""
+    """The peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """What follows the warm-up."""
+    """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up; the first step after a warm-up's begin has learning rate 0."""
+    """Optimizer steps of linear warm-up. The learning rate of the first step is 0."""
     min_lr_ratio: BelowOne = 0.0
-    """Where cosine and linear end, as a share of the peak."""
+    """The final learning rate of cosine and linear, as a fraction of the peak."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay rates of AdamW's averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
+    """Added to the denominator of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
-    """On matrices only; biases and norms are never decayed."""
+    """Weight decay of matrices. Biases and norms are never decayed."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's norm is clipped to this."""
+    """Clip the norm of the gradient to this."""
     max_bad_steps: PositiveInt = 1
-    """So many steps in a row whose loss or gradient is no number stop the run; of fewer each is left out: nothing is
-    stepped, the schedule and the data go on, and its batch is in `<artifacts>/<stage>.failed_batch.jsonl`."""
+    """Stop after this many consecutive steps with a NaN or infinite loss or gradient. Until then such a step is
+    skipped: the weights stay, the schedule and the data move on, and the batch is written to
+    `<artifacts>/<stage>.failed_batch.jsonl`."""
 
 
 class Training(Section):
-    """How long, in what batches."""
+    """The number of steps, and the batches."""
 
     num_epochs: PositiveFloat | None = None
-    """Passes over the training rows (give this or `num_steps`)."""
+    """Passes over the training rows. Set either this or `num_steps`."""
     num_steps: PositiveInt | None = None
-    """Optimizer steps (give this or `num_epochs`)."""
+    """Optimizer steps. Set either this or `num_epochs`."""
     minibatch_size: PositiveInt = 16
-    """Rows of one optimizer step, over all processes."""
+    """Rows per optimizer step, over all processes."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Tokens of one backward pass of a process, at most, except for a row that is longer by itself; less memory, the
-    same gradient. auto goes by the model and the device's memory (docs/speed.md)."""
+    """Maximum tokens per backward pass of a process; a single longer row is still one pass. A smaller value needs
+    less memory and gives the same gradient. `auto` chooses by the model and the memory of the device
+    (docs/speed.md)."""
     microbatch_size: PositiveInt | None = None
-    """Rows of one backward pass of a process, at most; null goes by the tokens alone."""
+    """Maximum rows per backward pass of a process. Null limits only the tokens."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.num_epochs is None) == (self.num_steps is None):
-            raise ValueError("give exactly one of num_epochs and num_steps")
+            raise ValueError("set exactly one of num_epochs and num_steps")
         return self
 
     def total_steps(self, num_rows: int) -> int:
-        """Optimizer steps for this many training rows; at least one."""
+        """Optimizer steps for this many training rows, at least 1."""
         if self.num_steps is not None:
             return self.num_steps
         assert self.num_epochs is not None
@@ -64,58 +68,60 @@ class Training(Section):
 
 
 class Checkpoints(Section):
-    """What a run saves on its way, so that the same command goes on after whatever stopped it. None of it
+    """What a run saves while it trains, so that the same command resumes it after an interruption. No key here
     changes the result."""
 
     every_steps: PositiveInt | None = None
-    """Save after every so many steps (PPO: iterations); null goes by the clock alone."""
+    """Save a checkpoint every this many steps (PPO: iterations). Null saves by time only."""
     every_minutes: PositiveFloat | None = 10.0
-    """Save when so long has passed since the last time; null goes by the steps alone."""
+    """Save a checkpoint when this many minutes have passed since the last one. Null saves by steps only."""
     keep: PositiveInt = 2
-    """How many of the last ones stay; an older one is used where a newer one is damaged."""
+    """Number of recent checkpoints to keep. If the newest is damaged, the run resumes from an older one."""
 
 
 class Stage(Section):
-    """What every stage's file says."""
+    """The keys of every stage's file."""
 
     artifacts: Annotated[str, Field(min_length=1), FILLED]
-    """Root of the run's artifact directory; the stage writes `<artifacts>/<stage>/`."""
+    """The directory of the run; the stage writes `<artifacts>/<stage>/`. Any key in braces is replaced by its
+    value: `artifacts/run-{seed}-{optimizer.learning_rate}`. Stages of one run need the same directory."""
     seed: int = 0
-    """Every random draw is counted from this."""
+    """The seed of every random draw."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto takes a CUDA GPU where torch sees one, else the CPU."""
+    """Where to run. `auto` uses a CUDA GPU if torch finds one, and the CPU otherwise."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of the forward and backward passes; weights stay float32. auto takes bfloat16 on a GPU that
-    has it and float32 elsewhere."""
+    """Number format of the forward and backward passes; weights stay float32. `auto` uses bfloat16 on a GPU that
+    supports it and float32 elsewhere."""
     gradient_checkpointing: bool = False
-    """Keep of each layer its input only, and compute the rest again in the backward pass: the same gradient with
-    less memory, and a third more arithmetic."""
+    """Store only the input of each layer and recompute the rest in the backward pass. Gives the same gradient with
+    less memory and about a third more arithmetic."""
     compile: bool = False
-    """Compile the training passes by torch.compile, for a GPU: seconds to minutes at the start, and on a CPU slower
-    steps. Needs a C++ compiler."""
+    """Compile the training passes with torch.compile, for a GPU. Costs seconds to minutes at the start; on a CPU the
+    steps get slower. Needs a C++ compiler."""
     checkpoints: Checkpoints = Checkpoints()
+    """What a run saves so that it can resume."""
 
     @model_validator(mode="after")
     def _passes(self) -> Self:
         if self.compile and self.gradient_checkpointing:
-            raise ValueError("compile and gradient_checkpointing can't be had at once: attention is not compiled")
+            raise ValueError("compile and gradient_checkpointing exclude each other. Remove one of them")
         return self
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        """The data of the stage, by role."""
-        raise TypeError(f"{type(self).__name__} is no stage")
+        """The data sources of the stage by role."""
+        raise TypeError(f"{type(self).__name__} is not a stage")
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
         """The models and the user's code that the stage reads, by role: (path or hub id, revision)."""
-        raise TypeError(f"{type(self).__name__} is no stage")
+        raise TypeError(f"{type(self).__name__} is not a stage")
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Stages of the same run that must be finished before."""
+        """Stages of the same run that must be finished before this one."""
         return ()
 
     def stage_model(self, path: str | None, stage: str) -> str:
-        """`path`, or where the run's own `stage` stands."""
+        """`path`, or the directory of the run's own `stage` if `path` is None."""
         return path if path is not None else f"{self.artifacts}/{stage}"

@@ -372,7 +372,7 @@ REFUSED = {
     "a name": (["--host", "example.org"], "others could ask this model without a token"),
     "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment has no RLHF_NO_TOKEN"),
     "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "can't be served at"),
-    "bad template": (["--template", "x"], "--template: must be `chat` or hold"),
+    "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
     "label": (["--label", "good"], "the model has a single score"),
     "device": (["--device", "cuda"], "torch sees no GPU"),
 }

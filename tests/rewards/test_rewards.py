@@ -215,24 +215,27 @@ def test_json_is_valid_or_not(text, valid, has_a):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"type": "length"}, "give target, or min and max"),
-        ({"type": "length", "target": 1, "max": 2}, "give target, or min and max"),
+        ({"type": "length"}, "set target, or min and max"),
+        ({"type": "length", "target": 1, "max": 2}, "set target, or min and max"),
         ({"type": "length", "min": 3, "max": 2}, "min 3 is above max 2"),
         ({"type": "length", "target": -1}, "greater than or equal to 0"),
-        ({"type": "regex", "pattern": "(a"}, "no regular expression"),
+        ({"type": "regex", "pattern": "(a"}, "not a valid regular expression"),
         ({"type": "regex", "pattern": ""}, "at least 1 character"),
         ({"type": "repetition", "n": 0}, "greater than 0"),
-        ({"type": "answer_match", "column": "a", "pattern": "[a"}, "no regular expression"),
-        ({"type": "reward_model", "template": "{prompt}"}, "must be `chat` or hold"),
-        ({"type": "reward_model", "template": "{response}"}, r"template has no \{prompt\}, and reads is prompt_and"),
-        ({"type": "reward_model", "template": "chat", "reads": "response"}, "a place for the prompt, and reads is"),
+        ({"type": "answer_match", "column": "a", "pattern": "[a"}, "not a valid regular expression"),
+        ({"type": "reward_model", "template": "{prompt}"}, "must be `chat` or contain"),
+        (
+            {"type": "reward_model", "template": "{response}"},
+            r"template does not contain \{prompt\}, but reads is prompt_and",
+        ),
+        ({"type": "reward_model", "template": "chat", "reads": "response"}, "contains the prompt, but reads is"),
         ({"type": "function", "function": "f.py:f", "concurrency": 2}, "concurrency does nothing without batch_size"),
         ({"type": "http", "url": "localhost:5000"}, "must be http"),
         ({"type": "http", "url": "file:///etc/passwd"}, "must be http"),
         ({"type": "http", "url": "http://:5000/"}, "must be http"),
         ({"type": "http", "url": "http://a:70000/"}, "must be http"),
         ({"type": "http", "url": "http://a/\nHost: b"}, "must be http"),
-        ({"type": "http", "url": "http://user@a/"}, "Take api_key_env"),
+        ({"type": "http", "url": "http://user@a/"}, "Use api_key_env"),
         ({"type": "http", "url": "http://a/", "api_key_env": "a key"}, "should match pattern"),
         ({"type": "json", "name": "two words"}, "should match pattern"),
         ({"type": "json", "on_error": "skip"}, "'stop' or 'zero'"),
@@ -245,7 +248,7 @@ def test_what_a_config_may_not_say(reward, message):
 
 def test_a_password_in_a_url_is_refused_and_not_shown(write_config, tmp_path):
     rewards = [{"type": "http", "url": "https://me:hunter2@host/score"}]
-    with pytest.raises(ConfigError, match="would stand in logs and artifacts") as caught:
+    with pytest.raises(ConfigError, match="would appear in logs and artifacts") as caught:
         load_config(write_config("ppo", tmp_path, rewards=rewards), PPOConfig)
     assert "hunter2" not in str(caught.value)
 
@@ -259,7 +262,7 @@ def test_sources_have_names(write_config, tmp_path):
     assert names({"type": "json"}, function, {"type": "json", "name": "form"}) == ["json_0", "judge_1", "form"]
     for clash in (["a", "a"], ["a", "a_errors"], ["json_1", None]):
         rewards = [{"type": "json", "name": name} for name in clash]
-        with pytest.raises(ConfigError, match="name of two figures"):
+        with pytest.raises(ConfigError, match="would name two metrics"):
             load_config(write_config("ppo", tmp_path, rewards=rewards), PPOConfig)
 
 
