@@ -1,0 +1,325 @@
+"""The documentation against the code: keys, defaults, commands, links, test files, figures and findings exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.core
+import typer.exceptions
+import yaml
+from pydantic_core import PydanticUndefined
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.annotations import alternatives, fields_of, options_of
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.training import health
+from support.paths import ROOT, TESTS
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+SOURCE = "\n".join(
+    path.read_text(encoding="utf-8") for room in ("rlhf_cli", "stages") for path in sorted((ROOT / room).rglob("*.py"))
+)
+
+
+def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a schema with its default; a list of sections gives the keys of its items."""
+    for name, field in fields_of(kind).items():
+        key = prefix + name
+        yield key, field.get_default(call_default_factory=True)
+        for member in alternatives(field.annotation)[0]:
+            for inner in [member, *getattr(member, "__args__", ())]:
+                for section in alternatives(inner)[0]:
+                    if fields_of(section):
+                        yield from keys_of(section, f"{key}.")
+
+
+KEYS = {stage: dict(keys_of(schema)) for stage, schema in CONFIGS.items()}
+ALL_KEYS = {key for keys in KEYS.values() for key in keys}
+SECTIONS = sorted({key.split(".")[0] for key in ALL_KEYS if "." in key})
+
+
+def in_backticks(text: str) -> Iterator[str]:
+    """The code spans of a page, without its code blocks."""
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+# ---------------------------------------------------------------------------------------- config keys
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_key_that_a_page_names_exists(page: str) -> None:
+    named = {
+        match[1]
+        for span in in_backticks(TEXTS[page])
+        if (match := re.match(rf"((?:{'|'.join(SECTIONS)})\.[a-z_]\w*(?:\.\w+)*)(?![\w./(])", span))
+    }
+    unknown = {
+        key for key in named if key not in ALL_KEYS and not key.endswith((".py", ".yaml", ".json", ".jsonl", ".md"))
+    }
+    assert not unknown
+
+
+STAGE_PAGES = {
+    "sft": ("docs/sft.md", "docs/training.md", "docs/data.md"),
+    "rm": ("docs/rm.md", "docs/training.md", "docs/data.md"),
+    "ppo": ("docs/ppo.md", "docs/training.md", "docs/data.md", "docs/rewards.md"),
+}
+
+
+@pytest.mark.parametrize("stage", CONFIGS)
+def test_every_key_of_a_stage_is_documented(stage: str) -> None:
+    text = "\n".join(TEXTS[page] for page in STAGE_PAGES[stage])
+    missing = []
+    for key in KEYS[stage]:
+        last = key.split(".")[-1]
+        in_mapping = re.search(rf"\b{last}: ", text) is not None
+        source_or_reward = re.match(r"(data\.(train|test|probes)|ptx\.train|rewards)\.", key) is not None
+        lora = ".lora." in key
+        if f"`{key}`" in text or ((source_or_reward or lora) and (f"`{last}`" in text or in_mapping)):
+            continue
+        if re.search(rf"`{last}`", text) and key.count(".") == 1 and key.startswith("data."):
+            continue
+        sections = [name for name in KEYS[stage] if name.startswith(f"{key}.")]
+        if not sections and not (lora and f".lora.{last}`" in text):
+            missing.append(key)
+    assert not missing
+
+
+def table_rows(text: str) -> Iterator[list[str]]:
+    """The cells of every row of an option table: those whose header is `key`, `default`, ..."""
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        if not cells:
+            header = []
+        elif not header:
+            header = cells
+        elif header[:2] == ["key", "default"] and not set(line) <= set("|- "):
+            yield cells
+
+
+def written(default: Any) -> Any:
+    """A default as YAML would read it back."""
+    if default is PydanticUndefined:
+        return "required"
+    if fields_of(type(default)):
+        return default.model_dump(mode="json", exclude_defaults=True)
+    return list(default) if isinstance(default, tuple) else default
+
+
+@pytest.mark.parametrize("page", ["docs/sft.md", "docs/rm.md", "docs/ppo.md", "docs/training.md"])
+def test_the_defaults_of_the_option_tables_are_those_of_the_schemas(page: str) -> None:
+    checked = 0
+    for cells in table_rows(TEXTS[page]):
+        names = re.findall(r"`([^`]+)`", cells[0])
+        stated = cells[1].split(":")[0] if not cells[1].startswith("[") else cells[1]
+        values = [yaml.safe_load(part) for part in ([stated] if len(names) == 1 else stated.split(", "))]
+        if len(values) == 1:
+            values = values * len(names)
+        for name, value in zip(names, values, strict=True):
+            stages = [page.removeprefix("docs/").removesuffix(".md")]
+            stages = stages if stages[0] in CONFIGS else [stage for stage in CONFIGS if name in KEYS[stage]]
+            for stage in stages:
+                default = written(KEYS[stage][name])
+                default = float(default) if isinstance(value, str) and re.fullmatch(r"[\d.]+e-?\d+", value) else default
+                value = float(value) if isinstance(default, float) else value
+                assert (value if value != {} else {}) == default or (value == "required" and default is None), name
+                checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("name", ["ppo.advantage_estimator", "ppo.kl_estimator"])
+def test_every_choice_has_a_row_of_its_own(name: str) -> None:
+    page = "docs/ppo.md" if name == "ppo.advantage_estimator" else "docs/kl.md"
+    table = TEXTS[page].split(f"| `{name}` |", 2 if name == "ppo.advantage_estimator" else 1)[-1]
+    rows = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], flags=re.MULTILINE)
+    field = fields_of(alternatives(fields_of(CONFIGS["ppo"])["ppo"].annotation)[0][0])[name.split(".")[1]]
+    assert rows == options_of(field.annotation)
+
+
+NOT_OFFERED = {
+    "DPO, SimPO, ORPO and the KTO loss": ("dpo", "simpo", "orpo"),
+    "ZeRO, FSDP, tensor parallel": ("zero_stage", "fsdp", "deepspeed", "tensor_parallel", "sharding"),
+    "4 or 8 bits": ("load_in_4bit", "load_in_8bit", "quantization", "qlora"),
+    "wandb, TensorBoard": ("wandb", "tensorboard", "report_to"),
+    "pushing a model to the hub": ("push_to_hub", "hub_model_id"),
+    "beam and contrastive search": ("num_beams", "penalty_alpha"),
+    "n-gram blocking": ("no_repeat_ngram_size",),
+    "dropout in training": ("dropout",),
+    "callbacks": ("callbacks",),
+}
+"""What docs/other_libraries.md says is not offered, and the names it would have in a config."""
+
+
+@pytest.mark.parametrize("text", NOT_OFFERED)
+def test_what_is_not_offered_is_not_a_key_nor_a_choice(text: str) -> None:
+    section = TEXTS["docs/other_libraries.md"].split("## 3. What is not offered")[1]
+    assert text in section
+    choices = {str(choice) for schema in CONFIGS.values() for choice in choices_of(schema)}
+    names = {part for key in ALL_KEYS for part in key.split(".")} | choices
+    assert not names & set(NOT_OFFERED[text])
+
+
+def choices_of(kind: Any) -> Iterator[Any]:
+    for field in fields_of(kind).values():
+        yield from options_of(field.annotation)
+        for member in alternatives(field.annotation)[0]:
+            for inner in [member, *getattr(member, "__args__", ())]:
+                for section in alternatives(inner)[0]:
+                    yield from choices_of(section)
+
+
+def test_the_page_of_other_libraries_lists_the_golden_cases_that_are_not_checked() -> None:
+    tree = ast.parse((TESTS / "algorithms" / "test_golden.py").read_text(encoding="utf-8"))
+    node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "NOT_OFFERED")
+    listed = re.findall(r"^\| `(\w+)` \| [^|]*\|$", TEXTS["docs/other_libraries.md"].split("| case |")[1], re.MULTILINE)
+    assert listed[: len(ast.literal_eval(node.value))] == list(ast.literal_eval(node.value))
+
+
+# ------------------------------------------------------------------------------------------- commands
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every `rlhf ...` command of a page, in code blocks and code spans, continued lines joined."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *in_backticks(text)]:
+        command = line.removeprefix("$ ").split(" | ")[0].strip()
+        if command.startswith("rlhf ") and "..." not in command:
+            yield shlex.split(command, comments=True)[1:]
+
+
+def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[str], parent: Any = None) -> None:
+    """Parse a command line to its end without running anything; raises TyperException, or Exit for --help."""
+    context = command.make_context(command.name or "rlhf", words, parent=parent)
+    rest = [*getattr(context, "_protected_args", []), *context.args]
+    if isinstance(command, typer.core.TyperGroup) and rest:
+        _, found, rest = command.resolve_command(context, rest)
+        parse(found, rest, context)
+
+
+ALL_COMMANDS = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
+SCHEMATIC = {"FILE", "DIR", "FOLDER", "SOURCE"}
+
+
+def test_there_are_commands() -> None:
+    assert len(ALL_COMMANDS) > 20
+
+
+def names_only(words: tuple[str, ...]) -> bool:
+    """Is it a command that a sentence names, as in `rlhf data score`?"""
+    return all(re.fullmatch(r"[a-z]+", word) for word in words)
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_every_command_parses(words: tuple[str, ...]) -> None:
+    command = typer.main.get_command(app)
+    if names_only(words):
+        with pytest.raises(typer.exceptions.Exit):
+            parse(command, [*words, "--help"])
+    elif "--help" not in words:
+        parse(command, list(words))
+
+
+def test_a_command_with_an_unknown_option_does_not_parse() -> None:
+    with pytest.raises(typer.exceptions.TyperException):
+        parse(typer.main.get_command(app), ["sft", "--config", "sft.yaml", "--epochs", "3"])
+
+
+def overrides(words: tuple[str, ...]) -> list[str]:
+    return [value for flag, value in pairwise(words) if flag == "--set"]
+
+
+@pytest.mark.parametrize("words", [words for words in ALL_COMMANDS if "--set" in words], ids=" ".join)
+def test_every_override_of_a_command_is_a_config(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if words[0] == "pipeline":
+        for stage in CONFIGS:
+            given = [part.removeprefix(f"{stage}:") for part in overrides(words)]
+            given = [part for part in given if part.split(":")[0] not in CONFIGS]
+            load_config(ROOT / words[1] / f"{stage}.yaml", CONFIGS[stage], given)
+    elif "--config" in words:
+        file = words[words.index("--config") + 1]
+        if file not in SCHEMATIC:
+            load_config(ROOT / file, CONFIGS[words[0]], overrides(words))
+
+
+# ------------------------------------------------------------------------------- links, files, figures
+
+
+def anchor(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", [*TEXTS, "CHANGELOG.md", "benchmarks/README.md", "data/support/README.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in {anchor(each) for each in headings}, target
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    pattern = r"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml|json))\b"
+    text = re.sub(r"\]\([^)]*\)", "]", TEXTS[page])
+    for name in re.findall(pattern, text):
+        shipped = name.startswith(("tests/", "docs/", "configs/", "benchmarks/", "rlhf_cli/", "stages/", "data/"))
+        if "test_" in name or shipped:
+            assert (ROOT / name).exists() or (TESTS / name).exists(), name
+    for name in re.findall(r"(?<![\w/])test_\w+\.py", text):
+        assert list(TESTS.rglob(name)), name
+
+
+GROUPS = "eval|rm|sft|objective|reward|response|policy|value|loss|time|speed|memory|probe"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_figure_that_a_page_names_is_written_by_the_code(page: str) -> None:
+    unknown = []
+    for span in in_backticks(TEXTS[page]):
+        if re.fullmatch(rf"(?:{GROUPS})/[a-z_0-9]+", span) and span not in SOURCE:
+            group, name = span.split("/")
+            phase = re.sub(r"_(s|mfu|tokens_per_s)$", "", name)  # time/<phase>_s, speed/<phase>_mfu
+            if f"{group}/{{" not in SOURCE or not re.search(rf"[\"'/]({name}|{phase})[\"']|\b{name} *=", SOURCE):
+                unknown.append(span)
+    assert not unknown
+
+
+def test_every_finding_is_documented_and_every_documented_one_exists() -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/health.md"], flags=re.MULTILINE))
+    tree = ast.parse(Path(health.__file__).read_text(encoding="utf-8"))
+    names = {
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Finding", "finding")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert names - {"bad_step"} <= rows
+    assert all(f'"{name}"' in SOURCE for name in rows)
+
+
+def test_the_readme_is_short() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 120
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 125
