@@ -50,19 +50,19 @@ from support.tiny import (
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Tokenised rows go where they are removed again, those of the stages that run as processes of their own too."""
+    """Keep the token cache in a temporary folder, also for stages in other processes."""
     os.environ["RLHF_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """Tiny matrices: more threads cost more than they give, and the other core is somebody else's."""
+    """Tiny matrices are slower on several threads, and other tests need the other cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> dict[str, Path]:
-    """Rows of unequal length: demonstrations, preferences, scored, prompts; each file is also its own test."""
+    """Files of rows of unequal length: demonstrations, preferences, scored, prompts. Each is also its own test set."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(1)
     prompts = [f"Q: {sentence(rng, 1, 8)} {i}\nA:" for i in range(24)]
 
@@ -100,7 +100,7 @@ def tokenizer_path(tokenizer, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def eos_only_tokenizer(texts) -> PreTrainedTokenizerFast:
-    """Like GPT-2's: <eos> is the only special token and stands for bos and pad too."""
+    """Like GPT-2's: <eos> is the only special token, and also serves as bos and pad."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -119,14 +119,14 @@ def eos_only_tokenizer(texts) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory, tokenizer, eos_only_tokenizer) -> Callable[..., Path]:
-    """A function: architecture to the directory of a tiny random model of it, made once."""
+    """A function: architecture -> directory of a tiny random model, built once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:
         if architecture not in made:
             own = copy.deepcopy(eos_only_tokenizer if architecture == "gpt2" else tokenizer)
             if architecture == "qwen2":
-                own.unk_token = "<pad>"  # as released ones have: AutoTokenizer gives one without a 301st token
+                own.unk_token = "<pad>"  # as in released tokenizers; AutoTokenizer would add a 301st token otherwise
             model = new_model(ScratchModel(architecture=architecture, config=SETTINGS[architecture]), own, seed=3)
             made[architecture] = tmp_path_factory.mktemp(architecture) / "model"
             save(model, own, made[architecture])
@@ -200,9 +200,9 @@ def run_stage(write_config) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory, make_model, run_stage) -> Callable[[str], Path]:
-    """A function: architecture to the artifact root of its three finished stages, run once.
+    """A function: architecture -> artifact root of its three finished stages, run once.
 
-    A test that patches something calls it before: what is made here is everybody's.
+    Tests share these runs: call it before you patch anything.
     """
     roots: dict[str, Path] = {}
 
@@ -234,7 +234,7 @@ def arch(request):
 
 @pytest.fixture(scope="module")
 def plain(arch, make_model):
-    """As transformers loads it, one forward a sequence: what everything is compared to."""
+    """The model as transformers loads it, run on one sequence at a time: the reference of the comparisons."""
     return load_policy(str(make_model(arch)))
 
 
@@ -252,7 +252,7 @@ def table():
 
 @pytest.fixture
 def chat_reward_model(make_model, tmp_path):
-    """A directory of a decoder that judges, whose tokenizer has a chat template."""
+    """A function: chat template -> directory of a reward model (a decoder) whose tokenizer has that template."""
 
     def make(template=CHAT):
         torch.manual_seed(0)
@@ -268,7 +268,7 @@ def chat_reward_model(make_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, configs and all three stages finished."""
+    """A folder with data, configs and three finished stages."""
     folder = tmp_path_factory.mktemp("finished")
     write_project(folder)
     result = CliRunner().invoke(app, ["pipeline", str(folder), "--quiet"])
@@ -278,7 +278,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may spoil."""
+    """A copy of the finished project that a test may change."""
     shutil.copytree(finished, tmp_path / "p")
     for path in (tmp_path / "p").glob("*.yaml"):
         path.write_text(path.read_text().replace(str(finished), str(tmp_path / "p")), encoding="utf-8")

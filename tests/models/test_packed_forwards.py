@@ -12,8 +12,6 @@ from support.compare import close, grads, same_gradients
 from support.oracles import check_sampled_logprobs
 from support.tiny import ARCHITECTURES, CPU, LENGTHS, random_ids
 
-# ------------------------------------------------------------------------------------- packed forwards
-
 
 def check_forwards(model, plain):
     sequences = random_ids(*LENGTHS)
@@ -37,7 +35,7 @@ def check_forwards(model, plain):
         one.zero_grad()
 
 
-def test_packed_forward_is_a_plain_forward_of_each_sequence(policy, plain):
+def test_a_packed_forward_equals_a_plain_forward_of_each_sequence(policy, plain):
     assert is_packed(policy)
     assert not is_packed(plain)
     check_forwards(policy, plain)
@@ -45,7 +43,7 @@ def test_packed_forward_is_a_plain_forward_of_each_sequence(policy, plain):
 
 @pytest.mark.parametrize("name", ["bloom", "gemma2"])
 def test_a_model_that_cannot_pack_runs_padded(make_model, table, name):
-    """Bloom's attention is its own; Gemma 2's has a softcap that SDPA has not."""
+    """Bloom has its own attention, and Gemma 2 a softcap that SDPA does not offer."""
     path = str(make_model(name))
     model, plain = load_policy(path), load_policy(path)
     plain.set_attn_implementation("eager")
@@ -56,15 +54,15 @@ def test_a_model_that_cannot_pack_runs_padded(make_model, table, name):
 
 
 @pytest.mark.parametrize("name", ["bloom", "gemma2"])
-def test_a_model_that_cannot_pack_says_so(make_model, name):
+def test_prepare_reports_a_model_that_cannot_pack(make_model, name):
     note = prepare(load_policy(str(make_model(name))), CPU)
     assert note is not None
     assert "ForCausalLM" in note
     assert "padded" in note
 
 
-def test_a_model_that_ignores_sequence_ends_is_found_out(make_model, monkeypatch):
-    """One whose packed row attends across sequences must not be let through."""
+def test_prepare_detects_attention_across_sequences(make_model, monkeypatch):
+    """A model whose packed rows attend across sequences must be refused."""
     from rlhf_cli.kernels import attention
 
     model = load_policy(str(make_model("llama")))
@@ -82,7 +80,7 @@ def test_a_model_that_ignores_sequence_ends_is_found_out(make_model, monkeypatch
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "bloom", "opt"])
 def test_dropout_is_off_in_train_mode(make_model, name):
-    """[14] Families keep their dropout in modules, in floats and in names of their own."""
+    """[14] Families keep dropout in modules, in floats, and under different names."""
     model = load_policy(str(make_model(name)))
     ids = torch.tensor(random_ids(12))
     with torch.no_grad():
@@ -91,8 +89,8 @@ def test_dropout_is_off_in_train_mode(make_model, name):
     assert torch.equal(evaluated, trained)
 
 
-def test_set_dropout_off_is_needed(make_model):
-    """That the fixture's dropout would be seen: the check above can fail."""
+def test_dropout_of_a_fixture_model_would_change_its_logits(make_model):
+    """The test above can fail: dropout changes the logits of these models."""
     model = load_policy(str(make_model("gpt2")))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

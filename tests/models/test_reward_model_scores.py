@@ -1,4 +1,4 @@
-"""Scores of a reward model, for every architecture: where they are read, and that a batch does not change them."""
+"""Reward model scores, for every architecture: they are read at the last token, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from support.compare import close
 from support.learner import BUDGETS
 from support.tiny import CPU, EOS_OF, random_ids
 
-# ------------------------------------------------------------------------------------------ reward model
-
 
 @pytest.fixture(scope="module")
 def reward_model(arch, pipeline):
@@ -42,13 +40,13 @@ def test_a_score_is_the_same_alone_and_in_a_batch(reward_model, scored_ids):
         batch = sequence_scores(reward_model, scored_ids)
         alone = torch.cat([sequence_scores(reward_model, [ids]) for ids in scored_ids])
     close(batch, alone)
-    assert batch.std() > 0.01, "else any two scores would be close"
+    assert batch.std() > 0.01, "otherwise any two scores would be close"
     for budget in BUDGETS:
         close(score_sequences(reward_model, scored_ids, "float32", budget), batch[:, 0])
 
 
-def test_transformers_gives_the_same_scores(arch, pipeline, reward_model, scored_ids):
-    """[5, 8, 10] What the artifact promises: any library reads the same score from it, padded on the right."""
+def test_transformers_computes_the_same_scores(arch, pipeline, reward_model, scored_ids):
+    """[5, 8, 10] Any library that loads the artifact computes the same score, with padding on the right."""
     path = pipeline(arch) / "rm/model"
     theirs = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -88,7 +86,7 @@ def test_ppo_refuses_a_reward_model_without_a_head(arch, make_model, run_stage, 
 
 
 def test_the_head_runs_in_float32_under_bfloat16(reward_model, scored_ids):
-    """[40] Scores and values are more than bfloat16 can hold, and are the head's own on the hidden states."""
+    """[40] Scores and values have more digits than bfloat16, and equal those of the head on the hidden states."""
     batch = pack(scored_ids)
     with torch.no_grad(), autocast(CPU, "bfloat16"):
         scores = sequence_scores(reward_model, scored_ids)

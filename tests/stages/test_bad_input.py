@@ -1,4 +1,4 @@
-"""Bad input gets one clear line and exit code 2, and what stood before still stands."""
+"""Bad input gives one clear line and exit code 2, and finished stages stay as they were."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.projects import DEMONSTRATIONS, digests, fails, write_rows
 # ----------------------------------------------------------------------------------------- configs
 
 
-def test_all_mistakes_of_a_config_at_once_with_file_and_line(project: Path) -> None:
+def test_all_config_errors_are_reported_together_with_file_and_line(project: Path) -> None:
     path = project / "sft.yaml"
     path.write_text(
         "artifacts: a\n"
@@ -70,7 +70,7 @@ def test_no_config_file(project: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "missing"), [("rm", "sft"), ("ppo", "sft"), ("ppo", "rm")])
-def test_a_missing_stage_is_named_with_the_command_that_makes_it(project: Path, stage: str, missing: str) -> None:
+def test_a_missing_stage_is_reported_with_the_command_that_runs_it(project: Path, stage: str, missing: str) -> None:
     shutil.rmtree(project / "run" / missing)
     message = fails(project, stage)
     assert f"no finished '{missing}' stage. Run: {program()} {missing} --config {project / missing}.yaml" in message
@@ -80,7 +80,7 @@ def test_a_missing_stage_is_named_with_the_command_that_makes_it(project: Path, 
 
 
 def broken(project: Path, stage: str, line: int, text: str) -> str:
-    """Line `line` (from 1) of the stage's data replaced by `text`."""
+    """Replace line `line` (from 1) of the stage's data by `text`, run it, and return the error."""
     path = project / ("pref.jsonl" if stage == "rm" else "sft.jsonl")
     lines = path.read_text().splitlines()
     lines[line - 1] = text
@@ -120,7 +120,7 @@ def test_data_line_not_an_object(project: Path, stage: str) -> None:
         ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
     ],
 )
-def test_a_bad_row_is_named(project: Path, stage: str, row: dict[str, Any], message: str) -> None:
+def test_a_bad_row_is_reported_with_its_line(project: Path, stage: str, row: dict[str, Any], message: str) -> None:
     import re
 
     if stage == "ppo":
@@ -135,19 +135,19 @@ def test_a_first_row_of_the_wrong_kind(project: Path) -> None:
     assert "prompt + response" in message
 
 
-def test_everything_too_long(project: Path) -> None:
+def test_rows_that_are_all_too_long_are_refused(project: Path) -> None:
     message = fails(project, "sft", "--set", "data.max_length=3")
     assert "longer than 3 tokens" in message
     assert "longer than 2 tokens" in fails(project, "rm", "--set", "data.max_length=2")
     assert "longer than 1 tokens" in fails(project, "ppo", "--set", "data.max_prompt_length=1")
 
 
-def test_longer_than_the_models_positions(project: Path) -> None:
+def test_lengths_beyond_the_models_positions_are_refused(project: Path) -> None:
     assert "the model has 128 positions" in fails(project, "sft", "--set", "data.max_length=500")
     assert "the model has 128 positions" in fails(project, "ppo", "--set", "rollout.max_new_tokens=500")
 
 
-def test_hub_dataset_out_of_reach(project: Path) -> None:
+def test_an_unreachable_hub_dataset_is_reported(project: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(project / "sft.yaml"), "--quiet"]
         + ["--set", "data.train=nobody/no-such-dataset"],
@@ -192,14 +192,14 @@ def test_truncated_weights(project: Path) -> None:
     assert "no model can be loaded" in fails(project, "ppo", "--set", f"policy.path={model}")
 
 
-def test_reward_model_without_its_head(project: Path) -> None:
+def test_a_reward_model_without_its_head_is_refused(project: Path) -> None:
     model = project / "run" / "sft" / "model"
     message = fails(project, "ppo", "--set", f"rewards=[{{type: reward_model, path: {model}}}]")
     assert "score.weight" in message
     assert "would be random" in message
 
 
-def test_policy_without_its_head(project: Path) -> None:
+def test_a_policy_without_its_language_model_head_is_refused(project: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = copy_model(project, "sft")
@@ -209,7 +209,7 @@ def test_policy_without_its_head(project: Path) -> None:
     assert "lm_head.weight" in fails(project, "ppo", "--set", f"policy.path={model}")
 
 
-def test_vocabulary_that_does_not_fit_the_tokenizer(project: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> None:
     model = copy_model(project, "sft")
     path = model / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -237,7 +237,7 @@ def test_reward_function_missing(project: Path) -> None:
 
 
 def run_limited(project: Path, stage: str, prelude: str) -> subprocess.CompletedProcess[str]:
-    """A stage in a process of its own, after `prelude` (Python)."""
+    """Run a stage in a new process, after the Python code `prelude`."""
     code = f"{prelude}\nimport sys\nfrom rlhf_cli.cli import main\nsys.argv = ['rlhf', *sys.argv[1:]]\nmain()"
     return subprocess.run(
         [sys.executable, "-c", code, stage, "--config", str(project / f"{stage}.yaml"), "--restart", "--quiet"],
@@ -249,15 +249,15 @@ def run_limited(project: Path, stage: str, prelude: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("path", ["/", "{up}", "/proc", "{project}", "{project}/empty"])
-def test_a_folder_without_data_or_a_model_is_refused_before_it_is_read_through(
+def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(
     project: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`data.train: /` would have the whole disk hashed before a word is said."""
+    """`data.train: /` would hash the whole disk before any message."""
     path = path.format(project=project, up="../" * 40)
     (project / "empty").mkdir()
     (project / "empty" / "rows.md").write_text("no data")
     (project / "rows.d").mkdir()
-    # The project has files of rows right in it: what is asked for is a model.
+    # The project folder itself has data files, so only a model is missing there.
     monkeypatch.setattr(artifacts, "digest_file", lambda path: pytest.fail(f"reads {path}"))
     if path != str(project):
         for stage in ("sft", "rm", "ppo"):
@@ -268,8 +268,8 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_read_through(
         assert f"{key}: {path}: has no config.json" in fails(project, stage, "--set", f"{key}={{path: {path}}}")
 
 
-def test_a_folder_of_data_is_known_by_its_data_files(tmp_path: Path) -> None:
-    """Those that are read, right in it; of a glob those that fit it."""
+def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) -> None:
+    """The files that are read: those directly in the folder, or those that match a glob."""
     (tmp_path / "deep").mkdir()
     write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS)
     glob = str(tmp_path / "**" / "*.jsonl")
@@ -295,7 +295,7 @@ def test_a_folder_of_data_is_known_by_its_data_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_full_disk(project: Path, stage: str) -> None:
-    """No file may grow beyond 8 kB, so the weights can't be written: as on a disk that fills up."""
+    """No file may grow beyond 8 kB, so writing the weights fails as on a full disk."""
     before = digests(project)
     result = run_limited(project, stage, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))")
     assert result.returncode == 2, result.stderr
@@ -310,7 +310,7 @@ def test_unwritable_directory(project: Path) -> None:
     assert "can't be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
 
 
-# ------------------------------------------------------------------------------- what files say, of any type
+# ------------------------------------------------------------------------------- files with arbitrary content
 
 
 OTHERS = ["x", None, -1, 10**400, 1.5, float("nan"), [], {}, [["a"]], True, {"a": {"b": 1}}]
@@ -318,7 +318,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def ends(*arguments: str) -> str:
-    """Whatever the command makes of it, it is a line and not a traceback; returns stderr."""
+    """Run a command that may succeed or fail, but only with one line and no traceback; return stderr."""
     result = CliRunner().invoke(app, [*arguments])
     assert result.exit_code in (0, 1, 2), result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
@@ -328,7 +328,7 @@ def ends(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("key", ["score_mean", "score_std"])
-def test_a_reward_models_facts_of_another_type(project: Path, key: str) -> None:
+def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: str) -> None:
     path = project / "run/rm/model/config.json"
     whole = json.loads(path.read_text())
     for value in (*OTHERS, *((0, 0.0) if key == "score_std" else ())):
@@ -340,7 +340,7 @@ def test_a_reward_models_facts_of_another_type(project: Path, key: str) -> None:
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "", "null", "3", "[]", '"x"', "{}", "\xff"])
 @pytest.mark.parametrize("name", ["manifest.json", "model/config.json", "model/tokenizer_config.json"])
-def test_a_file_of_a_stage_that_holds_anything(project: Path, name: str, text: str) -> None:
+def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: str, text: str) -> None:
     (project / "run/sft" / name).write_bytes(text.encode("latin-1"))
     said = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
     if name == "manifest.json":
@@ -349,8 +349,8 @@ def test_a_file_of_a_stage_that_holds_anything(project: Path, name: str, text: s
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_a_manifest_with_values_of_another_type(project: Path, stage: str) -> None:
-    """Each of its values, and each within them."""
+def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path, stage: str) -> None:
+    """Every value, nested ones included."""
     path = project / "run" / stage / "manifest.json"
     whole = json.loads(path.read_text())
     places = [(key,) for key in whole] + [(k, inside) for k, v in whole.items() if isinstance(v, dict) for inside in v]
@@ -368,7 +368,7 @@ def test_a_manifest_with_values_of_another_type(project: Path, stage: str) -> No
         assert "broken" in CliRunner().invoke(app, ["status", str(project / "run")]).stdout or key == "contract"
 
 
-def test_an_evaluation_that_cannot_be_shown(project: Path) -> None:
+def test_an_unreadable_evaluation_does_not_break_status(project: Path) -> None:
     ends("pipeline", str(project), "--quiet")
     for text in (DEEP, "", "3", "{}", '{"sft": [], "ppo": []}'):
         (project / "run/ppo/evaluation.json").write_text(text)
@@ -387,7 +387,7 @@ def test_an_evaluation_that_cannot_be_shown(project: Path) -> None:
         ("vocab_size", "x"),
     ],
 )
-def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> None:
+def test_a_model_that_cannot_run_is_reported(project: Path, key: str, value: Any) -> None:
     path = project / "run/sft/model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     message = fails(project, "rm", "--restart")
@@ -398,15 +398,17 @@ def test_a_model_that_does_not_compute(project: Path, key: str, value: Any) -> N
     ("key", "value"),
     [("model_max_length", "x"), ("model_max_length", []), ("chat_template", {"a": {"b": 1}}), ("chat_template", 3)],
 )
-def test_a_tokenizer_that_says_anything(project: Path, key: str, value: Any) -> None:
+def test_a_tokenizer_config_with_arbitrary_values_is_reported(project: Path, key: str, value: Any) -> None:
     path = project / "run/sft/model/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert "run/sft/model: no tokenizer can be loaded (" in fails(project, "rm", "--restart")
 
 
 @pytest.mark.parametrize(("key", "value"), [("eos_token_id", {}), ("eos_token_id", ["x"]), ("output_attentions", True)])
-def test_a_generation_config_that_says_anything(project: Path, key: str, value: Any) -> None:
-    """Found out at the start, and not when what was trained is saved."""
+def test_a_generation_config_with_arbitrary_values_is_reported_at_the_start(
+    project: Path, key: str, value: Any
+) -> None:
+    """The error comes at the start, not when the trained model is saved."""
     path = project / "run/sft/model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     message = fails(project, "ppo", "--restart")
@@ -414,8 +416,8 @@ def test_a_generation_config_that_says_anything(project: Path, key: str, value: 
     assert "generation_config.json" in message
 
 
-def test_a_temperature_without_sampling_can_be_saved_again(project: Path) -> None:
-    """As some released models have it."""
+def test_a_generation_config_with_temperature_but_no_sampling_is_saved(project: Path) -> None:
+    """Some released models have such a generation config."""
     path = project / "run/sft/model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False, "temperature": 0.6}))
     override = f"model={{path: {project}/run/sft/model}}"
@@ -425,7 +427,7 @@ def test_a_temperature_without_sampling_can_be_saved_again(project: Path) -> Non
 # ------------------------------------------------------------------------------------------- the run
 
 
-def test_loss_that_is_not_a_number_stops_with_exit_code_1(project: Path) -> None:
+def test_a_nan_loss_stops_with_exit_code_1(project: Path) -> None:
     before = digests(project)
     arguments = ["--set", "optimizer.learning_rate=1e30", "--set", "training.num_steps=20"]
     result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--quiet", *arguments])
@@ -435,7 +437,7 @@ def test_loss_that_is_not_a_number_stops_with_exit_code_1(project: Path) -> None
     assert before.items() <= digests(project).items()
 
 
-def test_reward_function_that_fails_stops_with_exit_code_1(project: Path) -> None:
+def test_a_failing_reward_function_stops_with_exit_code_1(project: Path) -> None:
     (project / "f.py").write_text("def f(prompts, responses, rows):\n    return [float('nan')] * len(prompts)\n")
     overrides = ["--set", f"rewards=[{{type: function, function: {project}/f.py:f}}]"]
     result = CliRunner().invoke(app, ["ppo", "--config", str(project / "ppo.yaml"), "--quiet", *overrides])

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is no number: nothing is stepped, the batch is kept, and so many in a row stop the run.
+"""Steps with a NaN or infinite loss or gradient: the step is skipped and its batch saved, and too many stop the run.
 
-The numbers are real ones, and come from what a user gives. SFT: a model whose attention overflows at one token, which
-some rows have. RM: rows whose margin is beyond float32. PPO: a reward so large that the value loss overflows.
+The values come from real input. SFT: the attention of a model overflows at one token, which some rows contain. RM:
+the margin of some rows is beyond float32. PPO: a reward is so large that the value loss overflows.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from support.tiny import SETTINGS, merged, read_jsonl, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
 TOKEN = "%"
-"""It stands in no other row."""
+"""A token that only the bad rows contain."""
 NUM_STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 BAD = {"sft": [3, 4], "rm": [3, 4], "ppo": [2]}
-"""Rows of metrics (PPO: iterations) whose batches are bad; PPO's has four steps, all of them bad."""
+"""Steps (PPO: iterations) with bad batches; the iteration of PPO has four steps, all bad."""
 IN_A_ROW = {"sft": 2, "rm": 2, "ppo": 4}
 ORDER = {"sft": "sft order", "rm": "rm order", "ppo": "ppo prompts"}
 LOSS = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "loss/policy"}
@@ -61,7 +61,7 @@ def _no_attempt_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def poisoned_model(tokenizer, tmp_path_factory) -> Path:
-    """A tiny OPT of the kind whose attention reads embeddings that no norm has seen, one of them very long."""
+    """A tiny OPT whose attention reads embeddings without a norm before it; one embedding is very large."""
     settings = SETTINGS["opt"] | {"do_layer_norm_before": False, "tie_word_embeddings": False}
     model = new_model(ScratchModel(architecture="opt", config=settings), tokenizer, seed=3)
     [token] = tokenizer(TOKEN, add_special_tokens=False)["input_ids"]
@@ -73,7 +73,7 @@ def poisoned_model(tokenizer, tmp_path_factory) -> Path:
 
 
 def poison(stage: str, rows: list[dict[str, Any]], bad: list[int]) -> list[int]:
-    """Make the batches of these steps bad; returns the numbers of the rows that do it."""
+    """Make the batches of these steps bad; return the numbers of the rows that were changed."""
     size = 8 if stage == "ppo" else 4
     batches = [stream(len(rows), size, step - 1, 0, ORDER[stage]) for step in bad]
     if stage == "ppo":
@@ -88,7 +88,7 @@ def poison(stage: str, rows: list[dict[str, Any]], bad: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def config_in(write_config, data, poisoned_model, make_model) -> Callable[..., list[str]]:
-    """A function: stage, artifact root, which steps are bad, more changes -> the arguments that run it there."""
+    """A function: stage, artifact root, bad steps, config changes -> the command-line arguments of the run."""
 
     def prepare(stage: str, root: Path, bad: list[int] | None = None, **more: Any) -> list[str]:
         root.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def succeed(arguments: list[str], *more: str) -> str:
 
 
 def stops(arguments: list[str], *more: str) -> str:
-    """What is said where the run stops: one line, exit code 1."""
+    """Run a command that must stop with one line and exit code 1; return the line."""
     result = rlhf(arguments, "--quiet", *more)
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit), repr(result.exception)
@@ -152,12 +152,12 @@ def step_rows(directory: Path, stage: str) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(directory / "metrics.jsonl") if COUNT[stage] in row]
 
 
-# ------------------------------------------------------------------------------------- one is left out
+# ------------------------------------------------------------------------------------- a skipped step
 
 
 @pytest.fixture
 def watched(monkeypatch) -> list[tuple[bool, bool, bool, int]]:
-    """Of each step: may it move; did a weight, or a moment of the optimizer, change; how far the schedule went."""
+    """For each step: may it move, did a weight change, did an optimizer moment change, and the schedule's position."""
     seen: list[tuple[bool, bool, bool, int]] = []
     advance = Stepper.advance
 
@@ -179,14 +179,14 @@ def watched(monkeypatch) -> list[tuple[bool, bool, bool, int]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_bad_step_moves_nothing_is_kept_and_counted_and_the_run_goes_on(stage, config_in, watched, tmp_path):
+def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, watched, tmp_path):
     said = succeed(config_in(stage, tmp_path))
     rows = step_rows(tmp_path / stage, stage)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS[stage] + 1))
     bad, counted = BAD[stage], 4.0 if stage == "ppo" else 1.0
     assert [row[COUNT[stage]] for row in rows] == [counted * (row["step"] in bad) for row in rows]
 
-    # Neither model of PPO, neither weights nor moments; and the schedule goes on. The first rate is 0.
+    # Neither weights nor moments of either PPO model change, and the schedule advances. The first rate is 0.
     steppers, steps = (2, 4) if stage == "ppo" else (1, 1)
     assert len(watched) == NUM_STEPS[stage] * steps * steppers
     for number, (moves, weights, moments, ahead) in enumerate(watched):
@@ -194,7 +194,7 @@ def test_a_bad_step_moves_nothing_is_kept_and_counted_and_the_run_goes_on(stage,
         assert (moves, moments, ahead) == (step not in bad, step not in bad, 1), number
         assert weights == (step not in bad) or number < steppers
 
-    # What an iteration or a step could not be is left out or null, what it was is there.
+    # Metrics that could not be computed are missing or null; the others are present.
     for row in rows:
         if row["step"] in bad:
             assert row.get(LOSS[stage]) is None or row[f"{stage}/grad_norm"] is None
@@ -207,7 +207,7 @@ def test_a_bad_step_moves_nothing_is_kept_and_counted_and_the_run_goes_on(stage,
         at = (row["step"] - 1) * scale
         assert row[rate] == pytest.approx(1e-3 * (min(at, 1) if at <= 1 else (total - at) / (total - 1)))
 
-    # The batches, each once; told once for the two that follow each other, and once more at the end.
+    # Each batch is saved once. There is one message for the two consecutive ones, and one at the end.
     failed = read_jsonl(tmp_path / f"{stage}.failed_batch.jsonl")
     assert sorted({row["step"] for row in failed}) == bad
     train = read_jsonl(tmp_path / f"{stage}.jsonl")
@@ -215,7 +215,7 @@ def test_a_bad_step_moves_nothing_is_kept_and_counted_and_the_run_goes_on(stage,
         batch = [row for row in failed if row["step"] == step]
         numbers = stream(len(train), 8 if stage == "ppo" else 4, step - 1, 0, ORDER[stage])
         if stage == "ppo":
-            # Two passes in two minibatches: each response twice.
+            # Two epochs of two minibatches: each response twice.
             assert sorted(row["prompt"] for row in batch) == sorted(2 * [train[n]["prompt"] for n in numbers])
             assert sorted(row["optimizer_step"] for row in batch) == sorted(4 * [5, 6, 7, 8])
             assert all(row["response_ids"] and len(row["returns"]) == len(row["response_ids"]) for row in batch)
@@ -233,21 +233,21 @@ def test_a_bad_step_moves_nothing_is_kept_and_counted_and_the_run_goes_on(stage,
         assert all(tensor.isfinite().all() for tensor in load_file(path).values()), path
 
 
-def test_a_batch_that_another_has_a_bad_row_of_is_learnt_from(config_in, tmp_path):
-    """What PPO says of an iteration with good and bad steps is the mean of the good ones."""
+def test_good_minibatches_are_learnt_beside_a_bad_one(config_in, tmp_path):
+    """The metrics of an iteration with good and bad steps are means over the good ones."""
     arguments = config_in("ppo", tmp_path, bad=[])
     [number] = stream(24, 8, 1, 0, ORDER["ppo"])[3:4]
     (tmp_path / "reward.py").write_text(REWARD.format(numbers={number}), encoding="utf-8")
     succeed(arguments, "--set", "ppo.whiten_advantages=false")
     row = step_rows(tmp_path / "ppo", "ppo")[1]
-    assert row["policy/bad_steps"] == 2.0, "one of two minibatches, in two passes"
+    assert row["policy/bad_steps"] == 2.0, "one of two minibatches, in two epochs"
     assert all(isinstance(value, float) and math.isfinite(value) for key, value in row.items() if key != "step")
     assert abs(row["loss/value"]) < 1e6
 
 
-def test_statistics_of_scores_outlive_a_score_that_is_no_number(config_in, tmp_path):
+def test_score_statistics_survive_an_infinite_score(config_in, tmp_path):
     arguments = config_in("ppo", tmp_path, ppo={"score_normalization": "running"})
-    # What the function returns is a number of float32, its weighted sum is none.
+    # The function returns a finite float32, but its weighted sum is infinite.
     succeed([*arguments, "--set", "rewards.0.weight=1e10"])
     rows = step_rows(tmp_path / "ppo", "ppo")
     assert [row["policy/bad_steps"] for row in rows] == [0.0, 4.0, 0.0]
@@ -260,8 +260,8 @@ def test_statistics_of_scores_outlive_a_score_that_is_no_number(config_in, tmp_p
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_so_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(stage, config_in, tmp_path):
-    """The same command stops there again; one that allows more goes on, and comes to what it would have."""
+def test_too_many_consecutive_bad_steps_stop_at_the_last_good_checkpoint(stage, config_in, tmp_path):
+    """The same command stops there again. One that allows more resumes and ends with the same bytes."""
     more = {"optimizer": {"max_bad_steps": IN_A_ROW[stage]}}
     arguments = config_in(stage, tmp_path / "run", **more)
     message = stops(arguments)
@@ -274,7 +274,7 @@ def test_so_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(stage, config
     assert f"the last of {IN_A_ROW[stage]} such steps in a row" in message
     assert f"The checkpoint of step {first - 1} stands" in message
     assert not (tmp_path / "run" / stage).exists()
-    assert saved_steps(tmp_path / "run", stage) == list(range(1, first)), "none while steps are bad"
+    assert saved_steps(tmp_path / "run", stage) == list(range(1, first)), "no checkpoint between bad steps"
     failed = (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes()
     assert stops(arguments) == message
     assert (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes() == failed, "not doubled"
@@ -287,11 +287,11 @@ def test_so_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(stage, config
     for key, value in one.items():
         if key not in ("health.jsonl", "manifest.json", "config.yaml"):
             assert value == two[key], key
-    assert "skipped" in succeed(arguments), "how many may be left out is no part of what was made"
+    assert "skipped" in succeed(arguments), "max_bad_steps is not part of the identity of a run"
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_by_default_the_first_one_stops_the_run(stage, config_in, tmp_path):
+def test_by_default_the_first_bad_step_stops_the_run(stage, config_in, tmp_path):
     arguments = config_in(stage, tmp_path)
     config = yaml.safe_load(Path(arguments[2]).read_text())
     del config["optimizer"]["max_bad_steps"]
@@ -302,20 +302,20 @@ def test_by_default_the_first_one_stops_the_run(stage, config_in, tmp_path):
     assert {row["step"] for row in read_jsonl(tmp_path / f"{stage}.failed_batch.jsonl")} == {BAD[stage][0]}
 
 
-def test_only_those_in_a_row_count(config_in, tmp_path):
-    """Four, of which two and two follow each other."""
+def test_only_consecutive_bad_steps_count(config_in, tmp_path):
+    """Four bad steps, in two groups of two."""
     arguments = config_in("sft", tmp_path, bad=[1, 2, 4, 5], optimizer={"max_bad_steps": 3})
     said = succeed(arguments)
     assert said.count("bad_step: ") == 2
     assert "4 steps were left out" in said
 
 
-# -------------------------------------------------------------------------------- weights that are none
+# -------------------------------------------------------------------------------- weights that are not finite
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_that_are_no_numbers_are_neither_saved_nor_published(stage, config_in, tmp_path):
-    """A rate of 1e39 is a number, and what it makes of float32 is none: with loss and gradient all was well."""
+def test_weights_that_are_not_finite_are_neither_saved_nor_published(stage, config_in, tmp_path):
+    """A learning rate of 1e39 overflows float32 weights, though loss and gradient were finite."""
     long = {"training": {"num_steps": 1}} if stage != "ppo" else {"ppo": {"num_iterations": 1}}
     rate = {"optimizer": {"learning_rate": 1e39, "warmup_steps": 0, "max_bad_steps": 99}}
     for name, changes in (("checkpoint", {}), ("last step", long)):
@@ -327,12 +327,12 @@ def test_weights_that_are_no_numbers_are_neither_saved_nor_published(stage, conf
         assert not (root / stage).exists()
 
 
-# ------------------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------------------------------ resume
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_that_goes_on_among_bad_steps_is_the_undisturbed_run(stage, config_in, monkeypatch, tmp_path):
-    """Stopped after every step, the bad ones too: they are saved then, with how many there were in a row."""
+def test_resuming_between_bad_steps_gives_the_same_bytes(stage, config_in, monkeypatch, tmp_path):
+    """Stopped after every step, bad ones included: the checkpoint has the number of consecutive bad steps."""
     succeed(config_in(stage, tmp_path / "whole"), "--quiet")
     arguments, finish = config_in(stage, tmp_path / "run"), StageRun.finish_step
 
@@ -362,8 +362,8 @@ def test_a_run_that_goes_on_among_bad_steps_is_the_undisturbed_run(stage, config
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_how_many_there_were_in_a_row_is_carried(stage, config_in, monkeypatch, tmp_path):
-    """Of the five that may follow each other three are behind it when it is stopped, and three are to come."""
+def test_the_count_of_consecutive_bad_steps_is_resumed(stage, config_in, monkeypatch, tmp_path):
+    """Five consecutive bad steps are allowed. Three come before the stop and three after it."""
     bad = [2, 3, 4, 5, 6] if stage != "ppo" else [2, 3]
     arguments, finish = config_in(stage, tmp_path, bad=bad), StageRun.finish_step
     after = 4 if stage != "ppo" else 2
@@ -381,8 +381,8 @@ def test_how_many_there_were_in_a_row_is_carried(stage, config_in, monkeypatch, 
     assert "the last of 5 such steps in a row" in message
 
 
-def test_a_checkpoint_of_another_version_is_not_used(config_in, monkeypatch, tmp_path):
-    """One whose parts are others than this version's: it says so and begins anew."""
+def test_a_checkpoint_of_another_version_is_ignored(config_in, monkeypatch, tmp_path):
+    """Its parts differ from those of this version: the run says so and starts over."""
     arguments, finish = config_in("sft", tmp_path), StageRun.finish_step
 
     def stop(self: StageRun, done: int, total: int) -> None:
@@ -397,8 +397,8 @@ def test_a_checkpoint_of_another_version_is_not_used(config_in, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("point", ["open", "fsync"])
-def test_killed_while_a_batch_is_written(point, config_in, tmp_path):
-    """Before it is opened, and with all of it there but not synced."""
+def test_a_kill_while_a_batch_is_written_loses_nothing(point, config_in, tmp_path):
+    """Killed before the file is opened, and when it is written but not synced."""
     succeed(config_in("sft", tmp_path / "whole"), "--quiet")
     root = tmp_path / "run"
     arguments = config_in("sft", root)
@@ -414,7 +414,7 @@ def test_killed_while_a_batch_is_written(point, config_in, tmp_path):
 # ------------------------------------------------------------------------------------------- the parts
 
 
-def test_rows_are_appended_once_and_half_a_row_is_cut_off(tmp_path):
+def test_rows_are_appended_once_and_a_partial_row_is_removed(tmp_path):
     path = tmp_path / "rows.jsonl"
     append_new(path, [{"step": 1, "x": "ä"}, {"step": 1, "x": "\ud800"}])
     whole = path.read_bytes()
@@ -433,7 +433,7 @@ def test_rows_are_appended_once_and_half_a_row_is_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["there", "nowhere"])
-def test_nothing_is_written_through_a_link(target, tmp_path):
+def test_batches_are_not_written_through_a_symbolic_link(target, tmp_path):
     (tmp_path / "there").write_text("{}\n")
     (tmp_path / "rows.jsonl").symlink_to(tmp_path / target)
     with pytest.raises(ArtifactError, match="is a link"):
@@ -442,7 +442,7 @@ def test_nothing_is_written_through_a_link(target, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_counting():
+def test_consecutive_bad_steps_are_counted():
     steps = BadSteps(2)
     assert steps.count({"a": math.nan, "b": 1.0}) == "a is nan"
     assert not steps.are_too_many
@@ -461,10 +461,10 @@ def test_counting():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("allowed", [5, None])
-def test_all_processes_leave_a_step_out_together(stage, allowed, config_in, tmp_path):
-    """The bad row is of one process: the other must not step alone, nor wait for ever."""
+def test_all_processes_skip_a_bad_step_together(stage, allowed, config_in, tmp_path):
+    """One process has the bad row: the other must neither step alone nor hang."""
     most = allowed if allowed is not None else IN_A_ROW[stage]
-    # The others' rounding must not be blown up by Adam where a gradient is nearly 0 (see test_stages on eps).
+    # Adam must not amplify rounding where a gradient is nearly 0: see `eps` in tests/stages/test_stages.py.
     more = {"optimizer": {"max_bad_steps": most, "eps": 1e-3}}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = config_in(stage, tmp_path / "two", **more)

@@ -1,7 +1,7 @@
-"""Whole runs on the tiny model against curves that are kept as files: a refactoring must not move them.
+"""Metrics of whole runs on a tiny model, against stored curves: a refactoring must not change them.
 
-They are rows of metrics.jsonl of this code, not truths from elsewhere: where a change is meant to move them, write
-them anew and say in the commit why they moved:
+The curves are rows of metrics.jsonl that this code wrote, not reference values from elsewhere. If a change is meant to
+change them, write them again and say in the commit why:
 
     RLHF_WRITE_CURVES=1 python -m pytest tests/stages/test_golden_curves.py
 """
@@ -19,9 +19,9 @@ from support.tiny import read_jsonl
 
 CURVES = TESTS / "golden" / "curves"
 NOT_KEPT = (*OF_THE_MACHINE, "policy/sampler_gap", "policy/first_ratio_error")
-"""Seconds, and figures that are rounding errors themselves."""
+"""Durations, and metrics that consist of rounding errors."""
 TOLERANCE = 2e-3
-"""Of each number's size: other processors round otherwise, and a few steps of Adam make 1e-7 into some 1e-4."""
+"""Relative tolerance. Processors round differently, and a few steps of Adam turn 1e-7 into about 1e-4."""
 FUNCTION = """
 def letters(prompts, responses, rows):
     return [r.count("e") - 0.1 * len(r) for r in responses]

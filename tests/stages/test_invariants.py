@@ -1,7 +1,7 @@
-"""What must hold for every architecture: how a batch is cut changes no gradient, and no token is lost or counted twice.
+"""Invariants of the stages: gradients do not depend on the cut of a batch, and each token counts exactly once.
 
-Numbers in brackets are rows of the list of bugs found in other implementations (docs of the project): each has
-been put in here once, and a test below failed.
+Numbers in brackets are rows of the list of bugs found in other implementations. Each was planted here once, and a
+test below failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from support.compare import close, grads, same_gradients
 from support.learner import ALONE, BUDGETS, LARGE, Recorder, config_of, learner_of
 from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, write_jsonl
 
-# ----------------------------------------------------------------------------------------- before a step
+# ----------------------------------------------------------------------------------------- before the first step
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def reward_file(tmp_path_factory):
 def test_before_the_first_step_ratio_is_one_and_kl_zero(
     arch, make_model, run_stage, reward_file, tmp_path, temperature
 ):
-    """[13, 14, 17] GPT-2 and GPT-NeoX have dropout in their configs."""
+    """[13, 14, 17] The configs of GPT-2 and GPT-NeoX have dropout."""
 
     def rows_of(name, **ppo):
         run_stage(
@@ -79,7 +79,7 @@ def test_before_the_first_step_ratio_is_one_and_kl_zero(
 
     whole, later = rows_of("whole", minibatch_size=8, ppo_epochs=1)
     assert later["policy/first_ratio"] == 1.0
-    assert later["objective/kl"] != 0.0, "the policy has left ref_policy"
+    assert later["objective/kl"] != 0.0, "the policy differs from ref_policy by now"
     assert whole["policy/first_ratio"] == 1.0
     assert whole["policy/ratio"] == 1.0
     assert whole["policy/approx_kl"] == 0.0
@@ -87,11 +87,11 @@ def test_before_the_first_step_ratio_is_one_and_kl_zero(
     assert whole["policy/sampler_gap"] < 1e-5
     parts, _ = rows_of("parts", minibatch_size=4, microbatch_size=3, ppo_epochs=2)
     assert parts["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert parts["policy/ratio"] != 1.0, "the later steps do move"
+    assert parts["policy/ratio"] != 1.0, "later steps change the policy"
     assert parts["objective/kl"] == 0.0
 
 
-# ---------------------------------------------------------------------------- gradients, however cut
+# ---------------------------------------------------------------------------- gradients
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def examples(arch, make_model, data):
     return found
 
 
-def test_sft_gradient_is_the_token_mean_however_the_batch_is_cut(policy, plain, examples):
+def test_sft_gradient_is_the_token_mean_for_every_cut(policy, plain, examples):
     """[23] To 1e-6 in float64, against a slow loop of plain forwards."""
     wanted_model, model = double(plain), double(policy)
     total = sum(
@@ -144,7 +144,7 @@ def rankings(arch, make_model, data):
 
 @pytest.fixture(scope="module")
 def classifiers(arch, make_model):
-    """A new reward model on packed rows and the same one plain."""
+    """A new reward model on packed rows, and the same model as transformers runs it."""
     made = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5) for _ in range(2)]
     assert prepare(made[0], CPU) is None
     return made
@@ -155,8 +155,8 @@ def plain_score(model, ids):
 
 
 @pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse"])
-def test_rm_gradient_however_the_batch_is_cut(classifiers, rankings, write_config, tmp_path, loss_name):
-    """[23, 29] A ranking counts as one row: the mean over its pairs."""
+def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_config, tmp_path, loss_name):
+    """[23, 29] A ranking counts as one row, with the mean over its pairs."""
     model, wanted_model = map(double, classifiers)
     scale = rm_stage.TargetScale(0.5, 2.0)
     if loss_name == "mse":
@@ -186,13 +186,13 @@ def test_rm_gradient_however_the_batch_is_cut(classifiers, rankings, write_confi
         model.zero_grad()
         stats = rm_stage._accumulate(model, batch, scale, budget, config, ALONE)
         assert stats["loss/rm"] == pytest.approx(wanted.item(), rel=1e-9)
-        # transformers' classifiers know no head bias here, and every backbone weight must agree.
+        # These classifiers of transformers have no head bias. Every weight of the backbone must agree.
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
 
 @pytest.fixture(scope="module")
 def rollout_and_models(policy, classifiers, table):
-    """A rollout of float64 models, and the models a little later, so that ratios leave the clip range."""
+    """A rollout of float64 models, and the models with noise added, so that some ratios leave the clip range."""
     old, ref_policy, value_model = double(policy), double(policy), double(classifiers[0])
     noise = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -248,8 +248,8 @@ def update(rollout_and_models, write_config, root, advantages=None, returns=None
     return steppers[0].steps, steppers[1].steps, stats
 
 
-def test_ppo_gradients_however_the_minibatch_is_cut(rollout_and_models, write_config, tmp_path):
-    """[11, 21, 23, 34] Both losses against a loop over the tokens of plain forwards, to 1e-6 in float64."""
+def test_ppo_gradients_are_the_same_for_every_cut(rollout_and_models, write_config, tmp_path):
+    """[11, 21, 23, 34] Both losses equal a loop over tokens of plain forward passes, to 1e-6 in float64."""
     rollout, policy, value_model, advantages, returns = rollout_and_models
     wanted_policy, wanted_values = copy.deepcopy(policy), copy.deepcopy(value_model)
     for model in (wanted_policy, wanted_values):
@@ -286,8 +286,8 @@ def test_ppo_gradients_however_the_minibatch_is_cut(rollout_and_models, write_co
         assert stats["loss/value"] == pytest.approx((value_total / num_tokens).item(), rel=1e-8)
 
 
-def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_config, tmp_path):
-    """[23, 38] As many steps as configured; two epochs are cut differently."""
+def test_every_response_is_used_once_per_epoch(rollout_and_models, write_config, tmp_path):
+    """[23, 38] The number of steps is as configured, and two epochs have different minibatches."""
     config = {"minibatch_size": 2, "microbatch_size": 1, "ppo_epochs": 3}
     steps, _, _ = update(rollout_and_models, write_config, tmp_path, **config)
     assert len(steps) == 12
@@ -309,8 +309,8 @@ def test_every_response_is_learnt_from_once_an_epoch(rollout_and_models, write_c
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, table, recompute):
-    """[9] Old and new values are of the same tokens, wherever the batch is cut."""
+def test_values_before_a_step_equal_those_of_the_rollout(classifiers, policy, table, recompute):
+    """[9] Old and new values belong to the same tokens, for every cut of the batch."""
     models = Models(double(policy), double(policy), double(classifiers[0]))
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     drawn = Sampling(stop=frozenset(STOP))
@@ -335,7 +335,7 @@ def test_values_before_a_step_are_those_of_the_rollout(classifiers, policy, tabl
 
 
 def test_the_gradient_is_clipped_to_its_norm(make_model):
-    """[24] Before the step, and the norm that is reported is that before the clip."""
+    """[24] The clip comes before the step, and the reported norm is the one before the clip."""
     model = load_policy(str(make_model("llama")))
     stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=0.25), 4)
     logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().backward()
@@ -346,7 +346,7 @@ def test_the_gradient_is_clipped_to_its_norm(make_model):
     assert after == pytest.approx(0.25, rel=1e-3)
 
 
-def test_neither_loss_reaches_the_other_model(rollout_and_models, write_config, tmp_path):
+def test_policy_and_value_loss_train_only_their_own_model(rollout_and_models, write_config, tmp_path):
     """[18]"""
     rollout, _, value_model, advantages, returns = rollout_and_models
     for tensor in (rollout.logprobs, rollout.ref_logprobs, rollout.values):
@@ -373,7 +373,7 @@ def test_neither_loss_reaches_the_other_model(rollout_and_models, write_config, 
     assert largest(value_steps) < 1e-12
 
 
-# ------------------------------------------------------------------------- no architecture in the below
+# ------------------------------------------------------------------------- one architecture is enough
 
 
 CHAT = (
@@ -392,7 +392,7 @@ def chat_tokenizer(tokenizer):
 
 @pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:"])
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer"])
-def test_answers_and_their_eos_are_learnt_prompts_are_not(request, name, template, data):
+def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, template, data):
     """[5, 6] Also where pad is EOS."""
     tokenizer = request.getfixturevalue(name)
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
@@ -406,7 +406,7 @@ def test_answers_and_their_eos_are_learnt_prompts_are_not(request, name, templat
         assert example.ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_loss_on_all_learns_the_prompt_but_not_token_0(tokenizer):
+def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
     rows = [Demonstration("please help", " we will", "row"), Demonstration("", "thank you", "row")]
     for example in encode_demonstrations(tokenizer, rows, None, learn_all=True):
         assert example.learnt == [False] + [True] * (len(example.ids) - 1)
@@ -428,7 +428,7 @@ def conversation(*contents):
 
 
 @pytest.mark.parametrize("template", [None, "chat"])
-def test_every_assistant_turn_is_learnt_and_nothing_else(chat_tokenizer, template):
+def test_only_assistant_turns_are_learnt(chat_tokenizer, template):
     """[6]"""
     row = conversation("please help", "we will send a lamp", "today", "sorry")
     (example,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=False)
@@ -460,7 +460,7 @@ def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
 
 
 class Fixed:
-    """A reward that gives the numbers that it was given."""
+    """A reward source that returns fixed scores."""
 
     name, weight = "fixed", 1.0
 
@@ -471,8 +471,8 @@ class Fixed:
         return self.values
 
 
-def test_missing_eos_costs_only_what_did_not_end(write_config, tmp_path):
-    """[36] The penalty comes after the clip, and the logged score has neither."""
+def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_path):
+    """[36] The penalty comes after the clip; the logged score has neither penalty nor clip."""
     responses = [Response([5, 2], [0.0, 0.0], True), Response([5, 2], [0.0, 0.0], False), Response([2], [0.0], True)]
     prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
     config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
@@ -487,7 +487,7 @@ def test_missing_eos_costs_only_what_did_not_end(write_config, tmp_path):
 
 
 def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
-    """[31] Seven pairs in batches of 3, a tie, and both answers swapped."""
+    """[31] Seven pairs in batches of 3, with a tie, and again with both answers swapped."""
     model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(4, 18), seed=3)
@@ -509,8 +509,8 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
         assert other["eval/margin"] == pytest.approx(-found["eval/margin"], abs=1e-6)
 
 
-def test_a_ranking_is_one_trial_of_its_pairs(make_model, write_config, tmp_path):
-    """Accuracy, margin and the length baseline of rankings of 2 to 5 answers, by loops."""
+def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config, tmp_path):
+    """Accuracy, margin and length baseline of rankings of 2 to 5 answers equal those of loops."""
     model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
@@ -535,7 +535,7 @@ def test_a_ranking_is_one_trial_of_its_pairs(make_model, write_config, tmp_path)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 4), (7, 7), (5, 8), (3, 1), (4, 6)])
-def test_every_row_is_seen_once_an_epoch(rows, size):
+def test_every_row_is_used_once_per_epoch(rows, size):
     """[38]"""
     epochs = 12
     seen = [i for step in range(rows * epochs // size) for i in stream(rows, size, step, 0, "test")]
@@ -570,7 +570,7 @@ def test_a_score_of_zero_is_a_score(make_model, write_config, tmp_path):
 
 
 def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path):
-    """[39] All scores 0 but one: the mean squared target before any step is 1, not that of the other rows."""
+    """[39] All scores but one are 0: the mean squared target before the first step is 1, so every row counts."""
     rows = [{"prompt": "p", "response": f" r{i}", "score": 0.0 if i else 8.0} for i in range(8)]
     run_stage(
         "rm",
@@ -583,15 +583,15 @@ def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path
     assert read_jsonl(tmp_path / "rm/metrics.jsonl")[0]["loss/rm"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_gradients_of_rewards_stop_at_the_rollout(pipeline, tokenizer):
-    """[18] Scores come without a graph."""
+def test_scores_carry_no_gradient(pipeline, tokenizer):
+    """[18]"""
     sources, _ = load_rewards([ModelReward(type="reward_model")], str(pipeline("llama")), tokenizer, CPU, "float32")
     scores = score_sequences(sources[0].model, random_ids(3, 9), "float32")
     assert not scores.requires_grad
     assert sources[0].reads_policy_tokens
 
 
-def test_a_value_model_starts_at_zero_from_either_start(make_model, pipeline):
+def test_a_new_value_model_has_a_zero_head(make_model, pipeline):
     for path in (str(make_model("gpt2")), str(pipeline("gpt2") / "rm/model")):
         model = new_value_model(path, None)
         assert model.score.weight.abs().max() == 0

@@ -1,4 +1,4 @@
-"""The stages end to end on tiny models: what they leave behind, that it repeats, and that it learns."""
+"""The stages end to end on tiny models: their artifacts, exact reruns, and that they learn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, w
 
 STAGES = ("sft", "rm", "ppo")
 LOCAL = {"value/explained_variance", "value/mean", "policy/entropy", "policy/sampler_gap"}
-"""Statistics that have a test of their own below."""
+"""Metrics that may differ between processes."""
 EVALUATION = {"score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds"}
 
 
@@ -66,11 +66,11 @@ def function_file(folder, body):
     return [{"type": "function", "function": f"{path}:reward"}]
 
 
-# ---------------------------------------------------------------------------------- what is left behind
+# ---------------------------------------------------------------------------------- artifacts
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_artifact_is_whole(root, stage):
+def test_the_manifest_lists_every_file_with_its_digest(root, stage):
     place = root / stage
     manifest = read_manifest(place)
     assert manifest is not None
@@ -90,13 +90,13 @@ def test_the_artifact_is_whole(root, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_config_reads_back_as_equal(root, stage):
+def test_the_saved_config_loads_as_the_same_config(root, stage):
     saved = load_config(root / stage / "config.yaml", CONFIGS[stage])
     assert saved == load_config(root / f"{stage}.yaml", CONFIGS[stage])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_metrics_have_one_finite_row_a_step(root, stage):
+def test_metrics_have_one_finite_row_per_step(root, stage):
     main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[stage]
     steps = [row for row in metrics(root, stage) if main in row]
     assert [row["step"] for row in steps] == list(range(1, 3 if stage == "ppo" else 4))
@@ -107,7 +107,7 @@ def test_metrics_have_one_finite_row_a_step(root, stage):
     assert wanted[stage] <= set(final)
 
 
-def test_plain_transformers_reads_and_runs_the_policy(root):
+def test_transformers_loads_the_policy_and_samples_from_it(root):
     path = root / "ppo/model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert model.config._attn_implementation in ("sdpa", "eager")
@@ -130,13 +130,13 @@ def test_plain_transformers_reads_and_runs_the_policy(root):
     )
 
 
-def test_the_value_model_loads(root):
+def test_transformers_loads_the_trained_value_model(root):
     model = AutoModelForSequenceClassification.from_pretrained(root / "ppo/value_model")
     assert model.config.num_labels == 1
     assert model.score.weight.abs().max() > 0, "it has been trained"
 
 
-def test_both_sides_are_evaluated_on_the_same_prompts(root):
+def test_sft_and_ppo_are_evaluated_on_the_same_prompts(root):
     found = json.loads((root / "ppo/evaluation.json").read_text())
     assert found["num_prompts"] == 5
     assert len(found["examples"]) == 5
@@ -148,7 +148,7 @@ def test_both_sides_are_evaluated_on_the_same_prompts(root):
     assert found["ppo"]["kl"] != 0.0
 
 
-def test_the_stored_mean_and_std_normalise_the_sft_samples(root):
+def test_the_reward_model_stores_the_mean_and_std_of_sft_scores(root):
     config = json.loads((root / "rm/model/config.json").read_text())
     final = read_manifest(root / "rm").metrics
     assert config["score_mean"] == pytest.approx(final["rm/sft_score_mean"], abs=1e-6)
@@ -156,8 +156,8 @@ def test_the_stored_mean_and_std_normalise_the_sft_samples(root):
     assert config["score_std"] > 0
 
 
-def test_an_exact_rerun_gives_the_same_bits(arch, root, make_model, run_stage, tmp_path):
-    """In one process, where the global generators stand elsewhere by now."""
+def test_a_rerun_gives_the_same_bytes(arch, root, make_model, run_stage, tmp_path):
+    """In the same process, where the global random generators have advanced since the first run."""
     torch.manual_seed(100 + ARCHITECTURES.index(arch))
     run_stage("sft", tmp_path, model={"path": str(make_model(arch))})
     run_stage("rm", tmp_path)
@@ -170,22 +170,22 @@ def test_an_exact_rerun_gives_the_same_bits(arch, root, make_model, run_stage, t
         assert (root / stage / "samples.jsonl").read_bytes() == (tmp_path / stage / "samples.jsonl").read_bytes()
 
 
-def test_a_missing_stage_is_refused(run_stage, tmp_path):
+def test_a_stage_without_its_previous_stage_is_refused(run_stage, tmp_path):
     for stage in ("rm", "ppo"):
         with pytest.raises(Exception, match="no finished 'sft' stage"):
             run_stage(stage, tmp_path)
         assert not (tmp_path / stage).exists()
 
 
-# ------------------------------------------------------------------------------------- kinds of starts
+# ------------------------------------------------------------------------------- models and data
 
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_scratch_model_goes_through_all_stages(run_stage, tmp_path, name):
-    """Its tokenizer is read back by AutoTokenizer as the model's family has it."""
+def test_a_model_from_scratch_runs_through_all_stages(run_stage, tmp_path, name):
+    """AutoTokenizer loads its tokenizer as one of the model's family."""
     config = {**TINY, "max_position_embeddings": 128}
     if name == "qwen2":
         config["num_key_value_heads"] = 2  # 32 by default
@@ -201,7 +201,7 @@ def test_a_scratch_model_goes_through_all_stages(run_stage, tmp_path, name):
 
 
 @pytest.mark.parametrize("loss", ["logexp", "mse"])
-def test_other_rm_losses(data, pipeline, run_stage, tmp_path, loss):
+def test_the_other_reward_model_losses_run(data, pipeline, run_stage, tmp_path, loss):
     rows = str(data["scored" if loss == "mse" else "preferences"])
     run_stage(
         "rm",
@@ -214,7 +214,7 @@ def test_other_rm_losses(data, pipeline, run_stage, tmp_path, loss):
     assert {"mse": {"eval/mse", "eval/spearman"}, "logexp": {"eval/accuracy"}}[loss] <= set(final)
 
 
-def test_logexp_is_logsigmoid(pipeline, run_stage, tmp_path):
+def test_logexp_equals_logsigmoid(pipeline, run_stage, tmp_path):
     model = {"path": str(pipeline("llama") / "sft")}
     losses = [
         [row["loss/rm"] for row in metrics(run_stage("rm", tmp_path / loss, model=model, loss=loss).parent, "rm")[:3]]
@@ -224,7 +224,7 @@ def test_logexp_is_logsigmoid(pipeline, run_stage, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["logsigmoid", "mse"])
-def test_sentiment_rows_as_pairs_and_as_scores(pipeline, run_stage, tmp_path, loss):
+def test_labelled_rows_train_as_pairs_and_as_scores(pipeline, run_stage, tmp_path, loss):
     rows = [
         {"text": f"{GOOD if i % 3 else BAD} we will send a {WORDS[i % 9]} {i}", "label": int(i % 3 > 0)}
         for i in range(18)
@@ -243,8 +243,8 @@ def test_sentiment_rows_as_pairs_and_as_scores(pipeline, run_stage, tmp_path, lo
         assert final["eval/target_variance"] == pytest.approx(2 / 9, abs=1e-6), "twelve ones and six zeros"
 
 
-def test_hh_transcripts_as_they_come(make_model, run_stage, tmp_path):
-    """The prompt is what both share; SFT learns the chosen answer, PPO starts from the prompt."""
+def test_hh_transcripts_run_through_all_stages(make_model, run_stage, tmp_path):
+    """The shared beginning is the prompt: SFT learns the chosen answer to it, PPO samples from it."""
     start = "\n\nHuman: please help\n\nAssistant: with what?\n\nHuman: the {} is broken\n\nAssistant:"
     rows = [
         {"chosen": start.format(w) + f" we will send a new {w}", "rejected": start.format(w) + " no"}
@@ -261,10 +261,10 @@ def test_hh_transcripts_as_they_come(make_model, run_stage, tmp_path):
     assert {example["prompt"] for example in examples} == prompts
 
 
-# ------------------------------------------------------------------------------------- kinds of rewards
+# ------------------------------------------------------------------------------------- rewards
 
 
-def test_an_encoder_is_trained_and_then_judges_another_models_text(pipeline, word_piece, run_stage, tmp_path):
+def test_an_encoder_is_trained_as_reward_model_and_scores_a_llama(pipeline, word_piece, run_stage, tmp_path):
     encoder(tmp_path / "encoder", word_piece)
     run_stage("rm", tmp_path, model={"path": str(tmp_path / "encoder")}, optimizer={"learning_rate": 3e-3})
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
@@ -284,7 +284,7 @@ def test_an_encoder_is_trained_and_then_judges_another_models_text(pipeline, wor
 
 
 def test_an_encoder_head_runs_in_float32_under_bfloat16(word_piece, tmp_path):
-    """[40] As that of a decoder does: else close scores come out equal."""
+    """[40] As a decoder's head does. Otherwise scores that are close become equal."""
     encoder(tmp_path, word_piece)
     model = load_reward_model(str(tmp_path))
     sequences = encode_texts(model, load_tokenizer(str(tmp_path)), [f"we will send {w}" for w in WORDS], [True] * 19)
@@ -292,7 +292,7 @@ def test_an_encoder_head_runs_in_float32_under_bfloat16(word_piece, tmp_path):
     assert not torch.equal(scores, scores.bfloat16().float())
 
 
-def test_a_label_names_the_score_of_a_classifier(pipeline, word_piece, run_stage, tmp_path):
+def test_label_selects_the_logit_of_a_classifier(pipeline, word_piece, run_stage, tmp_path):
     model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     policy = {"path": str(pipeline("llama") / "sft")}
     rewards = [{"type": "reward_model", "path": str(tmp_path / "two")}]
@@ -307,8 +307,8 @@ def test_a_label_names_the_score_of_a_classifier(pipeline, word_piece, run_stage
         assert example["sft"]["score"] == pytest.approx(logits[number].item(), abs=1e-5)
 
 
-def test_a_long_text_fits_an_encoder_whose_positions_start_late(word_piece, tmp_path):
-    """RoBERTa's 130 positions take 128 tokens: the first one is pad_token_id + 1."""
+def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
+    """RoBERTa's 130 positions hold 128 tokens: the first position is pad_token_id + 1."""
     torch.manual_seed(0)
     config = RobertaConfig(
         vocab_size=len(word_piece),
@@ -324,12 +324,12 @@ def test_a_long_text_fits_an_encoder_whose_positions_start_late(word_piece, tmp_
     RobertaForSequenceClassification(config).save_pretrained(tmp_path)
     word_piece.save_pretrained(tmp_path)
     model, tokenizer = load_reward_model(str(tmp_path)), load_tokenizer(str(tmp_path))
-    tokenizer.model_max_length = 128  # as released ones say
+    tokenizer.model_max_length = 128  # as in released tokenizers
     sequences = encode_texts(model, tokenizer, ["we will send " * 100], [True])
     assert score_sequences(model, sequences, "float32").isfinite().all()
 
 
-def test_a_function_alone_is_a_reward(pipeline, run_stage, tmp_path):
+def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
     rewards = function_file(tmp_path, "return [float(row['number']) + 0.25 * row['ended'] for row in rows]")
     policy = {"path": str(pipeline("llama") / "sft")}
     run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
@@ -341,8 +341,8 @@ def test_a_function_alone_is_a_reward(pipeline, run_stage, tmp_path):
         run_stage("ppo", tmp_path / "b", policy=policy, rewards=rewards, value_model={"init": "reward_model"})
 
 
-def test_rewards_are_a_weighted_sum(pipeline, run_stage, tmp_path):
-    """The reward model's normalised score times 2, and a function's times -1."""
+def test_the_score_is_the_weighted_sum_of_the_rewards(pipeline, run_stage, tmp_path):
+    """2 times the normalized score of a reward model, minus the score of a function."""
     own = function_file(tmp_path, "return [float(len(r)) for r in responses]")
     root = pipeline("llama")
     alone = [{"type": "reward_model", "path": str(root / "rm")}]
@@ -360,8 +360,8 @@ def test_rewards_are_a_weighted_sum(pipeline, run_stage, tmp_path):
         assert a["sft"]["score"] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_one_normalisation_sample_is_no_nan(pipeline, run_stage, tmp_path):
-    """One number has no standard deviation; a nan in config.json would make every later score a nan."""
+def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
+    """One number has no standard deviation. A NaN in config.json would make every later score NaN."""
     run_stage(
         "rm",
         tmp_path,
@@ -377,15 +377,15 @@ def test_one_normalisation_sample_is_no_nan(pipeline, run_stage, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "minibatch"),
     [
-        # A process may have no row of a minibatch of 2.
+        # With a minibatch of 2 a process may have no row.
         pytest.param("ppo", 2),
         pytest.param("ppo", 8, marks=pytest.mark.slow),
         *(pytest.param(stage, size, marks=pytest.mark.slow) for stage in ("sft", "rm") for size in (2, 8)),
     ],
 )
-def test_two_processes_give_what_one_gives(stage, minibatch, pipeline, write_config, run_stage, tmp_path):
-    """Weights to 1e-5. Adam's first steps have the size of the learning rate whatever the gradient's, so the
-    comparison is at a larger eps, at which a difference in the gradient shows and rounding doesn't."""
+def test_two_processes_give_the_weights_of_one(stage, minibatch, pipeline, write_config, run_stage, tmp_path):
+    """Weights agree to 1e-5. Adam's first steps have the size of the learning rate, whatever the gradient's size. A
+    larger eps makes a difference in the gradient visible and hides rounding."""
     root = pipeline("llama")
     changes = {
         "sft": {"model": {"path": str(root / "sft/model")}, "training": {"minibatch_size": minibatch + 1}},
@@ -407,8 +407,8 @@ def test_two_processes_give_what_one_gives(stage, minibatch, pipeline, write_con
 
 
 @pytest.mark.slow
-def test_minibatches_that_do_not_divide_over_processes(pipeline, write_config, run_stage, tmp_path):
-    """[37] Nine responses, three a step, two processes: all take as many steps, and nobody waits for ever."""
+def test_minibatches_that_do_not_divide_evenly_over_processes(pipeline, write_config, run_stage, tmp_path):
+    """[37] Nine responses, three per step, two processes: both take the same number of steps, and none hangs."""
     root = pipeline("llama")
     changes = {
         "policy": {"path": str(root / "sft")},
@@ -426,8 +426,8 @@ def test_minibatches_that_do_not_divide_over_processes(pipeline, write_config, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [4, 3], ids=["whole prompts each", "every second response"])
-def test_two_processes_compare_a_prompts_responses_as_one_does(prompts, pipeline, write_config, run_stage, tmp_path):
-    """The responses to a prompt stay on one process where prompts divide over the processes, and else do not."""
+def test_two_processes_compute_group_advantages_as_one_does(prompts, pipeline, write_config, run_stage, tmp_path):
+    """The responses to a prompt stay on one process if prompts divide evenly over processes, otherwise they do not."""
     root = pipeline("llama")
     changes = {
         "policy": {"path": str(root / "sft")},
@@ -450,10 +450,10 @@ def test_two_processes_compare_a_prompts_responses_as_one_does(prompts, pipeline
         assert two["objective/kl"] == pytest.approx(one["objective/kl"], rel=1e-3, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------- what is interrupted
+# ------------------------------------------------------------------------------------- interruptions
 
 
-def test_a_run_that_fails_leaves_the_finished_one(make_model, run_stage, tmp_path, monkeypatch):
+def test_a_failed_run_keeps_the_finished_one(make_model, run_stage, tmp_path, monkeypatch):
     model = {"path": str(make_model("llama"))}
     run_stage("sft", tmp_path, model=model)
     before = digests(tmp_path / "sft")
@@ -482,7 +482,7 @@ def test_a_run_that_fails_leaves_the_finished_one(make_model, run_stage, tmp_pat
     assert not (tmp_path / ".sft.old").exists()
 
 
-def test_a_publication_cut_between_its_renames_is_undone(make_model, run_stage, tmp_path, monkeypatch):
+def test_a_crash_between_the_renames_of_publishing_is_undone(make_model, run_stage, tmp_path, monkeypatch):
     model = {"path": str(make_model("llama"))}
     run_stage("sft", tmp_path, model=model)
     before = digests(tmp_path / "sft")
@@ -502,7 +502,7 @@ def test_a_publication_cut_between_its_renames_is_undone(make_model, run_stage, 
     assert digests(tmp_path / "sft") == before
 
 
-def test_a_reward_that_fails_stops_ppo_before_a_step(pipeline, run_stage, tmp_path, monkeypatch):
+def test_a_failing_reward_stops_ppo_before_its_first_step(pipeline, run_stage, tmp_path, monkeypatch):
     policy = {"path": str(pipeline("llama") / "sft")}
     stepped = []
     monkeypatch.setattr(Stepper, "advance", lambda *_, **__: stepped.append(1))
@@ -513,11 +513,11 @@ def test_a_reward_that_fails_stops_ppo_before_a_step(pipeline, run_stage, tmp_pa
     assert not (tmp_path / "ppo").exists()
 
 
-# ------------------------------------------------------------------------------------------- that it learns
+# ------------------------------------------------------------------------------------------- learning
 
 
-def test_sft_learns(make_model, data, run_stage, tmp_path):
-    """The same answer to every prompt: from ln(300) = 5.7 nats and more to almost none."""
+def test_sft_learns_a_fixed_answer(make_model, data, run_stage, tmp_path):
+    """The same answer to every prompt: the loss falls from at least ln(300) = 5.7 nats to almost 0."""
     rows = [{"prompt": row["prompt"], "response": " thank you today"} for row in read_jsonl(data["prompts"])]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     run_stage(
@@ -536,8 +536,8 @@ def test_sft_learns(make_model, data, run_stage, tmp_path):
     assert all(row["ended"] for row in read_jsonl(tmp_path / "sft/samples.jsonl"))
 
 
-def test_rm_learns(make_model, run_stage, tmp_path):
-    """One word tells good from bad, whatever the length and wherever it stands."""
+def test_the_reward_model_learns_a_word(make_model, run_stage, tmp_path):
+    """One word separates good from bad answers, at any position and any length."""
     run_stage(
         "rm",
         tmp_path,
@@ -550,8 +550,8 @@ def test_rm_learns(make_model, run_stage, tmp_path):
     assert final["eval/margin"] > 1
 
 
-def test_ppo_learns(make_model, run_stage, tmp_path):
-    """The share of one letter in the responses, from random weights."""
+def test_ppo_learns_to_write_a_letter(make_model, run_stage, tmp_path):
+    """The share of one letter in the responses rises, from random weights."""
     rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
     run_stage(
         "ppo",
@@ -576,8 +576,8 @@ def test_ppo_learns(make_model, run_stage, tmp_path):
     assert found["ppo"]["kl"] > 0.5
 
 
-def test_kl_coef_holds_the_policy_back(make_model, run_stage, tmp_path):
-    """The same run with and without it."""
+def test_kl_coef_keeps_the_policy_near_the_reference(make_model, run_stage, tmp_path):
+    """The same run with and without `kl_coef`."""
     rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
     kl = {}
     for coef in (0.0, 5.0):
@@ -594,12 +594,12 @@ def test_kl_coef_holds_the_policy_back(make_model, run_stage, tmp_path):
     assert kl[5.0] < 0.5 * kl[0.0], kl
 
 
-# ------------------------------------------------------------------------------- found by review
+# ------------------------------------------------------------------------------- details
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
 def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
-    """GPT-2's config has 0.1 by default: training would draw from generators that nobody seeds."""
+    """GPT-2's config has 0.1 by default: training would draw from generators without a seed."""
     small = {
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
         "gpt_neox": {"hidden_size": 32, "intermediate_size": 32},
@@ -611,8 +611,8 @@ def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-def test_ppo_and_sfts_samples_start_from_the_ids_that_sft_learnt_to_answer(tokenizer):
-    """Conversations in a chat template: the ids of the rollout's prompt are those before the learnt answer."""
+def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
+    """Conversations in a chat template: the prompt ids of a rollout equal those before the learnt answer in SFT."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
@@ -634,8 +634,8 @@ def test_ppo_and_sfts_samples_start_from_the_ids_that_sft_learnt_to_answer(token
             assert start == example.ids[:last]
 
 
-def test_prompts_that_leave_no_room_are_not_sampled(tmp_path, make_model, run_stage):
-    """Held-out prompts of any length; GPT-2 has 64 positions and would fail behind them."""
+def test_prompts_without_room_for_a_response_are_skipped(tmp_path, make_model, run_stage):
+    """Held-out prompts of any length; GPT-2 here has 64 positions and would fail beyond them."""
     path = make_model("gpt2")
     limit = AutoConfig.from_pretrained(path).max_position_embeddings
     longest = {"max_new_tokens": limit, "num_samples": 2, "every_steps": None}
@@ -646,7 +646,7 @@ def test_prompts_that_leave_no_room_are_not_sampled(tmp_path, make_model, run_st
     assert (tmp_path / "rm/manifest.json").is_file()
 
 
-def test_a_judge_that_fails_does_so_before_training(tmp_path, make_model, run_stage):
+def test_a_failing_gold_judge_fails_before_training(tmp_path, make_model, run_stage):
     judge = tmp_path / "judge.py"
     judge.write_text(
         "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\n"
@@ -663,14 +663,14 @@ def test_a_judge_that_fails_does_so_before_training(tmp_path, make_model, run_st
     assert not (tmp_path / "run/.ppo.partial/metrics.jsonl").exists()
 
 
-def test_what_was_trained_is_saved_before_the_last_figures(tmp_path, make_model, run_stage, monkeypatch):
+def test_the_model_is_saved_before_the_final_evaluation(tmp_path, make_model, run_stage, monkeypatch):
     monkeypatch.setattr(sft_stage, "_evaluate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, evaluation={"every_steps": None})
     assert (tmp_path / ".sft.partial/model/model.safetensors").is_file()
 
 
-def test_a_reward_function_may_use_dataclasses_and_its_neighbours(tmp_path):
+def test_a_reward_function_can_use_dataclasses_and_import_neighbours(tmp_path):
     (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 2.5\n")
     (tmp_path / "reward.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\nimport neighbour_of_reward\n\n\n"
@@ -680,7 +680,7 @@ def test_a_reward_function_may_use_dataclasses_and_its_neighbours(tmp_path):
     assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
 
 
-def test_the_scale_of_scored_targets_is_stored_with_the_model(tmp_path, make_model, data, run_stage):
+def test_the_scale_of_scored_targets_is_saved_with_the_model(tmp_path, make_model, data, run_stage):
     run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
     run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"]), "test": str(data["scored"])})
     config = AutoConfig.from_pretrained(tmp_path / "rm/model")

@@ -1,4 +1,4 @@
-"""A small llama, and the bytes that a forward and backward pass of it is budgeted."""
+"""A small llama, and a forward and backward pass whose memory is estimated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, voc
 
 
 def reckoned_and_done(model, num_tokens):
-    """A forward and backward pass over rows of 64 tokens, all learnt; returns the bytes that `auto` reckons with."""
+    """Run a forward and backward pass over rows of 64 tokens; return the bytes that `auto` estimates for it."""
     torch.set_num_threads(1)
     some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
     logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))

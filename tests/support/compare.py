@@ -30,7 +30,7 @@ def grads(model):
 
 
 def same_gradients(found, wanted, tolerance):
-    """Every weight's gradient, to `tolerance` of the largest entry of all."""
+    """Assert that all gradients agree, to `tolerance` times the largest entry of any of them."""
     assert found.keys() == wanted.keys()
     assert found
     size = max(g.abs().max() for g in wanted.values())

@@ -1,10 +1,10 @@
-"""Attempts at a stage that are killed, and what a stage comes to in the end.
+"""Run a stage and kill it; compare the outcome of finished stages.
 
-An attempt is the `rlhf` command in a child of a server that has imported everything once, so that it costs the
-stage's own work and not seconds of imports. It is killed by SIGKILL from outside, at any moment, or at a point: just
-before one of its file operations below the artifact root, or with a weights file or a row half written. What a
-process did between two file operations is lost with it, so dying before an operation is also dying after the one
-before.
+An attempt runs the `rlhf` command in a child of a fork server, which has imported everything once. So an attempt costs
+the work of the stage and no seconds of imports. SIGKILL comes from outside at any moment, or at a chosen point: just
+before one of the file operations below the artifact root, or when a weights file or a row is half written. What a
+process did between two file operations is lost with it, so a kill before an operation is also a kill after the
+previous one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stages import ppo, rm, sft
 from support.paths import ROOT, TESTS
 
 IMPORTED = (ppo, rm, sft)
-"""What the server has ready for its children."""
+"""Modules that the fork server has imported for its children."""
 KILLED = -int(signal.SIGKILL)
 
 
@@ -44,18 +44,18 @@ KILLED = -int(signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Watch:
-    """The file operations below `root`: each is a point with a name, `rename .sft.partial #1` say."""
+    """The file operations below `root`. Each is a point with a name, for example `rename .sft.partial #1`."""
 
     root: str
     record: str | None = None
-    """A file that gets the names, one a line."""
+    """A file for the names, one per line."""
     signals: dict[str, int] = field(default_factory=dict)
-    """The signal that the process sends itself at a point. Where it is SIGKILL at a point whose name begins with
-    `half`, the weights or the row are half written."""
+    """The signal that the process sends itself, by point. SIGKILL at a point whose name begins with `half` leaves the
+    weights or the row half written."""
 
 
 def child(arguments: Sequence[str], log: str, watch: Watch | None) -> None:
-    """Be the `rlhf` command; what it prints goes to `log`."""
+    """Run the `rlhf` command with its output in `log`."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -115,7 +115,7 @@ def _watch(watch: Watch) -> None:
     def halfway(save_file: Callable[..., None]) -> Callable[..., None]:
         def saves(tensors: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
             def half() -> None:
-                # Some versions write into the file, others beside it: here are the halves of both.
+                # Some versions of safetensors write to the file, others beside it: leave half of both.
                 save_file(tensors, path, *args, **kwargs)
                 os.truncate(path, Path(path).stat().st_size // 2)
                 Path(path).with_name(".tmpHalf").write_bytes(Path(path).read_bytes())
@@ -149,7 +149,7 @@ STARTED: list[Any] = []
 
 
 def end_all() -> None:
-    """Kill every attempt that still runs or was stopped."""
+    """Kill every attempt that is still running or stopped."""
     for process in STARTED:
         process.kill()
         process.join()
@@ -175,7 +175,7 @@ class Attempt:
         os.kill(self.pid, number)
 
     def wait(self, seconds: float = 120) -> int:
-        """The exit code, a negative signal's number where one killed it."""
+        """Wait for the end; return the exit code, or minus the number of the signal that killed it."""
         self._process.join(seconds)
         if self._process.exitcode is None:
             self._process.kill()
@@ -183,13 +183,13 @@ class Attempt:
         return self._process.exitcode
 
     def kill_after(self, seconds: float) -> int:
-        """Kill it if it still runs then; returns the exit code."""
+        """Kill it if it still runs after `seconds`; return the exit code."""
         self._process.join(seconds)
         self._process.kill()
         return self.wait()
 
     def wait_until_stopped(self) -> None:
-        """Until it has sent itself SIGSTOP."""
+        """Wait until it has sent itself SIGSTOP."""
         wait_for(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
 
     @property
@@ -200,7 +200,7 @@ class Attempt:
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "support.crash"])
-    # It is started with its path and its one thread in the environment, which is nobody else's then.
+    # The server starts with its own path and one thread in its environment; ours is restored afterwards.
     inside = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
         "OMP_NUM_THREADS": "1",
@@ -220,7 +220,7 @@ def _server() -> Any:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Until it holds; raises TimeoutError."""
+    """Wait until the condition is true; raise TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -232,7 +232,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def _timeless(value: Any) -> Any:
-    """Without what a clock said."""
+    """Remove values that a clock or the machine determines."""
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if not (k.startswith(OF_THE_MACHINE) or k.endswith("seconds"))}
         return {k: _timeless(v) for k, v in kept.items()}
@@ -240,9 +240,9 @@ def _timeless(value: Any) -> Any:
 
 
 def outcome(place: Path) -> dict[str, Any]:
-    """What a finished stage holds, file by file: rows and figures without their times, all else as digests.
+    """The content of a finished stage by file: rows and metrics without durations, other files as digests.
 
-    Asserts that every file is as its manifest says.
+    Asserts that every file matches its manifest.
     """
     manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
     names = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
@@ -260,6 +260,6 @@ def outcome(place: Path) -> dict[str, Any]:
         else:
             found[name] = digest_file(path)
         if name != "manifest.json":
-            assert manifest["files"].get(name) == digest_file(path), f"{name} is not as its manifest says"
+            assert manifest["files"].get(name) == digest_file(path), f"{name} differs from its manifest"
     assert set(manifest["files"]) == set(names) - {"manifest.json"}
     return found

@@ -77,7 +77,7 @@ _MADE = {}
 
 
 def made(name):
-    """A tiny model with every number random, biases and the weights of norms too; do not change it."""
+    """A tiny model with random weights, biases and norms included. It is shared: do not change it."""
     if name not in _MADE:
         kind, settings = SETTINGS[name]
         torch.manual_seed(1)
@@ -100,7 +100,7 @@ def random_ids(*lengths, seed=0):
 
 PROMPTS = random_ids(1, 40, 7, 32, 33, 7, 31, 2, 70, 5, seed=4)
 PROMPTS[5] = PROMPTS[2]
-PROMPTS[9] = PROMPTS[8]  # Of two full pages, which the two share.
+PROMPTS[9] = PROMPTS[8]  # Two full pages, which both prompts share.
 LONGEST = 45
 TABLE = draw_uniforms(1, "fast decoder", 0, len(PROMPTS), LONGEST)
 

@@ -49,14 +49,14 @@ def gradient_of(function, x):
 
 
 def padded_with(batch, mask, garbage):
-    """The batch with garbage under its padding, and with two columns more of it on the right."""
+    """The batch with garbage under its padding, and with two more columns of garbage on the right."""
     wide_mask = torch.nn.functional.pad(mask, (0, 2))
     wide = {name: torch.nn.functional.pad(x, (0, 2)).masked_fill(~wide_mask, garbage) for name, x in batch.items()}
     return wide, wide_mask
 
 
 def gae_by_sums(rewards, values, mask, gamma, gae_lambda):
-    """Equation 16: the sum over what follows of (gamma * lambda)^k * delta, on the real tokens of a row."""
+    """GAE, equation 16: the sum of (gamma * lambda)^k * delta over the real tokens that follow."""
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for b in range(mask.shape[0]):
         places = [t for t in range(mask.shape[1]) if mask[b, t]]

@@ -1,4 +1,4 @@
-"""Run one update of PPO, or of another stage, outside its loop, and record its gradients."""
+"""A learner for one update of PPO outside its loop, with steppers that record gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(write_config, stage, schema, root, **changes):
 
 
 class Recorder:
-    """Stands for a Stepper: keeps the gradients and steps nothing."""
+    """A Stepper that records the gradients and changes no weight."""
 
     def __init__(self, model):
         self.model, self.steps = model, []
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
-    """What the stage's functions read, on one process."""
+    """The learner that the functions of the stage read, on one process."""
     tokens = config.ppo.tokens_per_microbatch
     return Learner(
         config=config,
@@ -78,12 +78,12 @@ def weights_of(model):
 
 
 def said(learner, number=0):
-    """What the reward function `number` of a run was asked and answered, call by call."""
+    """The calls of reward function `number` of a run: arguments and answers."""
     return learner.rewards[number].function.__globals__["SEEN"]
 
 
 def learning(**ppo):
-    """A run that moves far: 12 steps an iteration."""
+    """Config changes for a run that moves far from its start: 12 steps per iteration."""
     return {
         "ppo": {"num_iterations": 1, "minibatch_size": 2, "ppo_epochs": 3, **ppo},
         "optimizer": {"learning_rate": 2e-2, "schedule": "linear", "min_lr_ratio": 0.1},

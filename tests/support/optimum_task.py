@@ -1,8 +1,8 @@
-"""A task so small that every response can be listed, and the policies that training on it ought to end at.
+"""A task so small that every response can be listed, with the optimal policy of each algorithm in closed form.
 
-Words of this file: a *state* s is a prompt with the tokens before the next one, pi(a|s) the chance that the policy
-takes token a there, pi(y|x) the product of these along a response y, r(x, y) its score, ref the reference policy, beta
-the coefficient of the KL. Q(s, a) is the score that is to be expected after a, V(s) what is to be expected in s.
+Notation: a *state* s is a prompt with the tokens generated so far. pi(a|s) is the probability of token a in state s.
+pi(y|x) is the product of these along a response y. r(x, y) is its score, ref the reference policy, beta the
+coefficient of the KL. Q(s, a) is the expected score after token a, V(s) the expected score in state s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ EOS = 0
 
 @dataclass(frozen=True)
 class Task:
-    """P prompts and the B responses that there are to all of them, R tokens at most; EOS is token 0 of V."""
+    """P prompts and all B possible responses to them, of at most R tokens; EOS is token 0 of V."""
 
     responses: list[tuple[int, ...]]
-    """[B] the tokens of each: they end with EOS or are cut after R tokens."""
+    """[B] the tokens of each response, which ends with EOS or is cut after R tokens."""
     states: list[tuple[int, ...]]
-    """[S] the number of the prompt, then the tokens so far."""
+    """[S] the number of the prompt, followed by the tokens generated so far."""
     prompt: Tensor
     """[B] the number of each response's prompt."""
     token: Tensor
     """[B, R], 0 under padding."""
     state: Tensor
-    """[B, R] in which state the token was chosen, 0 under padding."""
+    """[B, R] the state in which each token was chosen, 0 under padding."""
     mask: Tensor
     """[B, R] bool, True on real tokens, EOS included."""
     score: Tensor
@@ -81,13 +81,13 @@ def _until_eos(draw: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chances(task: Task, logits: Tensor) -> Tensor:
-    """pi(y|x) [B] of the policy with these logits [S, V]; they add up to 1 for each prompt."""
+    """pi(y|x) [B] of the policy with these logits [S, V]. They sum to 1 over the responses to a prompt."""
     logprobs = logits.log_softmax(-1)[task.state, task.token]
     return torch.where(task.mask, logprobs, 0).sum(1).exp()
 
 
 def mean_of_prompt(task: Task, values: Tensor, chance: Tensor) -> Tensor:
-    """E[value | x] over the responses to each prompt, given back to each of them: [B]."""
+    """E[value | x] over the responses to a prompt, repeated for each response: [B]."""
     means = torch.zeros(task.num_prompts, dtype=values.dtype).index_add(0, task.prompt, chance * values)
     return means[task.prompt]
 
@@ -98,7 +98,7 @@ def total_variation(task: Task, p: Tensor, q: Tensor) -> float:
 
 
 def objective(task: Task, chance: Tensor, kl_coef: float) -> float:
-    """J = E[r - beta * log(pi / ref)], the mean over prompts: what the KL-regularised policy makes largest."""
+    """J = E[r - beta * log(pi / ref)], the mean over prompts, which the KL-regularised policy maximises."""
     log_ratio = torch.log(chance / chances(task, task.ref_logits))
     return ((chance * (task.score - kl_coef * log_ratio)).sum() / task.num_prompts).item()
 
@@ -113,16 +113,16 @@ Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def kl_regularised(task: Task, kl_coef: float) -> Tensor:
     """pi*(y|x) = ref(y|x) * exp(r / beta) / Z(x), the only maximum of E[r] - beta * KL(pi, ref).
 
-    There r - beta * log(pi / ref) = beta * log Z(x) is the same for every y. With the KL in the reward all advantages
-    are then 0, so a baseline, a whitening, a division by the standard deviation, a weight for each response or a clip
-    moves nothing.
+    At pi*, r - beta * log(pi / ref) = beta * log Z(x) is the same for every y. With the KL in the reward, all
+    advantages are 0 there. So a baseline, whitening, a division by the standard deviation, a weight per response or a
+    clip does not move the optimum.
     """
     weight = chances(task, task.ref_logits) * torch.exp(task.score / kl_coef)
     return weight / mean_of_prompt(task, torch.ones_like(weight), weight)
 
 
 def backwards(task: Task, rule: Rule, score: Tensor | None = None) -> Tensor:
-    """pi(y|x) [B] of the policy that follows a rule in every state, from the last token to the first."""
+    """pi(y|x) [B] of the policy that applies a rule in every state, from the last token back to the first."""
     score = task.score if score is None else score
     ref = task.ref_logits.softmax(-1)
     q, policy = torch.zeros_like(ref), torch.ones_like(ref)
@@ -141,7 +141,7 @@ def backwards(task: Task, rule: Rule, score: Tensor | None = None) -> Tensor:
 
 
 def soft_rule(kl_coef: float) -> Rule:
-    """pi* once more, token by token: V(s) = beta * log sum_a ref * exp(Q / beta) charges the KL of what follows."""
+    """pi* token by token: V(s) = beta * log sum_a ref * exp(Q / beta) includes the KL of later tokens."""
 
     def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
         value = kl_coef * torch.logsumexp(ref.log() + q / kl_coef, -1)
@@ -153,8 +153,8 @@ def soft_rule(kl_coef: float) -> Rule:
 def token_kl_rule(kl_coef: float) -> Rule:
     """The KL of each state as a loss, by k2 or in full: pi ~ ref * exp(Q / beta), V(s) = sum_a pi * Q.
 
-    Its gradient is taken in the states where the policy happens to be, so no token pays for the KL of the states that
-    it leads to: V is a plain mean, and from two tokens on the optimum is not pi*.
+    The gradient of this loss treats the visited states as given. So no token pays for the KL of the states that it
+    leads to, V is a plain mean, and for responses of two or more tokens the optimum differs from pi*.
     """
 
     def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,9 +167,10 @@ def token_kl_rule(kl_coef: float) -> Rule:
 def token_k3_rule(kl_coef: float) -> Rule:
     """k3 as a loss: pi = beta * ref / (lambda - Q), V(s) = sum_a pi * Q.
 
-    E_pi[grad k3] = E_pi[(1 - ref / pi) * grad log pi] is the gradient of KL(ref, pi), the other way round. So at rest
-    Q + beta * ref / pi = lambda for all tokens. lambda makes the sum 1: the sum falls as lambda grows, is at least 1
-    at max(Q + beta * ref), where one term alone is 1, and at most 1 at max(Q) + beta; so bisection finds it.
+    E_pi[grad k3] = E_pi[(1 - ref / pi) * grad log pi] is the gradient of KL(ref, pi), the reverse KL. At the
+    optimum, Q + beta * ref / pi = lambda for all tokens, and lambda makes the probabilities sum to 1. The sum falls as
+    lambda grows. It is at least 1 at max(Q + beta * ref), where one term alone is 1, and at most 1 at max(Q) + beta.
+    Bisection finds lambda in between.
     """
 
     def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ def token_k3_rule(kl_coef: float) -> Rule:
 def entropy_rule(kl_coef: float, entropy_coef: float) -> Rule:
     """The KL in the reward and an entropy bonus c in the loss: pi ~ exp((Q + beta * log ref) / (beta + c)).
 
-    V(s) = sum_a pi * (Q - beta * log(pi / ref)): the KL to come is charged, the entropy to come is not paid for.
+    V(s) = sum_a pi * (Q - beta * log(pi / ref)) includes the KL of later tokens, but not their entropy.
     """
 
     def rule(q: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,10 +199,10 @@ def entropy_rule(kl_coef: float, entropy_coef: float) -> Rule:
 
 
 def divided_by_std(task: Task, rule: Rule) -> Tensor:
-    """GRPO's division by the standard deviation: r / sigma(x) for r, and sigma(x) is that of r under the result.
+    """The optimum with GRPO's division by the standard deviation: r / sigma(x), with sigma(x) under that same optimum.
 
-    Each policy has its sigma and each sigma its policy; going half the way at a time leads to the two that belong
-    together.
+    Each policy gives a sigma, and each sigma a policy. Damped fixed-point iteration, with steps of one half, finds the
+    pair that agrees.
     """
     chance = chances(task, task.ref_logits)
     sigma = _std_of_prompt(task, chance)
@@ -217,11 +218,12 @@ def _std_of_prompt(task: Task, chance: Tensor) -> Tensor:
 
 
 def beside_text(task: Task, kl_coef: float, ptx_coef: float, share: Tensor) -> Tensor:
-    """The KL in the reward and the language-model loss on text of which y has the share d(y|x) [B]: PPO-ptx.
+    """The optimum of PPO-ptx: the KL in the reward, and a language-model loss on text in which y has share d(y|x) [B].
 
-    It makes E_pi[r - beta * log(pi / ref)] + c * E_d[log pi] largest. There r - f(pi) = lambda(x) is the same for
-    every y, with f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So each lambda gives each y its pi,
-    and lambda makes the sum 1. Both by bisection: f(pi) = r - lambda for log pi, then the sum, as for k3.
+    It maximises E_pi[r - beta * log(pi / ref)] + c * E_d[log pi]. At the optimum, r - f(pi) = lambda(x) is the same for
+    every y, with f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So lambda determines pi for every y,
+    and lambda makes the probabilities sum to 1. Both are found by bisection: first log pi from f(pi) = r - lambda, then
+    lambda from the sum, as for k3.
     """
     shape = (task.num_prompts, -1)
     score, share = task.score.view(shape), share.view(shape)

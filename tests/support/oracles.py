@@ -38,7 +38,7 @@ def check_sampled_logprobs(policy, plain, table, temperature):
 
 
 def plain_copy(model):
-    """The model as transformers runs it by itself, one sequence at a time."""
+    """The model as transformers runs it, in float64 and on one sequence at a time."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")
     model.zero_grad()
@@ -46,7 +46,7 @@ def plain_copy(model):
 
 
 def allowed_ids(response, t, sampling, vocabulary):
-    """What token t of a response could have been."""
+    """The ids that token t of a response could have had."""
     if response.allowed_ids is not None:
         return response.allowed_ids[t]
     early = t + 1 < sampling.min_new_tokens
@@ -54,7 +54,7 @@ def allowed_ids(response, t, sampling, vocabulary):
 
 
 def distributions(model, prompts, responses, sampling):
-    """For each response and each of its tokens: (log-probabilities of what it could have been, which it was)."""
+    """For each token of each response: (log-probabilities of the allowed ids, index of the chosen one)."""
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0]
@@ -67,7 +67,7 @@ def distributions(model, prompts, responses, sampling):
 
 
 def hidden_states(backbone, prompts, responses):
-    """For each response and each of its tokens: the last hidden state before it was chosen."""
+    """For each token of each response: the last hidden state before it was chosen."""
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
         hidden = backbone(input_ids=torch.tensor([prompt.ids + response.ids])).last_hidden_state[0]
@@ -76,12 +76,12 @@ def hidden_states(backbone, prompts, responses):
 
 
 def chosen(rows):
-    """Of `distributions`: the log-probability of each token that was drawn."""
+    """The log-probability of each chosen token, from `distributions`."""
     return [[logprobs[k] for logprobs, k in row] for row in rows]
 
 
 def full_kl(here, there):
-    """sum p * (log p - log q) over what could have been drawn."""
+    """sum p * (log p - log q) over the allowed ids."""
     return (here.exp() * (here - there)).sum()
 
 
@@ -96,7 +96,7 @@ def padded(rows):
 
 @dataclass
 class Case:
-    """A rollout of float64 models, and the same models a little later, so that ratios leave the clip range."""
+    """A rollout of float64 models, and the models with noise added, so that some ratios leave the clip range."""
 
     sampling: Sampling
     prompts: list
@@ -112,11 +112,11 @@ class Case:
 
 
 KL_COEF, POLICY_KL_COEF = 0.4, 0.7
-"""The learner's own by now, whatever the config started from."""
+"""The learner's current coefficients; they differ from those of the config."""
 
 
 def slow_losses(case, config, *, shared=False, learns_policy=True):
-    """Every loss of one minibatch, token by token; returns (policy, values, numbers) with their gradients."""
+    """Compute every loss of one minibatch token by token; return (policy, values, numbers) with their gradients."""
     ppo, ptx = config.ppo, config.ptx
     policy, ref_policy = plain_copy(case.policy), plain_copy(case.ref_policy)
     value_model = copy.deepcopy(case.head) if shared else plain_copy(case.value_model)
@@ -207,7 +207,7 @@ def whiten(rows, *, keep_mean):
 
 
 def slow_score(config, raw, responses, mean, std):
-    """The raw score normalised, clipped, less each penalty."""
+    """The raw score, normalized, clipped, minus each penalty."""
     ppo, longest = config.ppo, config.rollout.max_new_tokens
     found = []
     for score, response in zip(raw, responses, strict=True):
@@ -268,7 +268,7 @@ def slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl
 
 
 def slow_advantages(config, rewards, values):
-    """From the definitions: a sum over what is to come, not a recursion."""
+    """Advantages and returns from the definitions: sums over later tokens, no recursion."""
     ppo, name = config.ppo, config.ppo.advantage_estimator
     gamma = ppo.gamma
 
@@ -299,7 +299,7 @@ def slow_advantages(config, rewards, values):
 
 
 def weighted_scores(config, learner, call):
-    """Of the reward functions' `call`-th answers: (weighted sum of the whole-response ones, of the dense ones)."""
+    """From call number `call` of the reward functions: (weighted sum of scores, weighted sum of dense rewards)."""
     sums, dense = None, None
     for number, reward in enumerate(config.rewards):
         function = reward.function.rpartition(":")[2]
@@ -318,9 +318,9 @@ def weighted_scores(config, learner, call):
 
 @torch.no_grad()
 def check_update_batch(run, num_reference_calls=0):
-    """Each update's advantages, returns, log-probabilities and values against slow loops from raw scores on.
+    """Compare advantages, returns, log-probabilities and values of each update with slow loops over raw scores.
 
-    Returns what the slow loops found, iteration by iteration.
+    Returns the results of the slow loops by iteration.
     """
     learner, config = run.learner, run.learner.config
     ppo, kl_coef = config.ppo, config.ppo.kl_coef

@@ -1,7 +1,6 @@
-"""Where things are in the repository."""
+"""Folders of the repository."""
 
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-"""The repository."""

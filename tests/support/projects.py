@@ -95,7 +95,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def fails(project: Path, stage: str, *arguments: str) -> str:
-    """Run a stage that must fail: exit code 2, no traceback, the finished stages untouched; returns stderr."""
+    """Run a stage that must fail with exit code 2, no traceback and unchanged finished stages; return stderr."""
     before = digests(project)
     result = CliRunner().invoke(app, [stage, "--config", str(project / f"{stage}.yaml"), "--quiet", *arguments])
     assert result.exit_code == 2, result.output

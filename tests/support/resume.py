@@ -17,7 +17,7 @@ from rlhf_cli.training.checkpoint import Checkpoints
 from rlhf_cli.training.stage_run import StageRun
 
 ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
-"""Every fault point and 300 kills; otherwise a sample of them."""
+"""Test every point and 300 kills; otherwise a sample of them."""
 STEPS = {"sft": 6, "rm": 6, "ppo": 4}
 OPTIMIZER = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 TRAINING = {"training": {"num_steps": 6, "microbatch_size": 3}, "evaluation": {"every_steps": 2}}
@@ -35,7 +35,7 @@ PPO_CARRIES: dict[str, Any] = {
     "evaluation": {"every_iterations": 1, "best_metric": "score_mean"},
     "num_logged_samples": 3,
 }
-"""Everything at once that a step leaves to the next."""
+"""All the state that PPO can carry from one step to the next."""
 TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -45,11 +45,8 @@ TINY = {
 }
 
 
-# ------------------------------------------------------------------------------------------ running
-
-
 def rlhf(arguments: list[str], *more: str) -> Result:
-    """The command in this process."""
+    """Run the command in this process."""
     return CliRunner().invoke(app, [*arguments, *more])
 
 
@@ -60,7 +57,7 @@ def succeed(arguments: list[str], *more: str) -> str:
 
 
 def refused(arguments: list[str], *more: str, code: int = 2) -> str:
-    """What is said where it can't be done: one line, and no traceback."""
+    """Run a command that must fail with one line and no traceback; return the line."""
     result = rlhf(arguments, "--quiet", *more)
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
@@ -84,7 +81,7 @@ def checkpoints(root: Path, stage: str) -> list[Path]:
 
 
 def state_of(whole: Checkpoints) -> dict[str, Any]:
-    """Each part's tensors, copied, and numbers."""
+    """Copies of the tensors and numbers of every part."""
     found = {}
     for name, part in whole.parts.items():
         tensors, numbers = part.state()

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=()):
-    """Responses as a source sees them; prompt i is `p<i>` and of row i + 3 of a file."""
+    """Responses as a reward source receives them. Prompt i is `p<i>`, from row i + 3 of a file."""
     several = range(len(responses))
     return Samples(
         prompts or [f"p{i} " for i in several],
@@ -29,7 +29,7 @@ def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=
 
 
 def source_of(reward, **settings):
-    """The one source that a mapping of a config gives."""
+    """The reward source of one entry of `rewards` in a config."""
     (source,), _ = load_rewards(
         [TypeAdapter(Reward).validate_python({**reward, **settings})], "none", None, CPU, "float32"
     )

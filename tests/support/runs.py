@@ -1,4 +1,4 @@
-"""Run a stage on several processes; digest what it wrote."""
+"""Run a stage on several processes, and digest its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 
 def run_processes(count, stage, config):
-    """`torchrun` on the CPU; the port is chosen by the system."""
+    """Run a stage with `torchrun` on the CPU. The system chooses the port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

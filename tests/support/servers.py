@@ -26,8 +26,8 @@ from rlhf_cli.rollout.requests import Request
 
 
 class Scripted:
-    """A server that does what a test says: `play(number of the request, its body)` is (status, headers, body), or
-    bytes that are sent as they are, or None for a connection that is closed."""
+    """A server whose answers a test decides: `play(number of the request, body)` returns (status, headers, body),
+    raw bytes to send, or None to close the connection."""
 
     def __init__(self, play):
         self.requests, self.headers, self.paths, self.times, self.play = [], [], [], [], play
@@ -84,12 +84,12 @@ def completion(text: Any, finish_reason: str = "stop") -> bytes:
 
 
 Reply = tuple[int, dict[str, str], bytes] | None
-"""Status, headers and body; None closes the connection without a word."""
+"""Status, headers and body, or None to close the connection without an answer."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The number of a request, from 0, and what it asks."""
+    """A request: its number, from 0, and its body."""
 
     number: int
     body: dict[str, Any]
@@ -100,7 +100,7 @@ class Call:
 
 
 class ChatServer:
-    """An OpenAI-compatible server on loopback: `reply` says what comes back to a request."""
+    """An OpenAI-compatible server on loopback; `reply` returns the answer to a request."""
 
     def __init__(self, reply: Callable[[Call], Reply] | None = None, port: int = 0):
         self.reply = reply or (lambda call: (200, {}, completion(f"echo {call.text}")))
@@ -133,7 +133,7 @@ class ChatServer:
                     self.close_connection = True
                     return
                 status, headers, content = answer
-                with contextlib.suppress(OSError):  # Whoever asked may have stopped waiting.
+                with contextlib.suppress(OSError):  # The client may have timed out.
                     self.send_response(status)
                     for name, value in {"content-length": str(len(content)), **headers}.items():
                         self.send_header(name, value)
@@ -147,7 +147,7 @@ class ChatServer:
             daemon_threads = True
 
             def handle_error(self, *_: Any) -> None:
-                """A client that went away is nothing to print."""
+                """Print nothing when a client disconnects."""
 
         self._server = Server(("127.0.0.1", port), Handler)
         self.port = self._server.server_address[1]
@@ -164,7 +164,7 @@ class ChatServer:
 
 @contextlib.contextmanager
 def transformers_serve(model: Path, log: Path) -> Iterator[str]:
-    """`transformers serve` with one model on a free port; the base URL."""
+    """Run `transformers serve` with one model on a free port; yield its base URL."""
     missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install -e '.[dev]'")

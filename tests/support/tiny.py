@@ -25,7 +25,7 @@ _LLAMA_LIKE = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "qwen2": _LLAMA_LIKE,
-    # Dropout stays in the config files, so that whatever forgets to turn it off is found out.
+    # The configs keep dropout, so that tests detect code that does not turn it off.
     "gpt2": {
         "n_embd": 32,
         "n_layer": 2,
@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
 WORDS = TEXT.split()
 GOOD, BAD = "thank", "sorry"
-"""Every chosen answer has the one, every rejected answer the other."""
+"""Every chosen answer contains GOOD, every rejected one BAD."""
 
 
 def sentence(rng: random.Random, low: int, high: int) -> str:
@@ -79,7 +79,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, mapping by mapping; a key changed to None is set to null."""
+    """`base` updated by `changes`, mapping by mapping. A value of None sets the key to null."""
     whole = copy.deepcopy(base)
     for key, value in changes.items():
         old = whole.get(key)
@@ -108,12 +108,12 @@ def encoder(folder, tokenizer, num_labels=1, **settings):
 
 
 CPU = torch.device("cpu")
-VOCAB = 256  # every fixture model has more
-EOS_OF = {"gpt2": 0}  # 2 elsewhere
+VOCAB = 256  # smaller than that of every fixture model
+EOS_OF = {"gpt2": 0}  # the others have 2
 
 
 def random_ids(*lengths, seed=0):
-    """Sequences of ids 3..VOCAB-1: no special token among them."""
+    """Sequences of ids from 3 to VOCAB - 1, without special tokens."""
     draw_from = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (n,), generator=draw_from).tolist() for n in lengths]
 

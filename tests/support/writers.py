@@ -30,7 +30,7 @@ def contents(out: Path) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def failing_after(monkeypatch: pytest.MonkeyPatch, lines: int) -> Iterator[None]:
-    """The process seems to die while it writes its line number `lines`: half of it is in the file."""
+    """Simulate a crash while line number `lines` is written: half of it is in the file."""
     whole, written = Output._line, itertools.count()
 
     class Died(BaseException):
