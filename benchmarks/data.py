@@ -25,9 +25,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 WORDS = 20_000
 SENTENCES = 50_000
@@ -128,10 +127,12 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     import rlhf_cli.commands.data_check as data_check
     from rlhf_cli.config.data import DataSource, Rows
     from rlhf_cli.config.models import TokenizerTraining
-    from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations
-    from rlhf_cli.data.reading import Report, records
-    from rlhf_cli.data.records import Demonstration
+    from rlhf_cli.data.encode import Limits
+    from rlhf_cli.data.encoders import DemonstrationEncoder
+    from rlhf_cli.data.reading import records
+    from rlhf_cli.data.report import Report
     from rlhf_cli.data.tokens import tokenise
+    from rlhf_cli.data.views import StageRows
     from rlhf_cli.models.load import load_tokenizer
     from rlhf_cli.models.scratch import train_tokenizer
 
@@ -152,16 +153,15 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     if task == "read":
         return lambda: sum(1 for _ in records(rows, "sft", Report()))
     if task.startswith("check"):
-        part = data_check.part_of_source(source, "sft", max_length=MAX_LENGTH)
+        part = data_check.rows_of_source(source, "sft", max_length=MAX_LENGTH)
         with_tokens = str(tokenizer) if "tokens" in task else None
         return lambda: data_check.check_data([part], with_tokens, as_json=True)
     loaded = load_tokenizer(str(tokenizer))
 
-    def encode(some: Sequence[Demonstration]) -> list[Example | LeftOut]:
-        return encode_demonstrations(loaded, some, None, learn_all=False, limits=Limits(MAX_LENGTH))
+    spec = StageRows(rows, "sft", limits=Limits(MAX_LENGTH))
 
     def tokenised() -> int:
-        found: Any = tokenise(rows, "sft", Example, answer_to_learn, encode, loaded)
+        found = tokenise(DemonstrationEncoder(loaded, spec))
         return len(found.train) + len(found.test)
 
     return tokenised

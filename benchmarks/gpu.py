@@ -43,6 +43,7 @@ from transformers import (
 import stages.rm
 import stages.sft
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.decoders.cpu import NotFastError
@@ -193,9 +194,7 @@ class Bench:
         batch = []
         for i, n in enumerate(lengths):
             prompt = ids(n // 2, i, size)
-            batch.append(
-                stages.rm.RankedIds([prompt + ids(n - n // 2, i + 1, size), prompt + ids(n - n // 2, i + 2, size)], row)
-            )
+            batch.append(RankedIds([prompt + ids(n - n // 2, i + 1, size), prompt + ids(n - n // 2, i + 2, size)], row))
         config = RMConfig.model_validate(stage_config(len(batch)) | {"precision": self.precision})
         budget = automatic_budget(model, self.device, self.precision)
         stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, self.device)

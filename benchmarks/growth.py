@@ -29,6 +29,7 @@ import stages.sft
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import token_budget
@@ -38,7 +39,7 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.rollout.scoring import Models, PromptRow, ref_response_logprobs, response_values
+from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 

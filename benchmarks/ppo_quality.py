@@ -38,6 +38,7 @@ from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import encode_rows
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.cost import CPU_TOKENS
@@ -48,7 +49,7 @@ from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, stop_ids
-from rlhf_cli.rollout.scoring import Models, PromptRow
+from rlhf_cli.rollout.scoring import Models
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

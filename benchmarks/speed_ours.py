@@ -53,7 +53,7 @@ def sft() -> None:
             "units": sum(map(len, ids)),
             "loss": METRICS["loss/sft"],
             "batch": digest(ids),
-            "work": [[len(e.ids), sum(e.learnt)] for e in seen["_accumulate"][0][1]],
+            "work": [[len(e.ids), sum(e.loss_mask)] for e in seen["_accumulate"][0][1]],
             "metrics": METRICS,
         }
 

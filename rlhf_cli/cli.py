@@ -297,7 +297,7 @@ def data_check(
     """
 
     def work() -> None:
-        from rlhf_cli.commands.data_check import check_data, part_of_source, parts_of_config
+        from rlhf_cli.commands.data_check import check_data, rows_of_config, rows_of_source
 
         of_source = {"--test": test, "--max-length": max_length}
         hub = _hub(name, data_dir, split, revision, streaming)
@@ -305,10 +305,10 @@ def data_check(
         if source is None:
             _refuse_beside_config(of_source)
             assert config is not None
-            parts, found = parts_of_config(config, _stage_name(for_), overrides or [])
+            parts, found = rows_of_config(config, _stage_name(for_), overrides or [])
         else:
             assert for_ is not None
-            parts, found = [part_of_source(source, for_, test=test, max_length=max_length)], None
+            parts, found = [rows_of_source(source, for_, test=test, max_length=max_length)], None
         check_data(parts, tokenizer or found, as_json=as_json)
 
     _exit(work)
@@ -336,7 +336,7 @@ def data_show(
     """Rows as the model will see them: prompt, answer, special tokens, and which tokens are learnt."""
 
     def work() -> None:
-        from rlhf_cli.commands.data_check import part_of_source, parts_of_config
+        from rlhf_cli.commands.data_check import rows_of_config, rows_of_source
         from rlhf_cli.commands.data_show import show_data
 
         hub = _hub(name, data_dir, split, revision, streaming)
@@ -344,10 +344,10 @@ def data_show(
         if source is None:
             _refuse_beside_config({"--max-length": max_length})
             assert config is not None
-            parts, found = parts_of_config(config, _stage_name(for_), overrides or [])
+            parts, found = rows_of_config(config, _stage_name(for_), overrides or [])
         else:
             assert for_ is not None
-            parts, found = [part_of_source(source, for_, max_length=max_length)], None
+            parts, found = [rows_of_source(source, for_, max_length=max_length)], None
         show_data(parts[0], tokenizer or found, num=num, row=row)
 
     _exit(work)
@@ -379,12 +379,12 @@ def data_convert(
     """Write rows of any format in our own: one file that a stage reads as it is."""
 
     def work() -> None:
-        from rlhf_cli.commands.data_check import part_of_source
+        from rlhf_cli.commands.data_check import rows_of_source
         from rlhf_cli.commands.data_convert import convert
 
         hub = _hub(name, data_dir, split, revision, streaming)
         source = _data_source(path, format, keys, weights, limit, hub)
-        part = part_of_source(source, for_, on_bad_row=on_bad_row)
+        part = rows_of_source(source, for_, on_bad_row=on_bad_row)
         convert(part, out, keep or [], quiet=quiet)
 
     _exit(work)

@@ -50,6 +50,7 @@ from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, 
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.passes import recomputing
@@ -78,7 +79,7 @@ from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, cut_responses, padded_rows
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
-from rlhf_cli.rollout.scoring import PromptRow, response_values, score_tokens
+from rlhf_cli.rollout.scoring import response_values, score_tokens
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import pad_rows, totals
 from rlhf_cli.training import launch
@@ -544,19 +545,19 @@ def _ptx_backward(learner: Learner, step: int) -> float:
     assert ptx is not None
     size = ptx.minibatch_size or config.ppo.minibatch_size
     rows = [learner.ptx[i] for i in stream(len(learner.ptx), size, step - 1, config.seed, "ppo ptx")]
-    num_tokens = sum(sum(row.learnt) for row in rows)
+    num_tokens = sum(sum(row.loss_mask) for row in rows)
     mine = [rows[i] for i in deal([len(row.ids) for row in rows], learner.world.size)[learner.world.rank]]
     losses = []
     for part in learner.budget.cut([len(row.ids) for row in mine]):
         with autocast(learner.world.device, config.precision):
             logprobs = target_logprobs(
-                learner.models.policy, [mine[i].ids for i in part], [mine[i].learnt for i in part]
+                learner.models.policy, [mine[i].ids for i in part], [mine[i].loss_mask for i in part]
             )
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
         losses.append({"loss": loss})
     lengths = [len(row.ids) for row in mine]
-    flops = learner.policy_work.training(lengths, sum(sum(row.learnt) for row in mine))
+    flops = learner.policy_work.training(lengths, sum(sum(row.loss_mask) for row in mine))
     learner.stage.speed.count("update", tokens=sum(lengths), flops=flops)
     return totals(losses).get("loss", 0.0)
 

@@ -20,13 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.data_check import Part, Seen, see
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import LeftOut
+from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.reading import Report, records
+from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Message, Record, shown_name
+from rlhf_cli.data.report import Report
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import Seen, StageRows, see
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
@@ -38,7 +39,7 @@ BATCH = 1000
 OURS = ("prompt", "messages", "text", "response", "chosen", "rejected", "answers", "score", "label")
 
 
-def convert(part: Part, out: Path, keep: Sequence[str], *, quiet: bool = False) -> None:
+def convert(part: StageRows, out: Path, keep: Sequence[str], *, quiet: bool = False) -> None:
     """Write the rows of `part` to `out`, and with each the columns of `keep` as they are.
 
     Raises ConfigError where `out` is there already or has another ending, DataError for a bad row unless they are
@@ -66,7 +67,7 @@ def convert(part: Part, out: Path, keep: Sequence[str], *, quiet: bool = False) 
                 write(record.where, row)
                 number += 1
         if not number:
-            reasons = "; ".join(report.left_out.get("train", {})) or "no row holds what is asked for"
+            reasons = "; ".join(report.skipped.get("train", {})) or "no row holds what is asked for"
             raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
     for line in report.lines():
         display.note(line)
@@ -77,7 +78,7 @@ def convert(part: Part, out: Path, keep: Sequence[str], *, quiet: bool = False) 
         display.note(f"columns that are not in it: {names}{more}. --keep NAME keeps one")
 
 
-def _lost(record: Record, part: Part, report: Report) -> list[str]:
+def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
     """The columns of a row whose values are not in what is written; rewards may want any of them."""
     format_ = FORMATS[report.kinds[part.rows.train[0].path]]
     read = () if part.purpose == "ppo" else format_.columns
@@ -92,7 +93,7 @@ def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Seque
         written = Row(row, where)
         format_ = recognise(written, source, purpose)
         told = f"it would be read as {format_.name}, and otherwise"
-        again = see(read_record(written, format_, source), Part("data", Rows(train=[source]), purpose), "test")
+        again = see(read_record(written, format_, source), StageRows(Rows(train=[source]), purpose), "test")
     except DataError as error:
         told = str(error)
         again = None
@@ -155,18 +156,18 @@ def _column(record: Record, name: str) -> Any:
     return record.columns[name]
 
 
-def _seen(part: Part, report: Report) -> Iterator[tuple[Record, Seen]]:
+def _seen(part: StageRows, report: Report) -> Iterator[tuple[Record, Seen]]:
     for side, record in records(part.rows, part.purpose, report, role=part.role):
         try:
             seen = see(record, part, side)
         except DataError as error:
             report.bad_row(part.rows, side, error)
             continue
-        if isinstance(seen, LeftOut):
-            report.leave_out(side, seen.reason)
+        if isinstance(seen, Skipped):
+            report.skip(side, seen.reason)
         elif not all(answer.strip() for answer in seen.answers):
             # HH-RLHF has some; in columns of their own they would be taken for a mistake.
-            report.leave_out(side, "an answer of no words, which our formats refuse")
+            report.skip(side, "an answer of no words, which our formats refuse")
         else:
             yield record, seen
 

@@ -10,28 +10,31 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.commands.data_check import Part, Seen, is_unicode, new_console, num_last, printable, see, with_answer
+from rlhf_cli.commands.data_report import is_unicode, new_console, printable
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
-    LeftOut,
     Limits,
+    Skipped,
     encode_answers,
     encode_rows,
     fit,
     fit_prompt,
+    last_run,
     require_chat_template,
     require_eos,
 )
+from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.reading import Report, records
-from rlhf_cli.data.records import Demonstration, Prompt, Record, demonstration, shown_name
+from rlhf_cli.data.reading import records
+from rlhf_cli.data.records import Demonstration, Prompt, Record, shown_name
+from rlhf_cli.data.report import Report
 from rlhf_cli.data.sources import BadRow, Row, read_rows
+from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_LIMIT = 10**9
 LEARNT = {"sft": "learnt", "rm pairs": "the answer that is judged", "rm scores": "the answer that is judged", "ppo": ""}
 SHOWN_VALUE = 2000
 """Characters of a bad row's value that are shown."""
@@ -47,7 +50,7 @@ class _Report(Report):
         self.bad.append(str(error))
 
 
-def show_data(part: Part, tokenizer_path: str | None, *, num: int, row: int | None) -> None:
+def show_data(part: StageRows, tokenizer_path: str | None, *, num: int, row: int | None) -> None:
     """Print the first `num` training rows of a stage, or the one that messages call by the number `row`.
 
     Raises DataError for a row that can't be read, where it was asked for, and where there is no such row.
@@ -79,7 +82,7 @@ def show_data(part: Part, tokenizer_path: str | None, *, num: int, row: int | No
         _show(screen, record, part, tokenizer)
 
 
-def _numbered(screen: Screen, part: Part, number: int) -> Record:
+def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, of the first file that has one; a bad one is shown as it is."""
     for source in [*part.rows.train, *(part.rows.test or [])]:
         format_ = None
@@ -102,14 +105,14 @@ def _numbered(screen: Screen, part: Part, number: int) -> Record:
     raise DataError(f"{paths}: no row is called by the number {number}. Blank lines of a file have a number and no row")
 
 
-def _show(screen: Screen, record: Record, part: Part, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _show(screen: Screen, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
     try:
         seen = see(record, part, "train")
     except DataError as error:
         screen.bad(str(error))
         return
-    if isinstance(seen, LeftOut):
-        screen.title(record.where, f"left out: {seen.reason}")
+    if isinstance(seen, Skipped):
+        screen.title(record.where, f"skipped: {seen.reason}")
         screen.body([(record.prompt, False, False)])
         for answer in record.answers:
             screen.body([(answer.text, False, False)])
@@ -121,7 +124,7 @@ def _show(screen: Screen, record: Record, part: Part, tokenizer: PreTrainedToken
         _show_answers(screen, seen, part, tokenizer)
 
 
-def _show_texts(screen: Screen, seen: Seen, part: Part) -> None:
+def _show_texts(screen: Screen, seen: Seen, part: StageRows) -> None:
     if not seen.answers:
         screen.title(seen.record.where)
         screen.body([(seen.record.prompt, False, False)])
@@ -130,26 +133,22 @@ def _show_texts(screen: Screen, seen: Seen, part: Part) -> None:
         screen.body([("" if number else seen.record.prompt, False, False), (answer, True, False)])
 
 
-def _show_prompt(screen: Screen, seen: Seen, part: Part, tokenizer: PreTrainedTokenizerBase) -> None:
-    record = seen.record
-    row = Prompt(record.prompt, record.where, record.columns, record.messages)
+def _show_prompt(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    record, row = seen.record, seen.row
+    assert isinstance(row, Prompt)
     ids = encode_rows(tokenizer, [row], part.template)[0]
     fitting = fit_prompt(ids, _limits(part), tokenizer.bos_token_id)
-    kept = ids if isinstance(fitting, LeftOut) else fitting
+    kept = ids if isinstance(fitting, Skipped) else fitting
     screen.title(record.where, _tokens(ids, kept, fitting))
     screen.body(pieces(tokenizer, kept, [False] * len(kept)))
 
 
-def _show_answers(screen: Screen, seen: Seen, part: Part, tokenizer: PreTrainedTokenizerBase) -> None:
+def _show_answers(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
     record = seen.record
-    rows = [with_answer(record, answer) for answer in seen.answers]
-    if part.purpose == "sft":
-        learnt_row = demonstration(record)
-        assert learnt_row is not None
-        rows = [learnt_row]
+    rows = demonstrations_of(seen)
     first: list[int] = []
     for number, (ids, learnt, told) in enumerate(_encoded(rows, part, tokenizer)):
-        before = len(ids) - num_last(learnt)
+        before = len(ids) - last_run(learnt)
         name = _name(seen, part, number)
         screen.title(record.where, ", ".join(text for text in (name, told) if text))
         if number == 0:
@@ -164,31 +163,31 @@ def _show_answers(screen: Screen, seen: Seen, part: Part, tokenizer: PreTrainedT
 
 
 def _encoded(
-    rows: Sequence[Demonstration], part: Part, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Demonstration], part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
     """Of each row the ids, which of them are learnt (or judged), and how many there are."""
     for ids, answer in encode_answers(tokenizer, rows, part.template, start=part.purpose == "sft"):
         fitting = fit(ids, answer, _limits(part), tokenizer.bos_token_id)
-        kept, learnt = (ids, answer) if isinstance(fitting, LeftOut) else fitting
+        kept, learnt = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":
-            learnt = [n >= len(kept) - num_last(learnt) for n in range(len(kept))]
+            learnt = [n >= len(kept) - last_run(learnt) for n in range(len(kept))]
         elif part.learn_all:
             learnt = [n > 0 for n in range(len(kept))]
         told = _tokens(ids, kept, fitting)
         yield kept, learnt, f"{told}, {sum(learnt)} learnt" if part.purpose == "sft" else told
 
 
-def _limits(part: Part) -> Limits:
-    return Limits(part.max_length or NO_LIMIT, part.truncation, part.min_response_length)
+def _limits(part: StageRows) -> Limits:
+    return part.limits or NO_LIMITS
 
 
 def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:
-    if isinstance(fitting, LeftOut):
-        return f"left out: {fitting.reason}, {len(ids)} tokens"
+    if isinstance(fitting, Skipped):
+        return f"skipped: {fitting.reason}, {len(ids)} tokens"
     return f"{len(kept)} tokens" if len(kept) == len(ids) else f"{len(kept)} tokens, cut from {len(ids)}"
 
 
-def _name(seen: Seen, part: Part, number: int) -> str:
+def _name(seen: Seen, part: StageRows, number: int) -> str:
     if part.purpose == "rm pairs":
         names = (
             ("chosen", "rejected") if len(seen.answers) == 2 else [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
@@ -222,7 +221,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], learnt: Sequence[
 class Screen:
     """Prints rows: what is learnt in colour, or between marks where there is none."""
 
-    def __init__(self, console: Console, part: Part):
+    def __init__(self, console: Console, part: StageRows):
         self.console, self.word = console, LEARNT[part.purpose]
         self.coloured = console.color_system is not None and not console.no_color
         self.marks = ("⟦", "⟧") if is_unicode(console) else ("[[", "]]")

@@ -1,4 +1,4 @@
-"""Text to token ids, for the policy and for whatever judges it."""
+"""Text to token ids, for the policy and for the models that judge it."""
 
 from __future__ import annotations
 
@@ -8,73 +8,74 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Record, demonstration
+from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.errors import ArtifactError, DataError
 
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence."""
+    """One training sequence of SFT."""
 
     ids: list[int]
-    learnt: list[bool]
-    """Per token: is it a target of the loss? Token 0 never is, nothing predicts it."""
+    loss_mask: list[bool]
+    """True for each token that is a target of the loss. Token 0 never is: no token predicts it."""
     where: str
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A row that is not learnt from, and why."""
+class Skipped:
+    """The reason why an item of the data is not used."""
 
     reason: str
-
-
-def answer_to_learn(record: Record, side: str) -> Demonstration | LeftOut:  # noqa: ARG001
-    """What SFT learns of a row."""
-    return demonstration(record) or LeftOut("no answer to learn from")
+    needs: int | None = None
+    """The smallest length limit that would keep the item, in tokens. None if its length is not the reason."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a sequence may be, in tokens, and what happens to a longer one (`Data` says what each means)."""
+    """The length limits of a token sequence, and how to treat a longer one (`Data` documents each field)."""
 
     max_length: int
     truncation: Literal["drop", "left", "right"] = "drop"
     min_response_length: int = 0
 
 
-def fit(ids: list[int], answer: list[bool], limits: Limits, bos: int | None) -> tuple[list[int], list[bool]] | LeftOut:
-    """A sequence and which of its tokens are an answer's, cut to `limits.max_length` where it is longer.
+def fit(
+    ids: list[int], answer_mask: list[bool], limits: Limits, bos: int | None
+) -> tuple[list[int], list[bool]] | Skipped:
+    """Cut a sequence and its answer mask to `limits.max_length`.
 
-    `left` keeps a first token that is `bos`, and the last answer whole with a token before it; `right` keeps a
-    token of an answer at least. What can't be cut so is left out.
+    `left` keeps a first token that is `bos`, the whole last answer, and at least one token before it. `right` keeps at
+    least one token of an answer. A sequence that cannot be cut that way is skipped.
 
     >>> fit([0, 5, 6, 7, 8], [False, False, False, True, True], Limits(4, "left"), bos=0)
     ([0, 6, 7, 8], [False, False, True, True])
     >>> fit([5, 6, 7, 8], [False, True, True, True], Limits(3, "left"), bos=None)
-    LeftOut(reason='longer than 3 tokens, and so is its answer')
+    Skipped(reason='longer than 3 tokens, and so is its answer', needs=4)
     """
-    if sum(answer) < limits.min_response_length:
-        return LeftOut(f"answers of fewer than {limits.min_response_length} tokens")
+    if sum(answer_mask) < limits.min_response_length:
+        return Skipped(f"answers of fewer than {limits.min_response_length} tokens")
     longest = limits.max_length
     if len(ids) <= longest:
-        return ids, answer
+        return ids, answer_mask
     if limits.truncation == "drop":
-        return LeftOut(f"longer than {longest} tokens")
+        return Skipped(f"longer than {longest} tokens", needs=len(ids))
     if limits.truncation == "right":
-        if not any(answer[:longest]):
-            return LeftOut(f"longer than {longest} tokens before its answer")
-        return ids[:longest], answer[:longest]
+        if not any(answer_mask[:longest]):
+            # Without any answer token no limit below the whole length would help.
+            first_answer = answer_mask.index(True) if any(answer_mask) else len(ids) - 1
+            return Skipped(f"longer than {longest} tokens before its answer", needs=first_answer + 1)
+        return ids[:longest], answer_mask[:longest]
     first = [ids[0]] if ids[0] == bos and longest > 1 else []
     start = len(ids) - longest + len(first)
-    begins = len(ids) - next((n for n, learnt in enumerate(reversed(answer)) if not learnt), len(ids))
-    if (begins <= start and not first) or begins < start:
-        return LeftOut(f"longer than {longest} tokens, and so is its answer")
-    return first + ids[start:], [False] * len(first) + answer[start:]
+    answer_start = len(ids) - last_run(answer_mask)
+    if (answer_start <= start and not first) or answer_start < start:
+        return Skipped(f"longer than {longest} tokens, and so is its answer", needs=last_run(answer_mask) + 1)
+    return first + ids[start:], [False] * len(first) + answer_mask[start:]
 
 
-def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | LeftOut:
-    """A prompt, cut to `limits.max_length` where it is longer; `left` keeps a first token that is `bos`.
+def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | Skipped:
+    """Cut a prompt to `limits.max_length`. `left` keeps a first token that is `bos`.
 
     >>> fit_prompt([0, 5, 6, 7], Limits(3, "left"), bos=0)
     [0, 6, 7]
@@ -83,24 +84,33 @@ def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | L
     if len(ids) <= longest:
         return ids
     if limits.truncation == "drop":
-        return LeftOut(f"prompts longer than {longest} tokens")
+        return Skipped(f"prompts longer than {longest} tokens", needs=len(ids))
     if limits.truncation == "right":
         return ids[:longest]
     first = [ids[0]] if ids[0] == bos and longest > 1 else []
     return first + ids[len(ids) - longest + len(first) :]
 
 
+def last_run(mask: Sequence[bool]) -> int:
+    """The length of the run of True at the end of a mask: the tokens of the last answer.
+
+    >>> last_run([False, True, False, True, True])
+    2
+    """
+    return next((n for n, is_answer in enumerate(reversed(mask)) if not is_answer), len(mask))
+
+
 def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
-    """The EOS id; raises ArtifactError for a tokenizer that has none, since no answer could ever end."""
+    """The EOS id. Raises ArtifactError for a tokenizer without one: its answers could never end."""
     if tokenizer.eos_token_id is None:
-        raise ArtifactError(f"{path}: the tokenizer has no EOS token, answers could not end. Set eos_token in it")
+        raise ArtifactError(f"{path}: the tokenizer has no EOS token, so answers could not end. Set its eos_token")
     return int(tokenizer.eos_token_id)
 
 
 def prompt_text(
     prompt: str, template: str | None, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] = ()
 ) -> str:
-    """The prompt as the model reads it; `messages` are those of a conversation, before the answer."""
+    """The prompt as the model reads it. `messages` are the turns of a conversation before the answer."""
     if is_chat(messages, template, tokenizer):
         return _chat_text(tokenizer, messages, generation=True)
     if template is None:
@@ -112,19 +122,19 @@ def prompt_text(
 
 
 def whole_text(row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A row's prompt and response as one text, for a model that has no use for their tokens apart."""
+    """A row's prompt and response as one text, for a model that tokenises the two together."""
     if is_chat(row.messages, template, tokenizer):
         return _chat_text(tokenizer, row.messages, generation=False)
     return prompt_text(row.prompt, template, tokenizer) + row.response
 
 
 def is_chat(messages: Sequence[Message], template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Is a row written in the tokenizer's chat template? A conversation is, where there is one."""
+    """Whether a row is written in the chat template: a conversation is, if the tokenizer has one."""
     return bool(messages) and (template == "chat" or (template is None and bool(tokenizer.chat_template)))
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError where prompt_template: chat can't work."""
+    """Raise DataError if the tokenizer has no chat template for `prompt_template: chat`."""
     if not tokenizer.chat_template:
         raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
 
@@ -132,9 +142,9 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], template: str | None, *, start: bool = True
 ) -> list[list[int]]:
-    """Prompts to ids, never ending in an EOS that a tokenizer appends by itself (T5-like ones, some Llamas).
+    """Encode prompts, without the EOS that some tokenizers append by themselves (T5, some Llamas).
 
-    With `start`, BOS (else EOS) stands for a prompt of no tokens, so that something predicts the first one.
+    With `start`, an empty prompt becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
     """
     texts = [prompt_text(prompt, template, tokenizer) for prompt in prompts]
     eos = int(tokenizer.eos_token_id)
@@ -149,7 +159,7 @@ def encode_prompts(
 def encode_rows(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration | Prompt], template: str | None
 ) -> list[list[int]]:
-    """The ids that a response to each row follows: those that SFT has before the row's last answer."""
+    """The ids that a response to each row follows, the same that SFT has before the row's last answer."""
     plain = iter(
         encode_prompts(tokenizer, [r.prompt for r in rows if not _row_is_chat(r, template, tokenizer)], template)
     )
@@ -162,7 +172,7 @@ def encode_rows(
 
 
 def before_answer(row: Demonstration | Prompt) -> tuple[Message, ...]:
-    """The messages of a conversation that come before its last answer; none for other rows."""
+    """The messages of a conversation before its last answer. Empty for other rows."""
     return row.messages if isinstance(row, Prompt) else row.messages[:-1]
 
 
@@ -176,9 +186,9 @@ def encode_pairs(
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with EOS) of each row.
 
-    The prompt's ids are those that a rollout starts from. The response's are what follows them in the ids of
-    the whole text, or, where the tokenizer merges across the boundary, the response's own ids: a policy can
-    only ever continue after the prompt's ids.
+    The prompt ids are those that a rollout starts from. The response ids are the rest of the whole text's ids. If the
+    tokenizer merges characters across the boundary, the response is encoded by itself instead, because a policy can
+    only continue after the prompt's ids.
     """
     eos = int(tokenizer.eos_token_id)
     prompt_ids = encode_prompts(tokenizer, prompts, template, start=start)
@@ -198,7 +208,7 @@ def encode_pairs(
 def encode_answers(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration], template: str | None, *, start: bool = True
 ) -> list[tuple[list[int], list[bool]]]:
-    """Rows to (ids, which of them are an answer's, EOS among them): of a conversation every assistant turn."""
+    """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn."""
     plain = [row for row in rows if not _row_is_chat(row, template, tokenizer)]
     texts = [r.prompt for r in plain], [r.response for r in plain]
     pairs = iter(encode_pairs(tokenizer, *texts, template, start=start))
@@ -219,19 +229,27 @@ def encode_demonstrations(
     *,
     learn_all: bool,
     limits: Limits | None = None,
-) -> list[Example | LeftOut]:
-    """Rows to training sequences within `limits`; the prompt is not learnt unless `learn_all`."""
-    found: list[Example | LeftOut] = []
-    for row, (ids, answer) in zip(rows, encode_answers(tokenizer, rows, template), strict=True):
-        fitting = fit(ids, answer, limits, tokenizer.bos_token_id) if limits is not None else (ids, answer)
-        if isinstance(fitting, LeftOut):
-            found.append(fitting)
-            continue
-        kept, learnt = fitting
-        learnt = [learn_all or is_answer for is_answer in learnt]
-        learnt[0] = False
-        found.append(Example(kept, learnt, row.where))
-    return found
+) -> list[Example | Skipped]:
+    """Encode rows to training sequences within `limits`."""
+    bos = tokenizer.bos_token_id
+    encoded = encode_answers(tokenizer, rows, template)
+    return [
+        training_example(ids, answer_mask, row.where, limits, bos, learn_all=learn_all)
+        for row, (ids, answer_mask) in zip(rows, encoded, strict=True)
+    ]
+
+
+def training_example(
+    ids: list[int], answer_mask: list[bool], where: str, limits: Limits | None, bos: int | None, *, learn_all: bool
+) -> Example | Skipped:
+    """A sequence cut to the limits, with its loss mask: the answers, or with `learn_all` everything after token 0."""
+    fitting = fit(ids, answer_mask, limits, bos) if limits is not None else (ids, answer_mask)
+    if isinstance(fitting, Skipped):
+        return fitting
+    ids, answer_mask = fitting
+    loss_mask = [learn_all or is_answer for is_answer in answer_mask]
+    loss_mask[0] = False
+    return Example(ids, loss_mask, where)
 
 
 def encode_for_classifier(
@@ -240,10 +258,10 @@ def encode_for_classifier(
     max_length: int | None,
     side: Literal["left", "right"] = "left",
 ) -> list[list[int]]:
-    """Whole texts to ids with the special tokens that an encoder expects.
+    """Encode whole texts with the special tokens that an encoder model expects.
 
-    One longer than `max_length` loses its beginning, as the response that is judged stands at the end; or, with
-    side "right", its end.
+    A text longer than `max_length` loses its beginning, because the response to judge is at the end. With side
+    "right" it loses its end.
     """
     if not texts:
         return []
@@ -262,7 +280,7 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
     try:
         return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
     except Exception as error:
-        # The template is the tokenizer's own program, run in a sandbox; what it raises is not ours.
+        # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(f"the tokenizer's chat template fails: {reason}. Give data.prompt_template instead") from None
 
@@ -270,41 +288,41 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 def _encode_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str
 ) -> tuple[list[int], list[bool]]:
-    """A conversation in the chat template, turn by turn; every assistant turn is learnt, with what ends it.
+    """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
 
-    One that ends before an answer ends with the template's invitation to answer, in the very ids that it has
-    when the answer follows.
+    The mask covers every assistant turn and the tokens that end it. A conversation that ends before an answer ends
+    with the template's generation prompt, in the same ids that it has when the answer follows.
     """
     require_chat_template(tokenizer)
     cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
     if messages[-1].role != "assistant":
         cuts.append((len(messages), "before"))
     ids: list[int] = []
-    learnt: list[bool] = []
+    answer_mask: list[bool] = []
     text = ""
     for end, kind in cuts:
         answered = kind == "answer"
         longer = _chat_text(tokenizer, messages[: end + answered], generation=not answered)
         if not longer.startswith(text):
             raise DataError(
-                f"{where}: the chat template rewrites earlier turns, so the turns can't be told apart. "
-                "Split the conversation into rows of one answer each"
+                f"{where}: the chat template rewrites earlier turns, so the tokens of each turn are unknown. "
+                "Split the conversation into rows with one answer each"
             )
         part = _encode(tokenizer, [longer[len(text) :]], special=False)[0]
         ids += part
-        learnt += [answered] * len(part)
+        answer_mask += [answered] * len(part)
         text = longer
-    return ids, learnt
+    return ids, answer_mask
 
 
 def _encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Demonstration) -> tuple[list[int], list[bool]]:
-    ids, learnt = _encode_turns(tokenizer, row.messages, row.where)
+    ids, answer_mask = _encode_turns(tokenizer, row.messages, row.where)
     eos = int(tokenizer.eos_token_id)
     if eos not in ids[-3:]:
-        # Templates end a turn with the EOS token, some with a newline behind it; one that has none gets it.
+        # Most templates end a turn with EOS, some add a newline. If a template ends without EOS, append it.
         ids.append(eos)
-        learnt.append(True)
-    return ids, learnt
+        answer_mask.append(True)
+    return ids, answer_mask
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:

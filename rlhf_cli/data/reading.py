@@ -8,54 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record
+from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.sources import BadRow, Row, hash_fraction, in_part, read_rows
 from rlhf_cli.errors import DataError
 
 SHARES: dict[Purpose, int] = {"sft": 0, "rm pairs": 1, "rm scores": 1, "ppo": 2}
 """Which of `Rows.split`'s shares each purpose reads."""
-
-
-@dataclass
-class Report:
-    """What was read, and what was left out and why."""
-
-    kinds: dict[str, str] = field(default_factory=dict)
-    """What each source's rows were taken for."""
-    rows: Counter[str] = field(default_factory=Counter)
-    """Rows of each source that are used, and as `train` and `test` those of each side."""
-    left_out: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each side how many were left out, by reason."""
-    bad: list[str] = field(default_factory=list)
-    """The first rows that can't be read, where and why."""
-
-    def leave_out(self, side: str, reason: str) -> None:
-        self.left_out.setdefault(side, Counter())[reason] += 1
-
-    def bad_row(self, data: Rows, side: str, error: DataError) -> None:
-        """Count a row that can't be read, or raise where such a row stops the run."""
-        if data.on_bad_row == "error":
-            raise error
-        self.leave_out(side, "can't be read")
-        if len(self.bad) < 3:
-            self.bad.append(str(error))
-
-    def lines(self) -> list[str]:
-        """What the user should read, a line each."""
-        several = len(self.kinds) > 1
-        found = [
-            f"{path}: {self.rows[path]:,} rows of {kind}" if several else f"{path}: rows of {kind}"
-            for path, kind in self.kinds.items()
-        ]
-        for side, reasons in self.left_out.items():
-            found += [f"data.{side}: {number} rows left out: {reason}" for reason, number in reasons.items()]
-        return [*found, *(f"left out: {line}" for line in self.bad)]
 
 
 def records(
@@ -82,16 +45,17 @@ def records(
             for record in _source_records(source, purpose, data, report, side, prompt_words):
                 if not in_part(source.select, record.key) or not _in_share(data, purpose, record.key):
                     continue
-                if data.deduplicate:
-                    digest = _digest(record)
-                    if digest in seen:
-                        report.leave_out(side, "the same prompt and answers came before")
-                        continue
-                    seen.add(digest)
                 held_out = data.test is None and hash_fraction(record.key) < data.test_fraction
                 stands = "test" if held_out else side
                 if only is not None and stands != only:
                     continue
+                if data.deduplicate:
+                    # Equal rows have equal prompts, so they are all on the same side.
+                    digest = row_digest(record)
+                    if digest in seen:
+                        report.skip(stands, DUPLICATE)
+                        continue
+                    seen.add(digest)
                 for _ in range(1 if stands == "test" else _copies(source.weight, record.key)):
                     report.rows[source.path] += 1
                     report.rows[stands] += 1
@@ -156,12 +120,13 @@ def _hash(purpose: bytes, key: str) -> bytes:
     return hashlib.sha256(purpose + b"\0" + key.encode("utf-8", "surrogatepass")).digest()[:8]
 
 
-def _digest(record: Record) -> bytes:
+def row_digest(record: Record) -> bytes:
+    """A hash of a row's prompt, answers and messages: equal rows are duplicates."""
     answers = [record.prompt, *(answer.text for answer in record.answers), *(m.content for m in record.messages)]
     return hashlib.sha256(json.dumps(answers).encode()).digest()[:16]
 
 
 def _why(report: Report) -> str:
     """What was left out, for a message that nothing is left."""
-    reasons = [f"{number} rows: {reason}" for some in report.left_out.values() for reason, number in some.items()]
+    reasons = [f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()]
     return f" ({'; '.join(reasons + report.bad)})" if reasons else ""

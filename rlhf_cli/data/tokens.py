@@ -1,8 +1,8 @@
-"""Rows to tokens, once: what a stage learns from stands in a cache on disk and is mapped, never held.
+"""Tokenise the rows of a stage once, and keep the tokens in a cache on disk that is mapped into memory.
 
-A cache entry is a folder named after everything that decides its bytes: the data's own bytes, every setting that
-chooses or cuts rows, the tokenizer and its template, and the code that reads and encodes. Anything of it changed makes
-another entry. It can be removed at any time.
+A cache entry is a folder named by a hash of everything that decides its bytes: the data's bytes, every setting that
+selects or cuts rows, the tokenizer and its chat template, and the code that reads and encodes. A change of any of these
+makes a new entry. You may delete the cache at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,139 +26,122 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.artifacts import digest_file
-from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import LeftOut
-from rlhf_cli.data.formats import Purpose
-from rlhf_cli.data.reading import Report, records
-from rlhf_cli.data.records import Record
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.encode import Skipped
+from rlhf_cli.data.encoders import RowEncoder
+from rlhf_cli.data.reading import records
+from rlhf_cli.data.report import Report
 from rlhf_cli.data.table import Table, TableWriter
+from rlhf_cli.data.views import StageRows, Viewed
 from rlhf_cli.data_files import data_fingerprint
 from rlhf_cli.errors import DataError
 
 T = TypeVar("T")
 V = TypeVar("V")
 
-View = Callable[[Record, str], "V | LeftOut"]
-"""What a stage sees of a record of a side, or why it has no use for it; may raise DataError for a row that is bad."""
-Encode = Callable[[Sequence[V]], Iterable["T | LeftOut"]]
-"""What was seen to what is learnt from, in order: one or several items each, or why there is none."""
-
 SIDES = ("train", "test")
 CHUNK = 1000
-"""Records that are encoded at a time: enough for the tokenizer to use every core."""
+"""Rows encoded at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30
-"""An entry that nobody asked for in so long is removed."""
+"""An entry that was not used for this many days is deleted."""
 
 
 @dataclass(frozen=True)
 class Tokenised(Generic[T]):
-    """The rows of a stage, tokenised."""
+    """The token items of a stage's rows, and what the user should read about them."""
 
     train: Table[T]
     test: Table[T]
     lines: list[str]
-    """What the user should read about them."""
+    warnings: list[str]
 
 
-def tokenise(
-    data: Rows,
-    purpose: Purpose,
-    kind: type[T],
-    view: View[V],
-    encode: Encode[V, T],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    prompt_words: int = 0,
-    settings: dict[str, Any] | None = None,
-    role: str = "data",
-) -> Tokenised[T]:
-    """The rows of `data` as items of the dataclass `kind`, from the cache or made now.
+def tokenise(encoder: RowEncoder[V, T]) -> Tokenised[T]:
+    """Encode the rows of a stage, or take them from the cache.
 
-    `settings` is what `encode` goes by beside the keys of `data` and the tokenizer. `role` is how messages call the
-    data. Raises DataError for rows that can't be read, where no training row is left, or where there is no room.
+    Raises DataError for rows that cannot be read, if no training row is left, or if the disk is full.
     """
-    key = _key(data, purpose, kind, tokenizer, {"prompt_words": prompt_words, "settings": settings})
-    with _place(key) as place:
-        if not (place / "facts.json").is_file():
-            _build(place, data, purpose, kind, view, encode, prompt_words, role)
-        os.utime(place)
-        facts = json.loads((place / "facts.json").read_text(encoding="utf-8"))
-        tables = [Table(place / f"{side}.arrow", kind) for side in SIDES]
-    return Tokenised(tables[0], tables[1], facts["lines"])
+    key = _key(encoder)
+    with _entry(key) as entry:
+        if not (entry / "facts.json").is_file():
+            _build(entry, encoder)
+        os.utime(entry)
+        facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+        tables = [Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES]
+    return Tokenised(tables[0], tables[1], facts["lines"], facts["warnings"])
 
 
 def cache_directory() -> Path:
-    """Where the tokens are kept: $RLHF_CACHE, else `rlhf` in the user's cache directory."""
-    own = os.environ.get("RLHF_CACHE")
-    if own:
-        return Path(own)
+    """The folder of the cache: $RLHF_CACHE, or else `rlhf` in the user's cache directory."""
+    chosen = os.environ.get("RLHF_CACHE")
+    if chosen:
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
 
 
 # ------------------------------------------------------------------------------------------- writing
 
 
-def _build(
-    place: Path,
-    data: Rows,
-    purpose: Purpose,
-    kind: type[T],
-    view: View[V],
-    encode: Encode[V, T],
-    prompt_words: int,
-    role: str,
-) -> None:
+def _build(entry: Path, encoder: RowEncoder[V, T]) -> None:
+    """Read and encode the rows into the folder `entry`."""
     report = Report()
-    partial = place.with_name(f"{place.name}.partial")
+    partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        writers = {side: TableWriter(partial / f"{side}.arrow", kind) for side in SIDES}
-        rows = records(data, purpose, report, prompt_words=prompt_words, role=role)
-        for side, some in _by_side(_seen(rows, view, data, report)):
-            items = []
-            for item in encode(some):
-                if isinstance(item, LeftOut):
-                    report.leave_out(side, item.reason)
-                else:
-                    items.append(item)
-            writers[side].write(items)
-        for side, writer in writers.items():
-            writer.close()
-            if report.rows[side] and not writer.num_rows:
-                reasons = "; ".join(report.left_out.get(side, {})) or "no row holds what is asked for"
-                raise DataError(f"{role}.{side}: none of {report.rows[side]} rows is left: {reasons}")
-        lines = [line.replace("data.", f"{role}.", 1) if line.startswith("data.") else line for line in report.lines()]
-        (partial / "facts.json").write_text(json.dumps({"lines": lines}), encoding="utf-8")
-        shutil.rmtree(place, ignore_errors=True)
-        partial.rename(place)
+        _write_tables(partial, encoder, report)
+        role, length_key = encoder.stage_rows.role, encoder.stage_rows.length_key
+        facts = {"lines": report.lines(role), "warnings": report.warnings(role, length_key)}
+        (partial / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        shutil.rmtree(entry, ignore_errors=True)
+        partial.rename(entry)
     except OSError as error:
         raise DataError(
-            f"{place.parent}: the tokenised rows can't be written there ({error.strerror or error}). Make room, or "
-            "name another folder in the environment variable RLHF_CACHE"
+            f"{entry.parent}: could not write the tokenised rows ({error.strerror or error}). Free disk space, or set "
+            "the environment variable RLHF_CACHE to another folder"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _seen(rows: Iterable[tuple[str, Record]], view: View[V], data: Rows, report: Report) -> Iterator[tuple[str, V]]:
-    for side, record in rows:
+def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report) -> None:
+    """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
+    writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
+    for side, rows in _by_side(_views(encoder.stage_rows, report)):
+        items = []
+        for item in encoder.encode(rows):  # type: ignore[arg-type]  # The rows are those of the encoder's purpose.
+            if isinstance(item, Skipped):
+                report.skip(side, item.reason, item.needs)
+            else:
+                items.append(item)
+        report.kept[side] += len(items)
+        writers[side].write(items)
+    spec = encoder.stage_rows
+    for side, writer in writers.items():
+        writer.close()
+        if report.rows[side] and not writer.num_rows:
+            raise report.nothing_left(spec.role, side, spec.length_key)
+
+
+def _views(spec: StageRows, report: Report) -> Iterator[tuple[str, Viewed]]:
+    """(side, what the stage sees) of each row that the stage has a use for."""
+    for side, record in records(spec.rows, spec.purpose, report, prompt_words=spec.prompt_words, role=spec.role):
         try:
-            found = view(record, side)
+            found = spec.view(record, side)
         except DataError as error:
-            report.bad_row(data, side, error)
+            report.bad_row(spec.rows, side, error)
             continue
-        if isinstance(found, LeftOut):
-            report.leave_out(side, found.reason)
+        if isinstance(found, Skipped):
+            report.skip(side, found.reason)
         else:
             yield side, found
 
 
 def _by_side(stream: Iterable[tuple[str, V]]) -> Iterator[tuple[str, list[V]]]:
-    """Pieces of at most CHUNK of one side, the order within each side kept."""
+    """Chunks of at most CHUNK rows of one side, in order within each side."""
     waiting: dict[str, list[V]] = {side: [] for side in SIDES}
-    for side, seen in stream:
-        waiting[side].append(seen)
+    for side, row in stream:
+        waiting[side].append(row)
         if len(waiting[side]) == CHUNK:
             yield side, waiting[side]
             waiting[side] = []
@@ -168,9 +151,11 @@ def _by_side(stream: Iterable[tuple[str, V]]) -> Iterator[tuple[str, list[V]]]:
 
 
 @contextlib.contextmanager
-def _place(key: str) -> Iterator[Path]:
-    """The entry's folder, with nobody else at work on it. Where the cache can't be written it is a folder that goes
-    when the process has the tables open."""
+def _entry(key: str) -> Iterator[Path]:
+    """The folder of a cache entry, locked for this process.
+
+    If the cache is not writable, it is a temporary folder, deleted once the process has mapped the tables.
+    """
     root = cache_directory()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -182,16 +167,17 @@ def _place(key: str) -> Iterator[Path]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_old(root)
-        if (root / key).is_dir() and not _is_whole(root / key):
+        if (root / key).is_dir() and not _is_intact(root / key):
             shutil.rmtree(root / key)
         yield root / key
 
 
-def _is_whole(place: Path) -> bool:
+def _is_intact(entry: Path) -> bool:
+    """Whether the files of an entry can be read."""
     try:
-        json.loads((place / "facts.json").read_text(encoding="utf-8"))
+        json.loads((entry / "facts.json").read_text(encoding="utf-8"))
         for side in SIDES:
-            with pa.memory_map(str(place / f"{side}.arrow")) as file:
+            with pa.memory_map(str(entry / f"{side}.arrow")) as file:
                 pa.ipc.open_file(file)
     except (OSError, ValueError, pa.ArrowException):
         return False
@@ -209,17 +195,18 @@ def _remove_old(root: Path) -> None:
 # -------------------------------------------------------------------------------------------- the key
 
 
-def _key(data: Rows, purpose: Purpose, kind: type, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> str:
-    sources = [*data.train, *(data.test or [])]
-    whole = {
+def _key(encoder: RowEncoder[V, T]) -> str:
+    spec = encoder.stage_rows
+    sources = [*spec.rows.train, *(spec.rows.test or [])]
+    facts = {
         "data": [_digest_source(source) for source in sources],
-        "rows": data.model_dump(mode="json"),
-        "purpose": purpose,
-        "settings": settings,
-        "tokenizer": _digest_tokenizer(tokenizer),
-        "code": _digest_code(kind),
+        "rows": spec.rows.model_dump(mode="json"),
+        "purpose": spec.purpose,
+        "settings": encoder.settings(),
+        "tokenizer": _digest_tokenizer(encoder.tokenizer),
+        "code": _digest_code(encoder.kind),
     }
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _digest_source(source: DataSource) -> str:
@@ -228,7 +215,7 @@ def _digest_source(source: DataSource) -> str:
 
 
 def _hub_commit(source: DataSource) -> str:
-    """The commit that a hub dataset's branch stands at; "" where the hub can't be asked."""
+    """The current commit of a hub dataset's branch, or "" if the hub cannot be reached."""
     import huggingface_hub
 
     try:
@@ -238,18 +225,18 @@ def _hub_commit(source: DataSource) -> str:
 
 
 def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what a tokenizer does; not of how it was last told to cut and pad."""
-    own: Any = tokenizer.init_kwargs | {"vocabulary": tokenizer.get_vocab()}
+    """A hash of everything that decides a tokenizer's ids. Its last truncation and padding settings do not count."""
+    state: Any = tokenizer.init_kwargs | {"vocabulary": tokenizer.get_vocab()}
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        own = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    facts = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, own]
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    facts = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, state]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _digest_code(kind: type) -> str:
-    """Of this package's files, of the one that `kind` is written in, and of the libraries that tokenise."""
-    own = sorted(Path(__file__).parent.glob("*.py"))
+    """Hashes of this package's files and of the module that defines `kind`, and the versions of the libraries."""
+    package = sorted(Path(__file__).parent.glob("*.py"))
     module = sys.modules[kind.__module__].__file__
-    files = [digest_file(path) for path in [*own, *([Path(module)] if module else [])]]
+    files = [digest_file(path) for path in [*package, *([Path(module)] if module else [])]]
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")]
     return " ".join(files + versions)

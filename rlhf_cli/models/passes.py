@@ -6,17 +6,53 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
-from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at
+from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
 from rlhf_cli.packing import pack
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How one model's training passes are computed, and what they cost."""
+
+    budget: Budget
+    """How much goes into one microbatch."""
+    work: Work
+    peak_flops: float
+    lines: list[str]
+    """Lines to tell the user."""
+    compile_s: float
+    """Seconds spent on compiling."""
+
+
+def set_up_training(
+    model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, num_processes: int
+) -> Passes:
+    """Set up the passes of a model that is trained alone, and find its microbatch budget.
+
+    The budget counts the memory of the plain passes, so it is computed before `compile` changes them.
+    """
+    tokens = config.training.tokens_per_microbatch
+    if tokens == "auto":
+        tokens = token_budget(
+            [model], [], device, config.precision, num_processes, checkpointing=config.gradient_checkpointing
+        )
+    budget = Budget(tokens, config.training.microbatch_size, padded=not is_packed(model))
+    work = work_of(model)
+    lines, compile_s = set_up_passes([model], config, device)
+    return Passes(budget, work, peak_flops(device, config.precision), lines, compile_s)
 
 
 def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:

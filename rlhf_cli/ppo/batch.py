@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.scoring import PromptRow
 
 
 @dataclass(frozen=True)

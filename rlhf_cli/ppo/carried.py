@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, merge, select
 from rlhf_cli.ppo.setup import Learner
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Part, State, Weights
 from rlhf_cli.training.health import Health

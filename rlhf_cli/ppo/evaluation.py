@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.rollout.scoring import Models, PromptRow
+from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.training.distributed import World
 
 

@@ -14,6 +14,7 @@ import torch
 from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import merged
 from rlhf_cli.models.load import (
@@ -29,7 +30,6 @@ from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
-from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training.best import Best
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,24 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.data import Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.encode import (
-    Example,
-    LeftOut,
-    Limits,
-    answer_to_learn,
-    encode_demonstrations,
-    encode_rows,
-    fit_prompt,
-    prompt_text,
-    require_eos,
-)
-from rlhf_cli.data.records import Demonstration, Prompt, Record, prompt
+from rlhf_cli.data.encode import Example, require_eos
+from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import ppo_rows, ptx_rows
 from rlhf_cli.decoders.plain import why_not_padded
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
@@ -59,7 +49,7 @@ from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import stop_ids, why_not_fast
-from rlhf_cli.rollout.scoring import Models, PromptRow
+from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.health import RATIO_TOLERANCE, Health
@@ -333,28 +323,12 @@ def _kl_note(config: PPOConfig) -> str | None:
 
 def _ptx_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun) -> Sequence[Example]:
     """The rows of the language-model loss, as the SFT stage would read them."""
-    ptx = config.ptx
-    if ptx is None:
+    spec = ptx_rows(config)
+    if spec is None:
         return []
-    template, limits = config.data.prompt_template, Limits(ptx.max_length)
-
-    def encode(rows: Sequence[Demonstration]) -> list[Example | LeftOut]:
-        return encode_demonstrations(tokenizer, rows, template, learn_all=ptx.loss_on == "all", limits=limits)
-
-    rows = tokenise(
-        Rows(train=ptx.train, test_fraction=0),
-        "sft",
-        Example,
-        answer_to_learn,
-        encode,
-        tokenizer,
-        prompt_words=ptx.prompt_words,
-        settings={"template": template, "max_length": ptx.max_length, "loss_on": ptx.loss_on},
-        role="ptx",
-    )
-    for line in rows.lines:
-        stage.display.note(f"{line} (ptx)" if not line.startswith("ptx.") else line)
-    return rows.train
+    found = tokenise(DemonstrationEncoder(tokenizer, spec))
+    stage.display.about_rows(found.lines, found.warnings)
+    return found.train
 
 
 def new_health(learner: Learner) -> Health:
@@ -416,25 +390,6 @@ def _prompts(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun
 ) -> tuple[Table[PromptRow], Table[PromptRow]]:
     """The training prompts and the held-out ones."""
-    data = config.data
-    limits = Limits(data.max_prompt_length, data.truncation)
-
-    def view(record: Record, side: str) -> Prompt:  # noqa: ARG001
-        return prompt(record)
-
-    def encode(rows: Sequence[Prompt]) -> Iterator[PromptRow | LeftOut]:
-        for row, ids in zip(rows, encode_rows(tokenizer, rows, data.prompt_template), strict=True):
-            kept = fit_prompt(ids, limits, tokenizer.bos_token_id)
-            if isinstance(kept, LeftOut):
-                yield kept
-                continue
-            text = prompt_text(row.prompt, data.prompt_template, tokenizer, row.messages)
-            if kept != ids:
-                # Whoever judges the text reads what the policy read.
-                text = str(tokenizer.decode(kept, skip_special_tokens=True))
-            yield PromptRow(text, kept, row)
-
-    rows = tokenise(data, "ppo", PromptRow, view, encode, tokenizer, prompt_words=data.prompt_words)
-    for line in rows.lines:
-        stage.display.note(line)
-    return rows.train, rows.test
+    found = tokenise(PromptEncoder(tokenizer, ppo_rows(config)))
+    stage.display.about_rows(found.lines, found.warnings)
+    return found.train, found.test

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.data.batches import Budget, in_order
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import autocast, shares_prefixes
 from rlhf_cli.packing import SHORTEST_PREFIX
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.rollout.scoring import Models, PromptRow, ref_response_logprobs, response_values, score_tokens
+from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values, score_tokens
 from rlhf_cli.tensor_ops import length_mask, pad_rows
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.kl import kl_full
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import (
     autocast,
@@ -30,15 +30,6 @@ from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
 FULL_KL_CHUNK = 512
 """Tokens whose full distributions are compared per chunk. Only one chunk's [512, V] is held twice."""
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt as text, as tokens, and as the row that it came from."""
-
-    text: str
-    ids: list[int]
-    row: Prompt
 
 
 @dataclass(frozen=True)

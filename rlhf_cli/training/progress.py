@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -66,6 +67,13 @@ class Display:
         """A line that the user should read once."""
         if not self.quiet:
             self.console.print(f"{self.stage}: {text}", markup=False)
+
+    def about_rows(self, lines: Sequence[str], warnings: Sequence[str]) -> None:
+        """What became of the rows of the data: notes, then warnings."""
+        for line in lines:
+            self.note(line)
+        for line in warnings:
+            self.warn(line)
 
     def block(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Some lines under a title, what each is about on the left."""

@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
-from rlhf_cli.commands.data_check import InTokens, Part, Seen, in_words, part_of_source, see
+from rlhf_cli.commands.data_check import InTokens, Measured, encoder_of, in_words, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import LeftOut, encode_answers, encode_demonstrations, encode_for_classifier, encode_rows
+from rlhf_cli.data.encode import Skipped, encode_answers, encode_demonstrations, encode_for_classifier, encode_rows
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.reading import Report, records
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Record, transcript
+from rlhf_cli.data.reading import records
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, transcript
+from rlhf_cli.data.report import Report
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import Seen, StageRows, Viewed, see
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 from support.tiny import write_jsonl
@@ -79,7 +81,7 @@ def test_every_count_is_that_of_the_hand(tmp_path: Path) -> None:
     side = found["sides"]["train"]
     assert (found["for"], found["unit"], found["formats"]) == ("rm pairs", "words", {str(path): "preference"})
     assert (side["read"], side["bad"], side["used"]) == (9, 2, 6)
-    assert side["left_out"] == {"its answers are equal": 1}
+    assert side["skipped"] == {"its answers are equal": 1}
     assert side["duplicates"] == {"rows": 1, "first": [f"{path}:2"]}
     assert side["prompts_of_several_rows"] == {"prompts": 1, "rows": 2}
     assert (side["empty_prompts"], side["max_length"], side["too_long"]) == (1, 21, 1)
@@ -177,10 +179,10 @@ def test_labels_are_counted_and_many_scores_summed_up(tmp_path: Path) -> None:
     kto = [{"prompt": f"{n}", "completion": "x", "label": n != 1} for n in range(4)]
     path = write_jsonl(tmp_path / "b.jsonl", kto)
     assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0": 1, "1": 3}
-    assert checked(path, "--for", "sft")["sides"]["train"]["left_out"] == {"no answer to learn from": 1}
+    assert checked(path, "--for", "sft")["sides"]["train"]["skipped"] == {"no answer to learn from": 1}
     scored = [{"prompt": "p", "response": f"{n}", "score": n / 2 if n < 11 else None} for n in range(12)]
     side = checked(write_jsonl(tmp_path / "c.jsonl", scored), "--for", "rm")["sides"]["train"]
-    assert side["left_out"] == {"no answer with a score": 1}
+    assert side["skipped"] == {"no answer with a score": 1}
     assert (side["scores"]["min"], side["scores"]["median"], side["scores"]["max"]) == (0.0, 2.5, 5.0)
     assert side["scores"]["mean"] == pytest.approx(2.5, rel=1e-12)
 
@@ -211,7 +213,7 @@ def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path) ->
     assert "Bad rows: 14, the first 10" in result.stdout
     named = re.findall(rf"{re.escape(str(path))}:(\d+): not JSON", result.stdout)
     assert named == [str(n) for n in range(2, 12)]
-    assert result.stderr == "error: 14 bad rows. Mend or remove them, or set data.on_bad_row: skip\n"
+    assert result.stderr == "error: 14 bad rows. Fix or remove them, or set data.on_bad_row: skip\n"
     assert checked(path, "--for", "sft", code=1)["bad_rows"]["first"] == [
         line.strip() for line in result.stdout.splitlines() if "not JSON" in line
     ]
@@ -288,7 +290,8 @@ def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) 
             len(re.findall("[━┃]", drawn)) == round(values["p90"] / scale * 23) - round(values["p10"] / scale * 23) + 1
         )
     bias = side["length_bias"]
-    assert f"right in {bias['longer_is_right']:.1%} (95 %: {bias['low95']:.1%} to {bias['high95']:.1%})" in output
+    share, interval = f"{bias['longer_is_right']:.1%}", f"{bias['low95']:.1%} to {bias['high95']:.1%}"
+    assert f"choosing the longer answer would be right in {share} of pairs (95 %: {interval})" in output
 
 
 def test_an_output_of_ascii_alone_loses_nothing(tmp_path: Path) -> None:
@@ -432,6 +435,21 @@ def closing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizer
     return own
 
 
+def seen(purpose: Purpose, said: str, answers: Sequence[str], where: str, turns: tuple[Message, ...] = ()) -> Seen:
+    """A row as a stage sees it, with these answers."""
+    record = Record(where, said, (), where, messages=turns)
+    row: Viewed
+    if purpose == "sft":
+        row = Demonstration(said, answers[0], where, turns and (*turns, Message("assistant", answers[0].strip())))
+    elif purpose == "rm pairs":
+        row = Ranking(said, tuple(answers), where, messages=turns)
+    elif purpose == "rm scores":
+        row = [Scored(said, answer, float(n), where, turns) for n, answer in enumerate(answers)]
+    else:
+        row = Prompt(said, where, messages=turns)
+    return Seen(record, row)
+
+
 def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
     rng = random.Random(4)
     found = []
@@ -439,7 +457,7 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
         num = {"sft": 1, "rm pairs": 2 + n % 3, "rm scores": 1 + n % 2, "ppo": 0}[purpose]
         answers = tuple(f"{' ' * (n % 2)}{words(rng.randint(1, 9))} {k} late." for k in range(num))
         said = f"Q: the tent {words(rng.randint(0, 9))}\nA:" if n % 10 else ""
-        found.append(Seen(Record(f"file:{n}", said, (), f"{n}"), answers))
+        found.append(seen(purpose, said, answers, f"file:{n}"))
     return found
 
 
@@ -448,19 +466,18 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
 @pytest.mark.parametrize("template", [None, "help: {prompt}"])
 def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
     tokenizer = request.getfixturevalue(name)
-    part = Part("data", Rows(train=["x"]), purpose, template=template)  # type: ignore[list-item]
     rows = seen_rows(purpose)
-    measure = InTokens(tokenizer, part, "x")
-    found = measure(rows) + measure(rows[:20])
-    assert measure.apart_is_exact is (None if purpose == "ppo" else name != "metaspace_tokenizer")
-    for row, (of_prompt, of_answers) in zip([*rows, *rows[:20]], found, strict=True):
+    measure = InTokens(encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x"))  # type: ignore[list-item]
+    for row, found in zip(rows, measure(rows), strict=True):
         if purpose == "ppo":
-            prompts = [Prompt(row.record.prompt, "")]
-            assert of_prompt == len(encode_rows(tokenizer, prompts, part.template)[0])
-        for answer, length in zip(row.answers, of_answers, strict=True):
+            assert found.prompt == len(encode_rows(tokenizer, [Prompt(row.record.prompt, "")], template)[0])
+        of_prompt = 0
+        for answer, length in zip(row.answers, found.answers, strict=True):
             demonstrations = [Demonstration(row.record.prompt, answer, "")]
-            ids, is_answer = encode_answers(tokenizer, demonstrations, part.template, start=purpose == "sft")[0]
-            assert (of_prompt, length) == (len(ids) - sum(is_answer), sum(is_answer))
+            ids, is_answer = encode_answers(tokenizer, demonstrations, template, start=purpose == "sft")[0]
+            of_prompt = len(ids) - sum(is_answer)
+            assert length == sum(is_answer)
+        assert purpose == "ppo" or found.prompt == of_prompt
 
 
 CHAT_TEMPLATE = (
@@ -478,10 +495,10 @@ def test_of_a_conversation_sft_learns_every_turn_and_rm_judges_the_last(purpose:
     tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))
     tokenizer.chat_template = CHAT_TEMPLATE
     turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please"))
-    record = Record("file:1", transcript(turns), (), "k", messages=turns)
     answers = (" thank you", " sorry sorry sorry")[: 1 if purpose == "sft" else 2]
-    part = Part("data", Rows(train=["x"]), purpose)  # type: ignore[list-item]
-    ((of_prompt, of_answers),) = InTokens(tokenizer, part, "x")([Seen(record, answers)])
+    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")  # type: ignore[list-item]
+    (found,) = InTokens(encoder)([seen(purpose, transcript(turns), answers, "file:1", turns)])
+    of_prompt, of_answers = found.prompt, found.answers
     count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
         "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>\n",
         "sorry sorry sorry<eos>\n",
@@ -501,15 +518,14 @@ def test_a_tokenizer_without_eos_measures_as_a_classifier_reads() -> None:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
-    part = Part("data", Rows(train=["x"]), "rm pairs")  # type: ignore[list-item]
-    rows = [Seen(Record("file:1", "a b c", (), "k"), (" d", " e f"))]
-    assert InTokens(tokenizer, part, "x")(rows) == [(3, [3, 4])]
+    encoder = encoder_of(StageRows(Rows(train=["x"]), "rm pairs"), tokenizer, "x")  # type: ignore[list-item]
+    (found,) = InTokens(encoder)([seen("rm pairs", "a b c", (" d", " e f"), "file:1")])
+    assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 0), "the vocabulary has no such words"
     assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
 
 
 def test_lengths_in_words() -> None:
-    record = Record("file:1", " two  words\n", (), "k")
-    assert in_words([Seen(record, ("", "a b\tc"))]) == [(2, [0, 3])]
+    assert in_words([seen("rm pairs", " two  words\n", ("", "a b\tc"), "file:1")]) == [Measured(2, [0, 3])]
 
 
 # ------------------------------------------------------------------------------------------------- show
@@ -529,8 +545,8 @@ def test_what_is_learnt_stands_between_marks(tmp_path: Path, make_model) -> None
 def test_the_count_is_that_of_the_tokens(tmp_path: Path, make_model, tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     (example,) = encode_demonstrations(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
-    assert not isinstance(example, LeftOut)
-    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.learnt)} learnt\n"
+    assert not isinstance(example, Skipped)
+    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} learnt\n"
     assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
 
 
@@ -538,7 +554,7 @@ def test_what_is_too_long_is_cut_or_said_to_be_left_out(tmp_path: Path, make_mod
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
-    assert "left out: longer than 5 tokens" in left_out
+    assert "skipped: longer than 5 tokens" in left_out
     config = tmp_path / "sft.yaml"
     data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
     config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(model)})))
@@ -546,7 +562,7 @@ def test_what_is_too_long_is_cut_or_said_to_be_left_out(tmp_path: Path, make_mod
     assert re.search(r"5 tokens, cut from \d+, \d learnt\n  <bos>", cut)
     assert cut.rstrip().endswith("<eos>⟧")
     prompts = rlhf("show", path, "--for", "ppo", "--tokenizer", model, "--max-length", 3).stdout
-    assert "left out: prompts longer than 3 tokens" in prompts
+    assert "skipped: prompts longer than 3 tokens" in prompts
 
 
 def test_of_a_pair_both_answers_are_shown_and_the_prompt_once(tmp_path: Path, make_model) -> None:
@@ -646,19 +662,19 @@ FOR = {"sft": "sft", "rm pairs": "rm", "rm scores": "rm-scores", "ppo": "ppo"}
 def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tuple[Any, ...]]:
     """What a stage sees of each row of a file, and by what the row is split; of scored answers one by one."""
     source = DataSource(path=str(path), format=format)  # type: ignore[arg-type]
-    part = part_of_source(source, "sft", on_bad_row="error")
+    part = rows_of_source(source, "sft", on_bad_row="error")
     for _, record in records(part.rows, purpose, Report()):
         try:
-            seen = see(record, Part("data", part.rows, purpose), "test")
+            found = see(record, StageRows(part.rows, purpose), "test")
         except DataError:
             continue
-        if isinstance(seen, LeftOut) or not all(answer.strip() for answer in seen.answers):
+        if isinstance(found, Skipped) or not all(answer.strip() for answer in found.answers):
             continue
         same = (record.prompt, record.messages, record.key)
         if purpose == "rm scores":
-            yield from ((*same, answer, score) for answer, score in zip(seen.answers, seen.scores, strict=True))
+            yield from ((*same, answer, score) for answer, score in zip(found.answers, found.scores, strict=True))
         else:
-            yield (*same, seen.answers)
+            yield (*same, found.answers)
 
 
 @pytest.mark.parametrize(("name", "purpose"), CONVERTED)
@@ -735,14 +751,14 @@ def test_a_bad_row_stops_it_or_is_left_out_and_counted(tmp_path: Path) -> None:
     assert f"{path}:2: `response`" in rlhf("convert", path, "--for", "sft", "--out", out, code=2).stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl"]
     output = rlhf("convert", path, "--for", "sft", "--out", out, "--on-bad-row", "skip").stdout
-    assert "1 rows left out: can't be read" in output
+    assert "1 of 3 rows skipped: can't be read" in output
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["p", "q"]
 
 
 def test_answers_of_no_words_are_left_out_and_counted(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     output = rlhf("convert", FIXTURES / "hh.jsonl", "--for", "rm", "--out", out).stdout
-    assert "1 rows left out: an answer of no words" in output
+    assert re.search(r"1 of \d+ rows skipped: an answer of no words", output)
     assert "columns that are not in it" not in output
 
 
@@ -800,7 +816,7 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
             if source.format != "auto" or name not in ("labelled", "scored") or purpose.startswith("rm"):
                 assert recognise(values, source, purpose).name == name
             record = read_record(values, format_, source)
-            assert isinstance(see(record, Part("data", Rows(train=[source]), purpose), "test"), Seen) or (
+            assert isinstance(see(record, StageRows(Rows(train=[source]), purpose), "test"), Seen) or (
                 name == "labelled" and purpose == "rm pairs"
             )
 

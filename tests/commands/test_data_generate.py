@@ -27,8 +27,8 @@ from rlhf_cli.commands import chat_server, data_generate, data_score
 from rlhf_cli.commands.data_generate import Known, WriterOptions, fill, generate, prompts_in, words
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import demonstration, ranking
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import demonstration, ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.rollout.local_writer import LocalWriter
 from rlhf_cli.rollout.requests import Drawing, Written

@@ -19,8 +19,8 @@ from rlhf_cli.commands.data_generate import WriterOptions
 from rlhf_cli.commands.data_score import letter_in, number_in, score
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import ranking, scored
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import ranking, scored
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from support.servers import Call, ChatServer, Reply, completion, transformers_serve
 from support.tiny import WORDS, read_jsonl, write_jsonl

@@ -14,12 +14,17 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.encode import LeftOut
+from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
+from rlhf_cli.data.encode import Example, Skipped
+from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.report import Report
+from rlhf_cli.data.tokens import Tokenised, tokenise
+from rlhf_cli.data.views import rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.load import load_tokenizer, new_reward_model
+from rlhf_cli.models.load import load_tokenizer
+from rlhf_cli.seeding import generator
 from rlhf_cli.training.best import Best
-from stages import rm as rm_stage
-from stages import sft as sft_stage
 from support.tiny import read_jsonl, write_jsonl
 
 
@@ -31,13 +36,19 @@ def config_of(write_config: Callable[..., Path], stage: str, root: Path, **chang
 
 
 @pytest.fixture
-def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[..., Any]:
-    def make(architecture: str = "llama", **data: Any) -> rm_stage.Encoder:
-        path = str(make_model(architecture))
+def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[..., AnswerEncoder]:
+    """A function: keys of RM's data to its encoder."""
+
+    def make(*, reads_last_token: bool = True, tokenizer: Any = None, **data: Any) -> AnswerEncoder:
         config: RMConfig = config_of(write_config, "rm", tmp_path, data={"test": None, "test_fraction": 0, **data})
-        return rm_stage.Encoder(new_reward_model(path, None, seed=0, head_std=None), load_tokenizer(path), config)
+        own = load_tokenizer(str(make_model("llama"))) if tokenizer is None else tokenizer
+        return answer_encoder(own, rm_rows(config), reads_last_token=reads_last_token)
 
     return make
+
+
+def demonstrations(config: SFTConfig, tokenizer: Any) -> Tokenised[Example]:
+    return tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)))
 
 
 PAIRS = [
@@ -51,7 +62,11 @@ PAIRS = [
     ("truncation", "kept", "reason"),
     [
         ("drop", [0], {"longer than 24 tokens": 2}),
-        ("right", [0], {"what tells its answers apart was cut off": 1, "longer than 24 tokens before its answer": 1}),
+        (
+            "right",
+            [0],
+            {"the part in which its answers differ was cut off": 1, "longer than 24 tokens before its answer": 1},
+        ),
         ("left", [0, 2], {"longer than 24 tokens, and so is its answer": 1}),
     ],
 )
@@ -59,44 +74,36 @@ def test_a_pair_whose_difference_was_cut_off_is_dropped_and_counted(
     encoder: Any, tmp_path: Path, truncation: str, kept: list[int], reason: dict[str, int]
 ) -> None:
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
-    encode = encoder(train=path, truncation=truncation, max_length=24)
-    rows = encode.rankings(encode.config.data)
+    rows = tokenise(encoder(train=path, truncation=truncation, max_length=24))
     assert [item.row.where for item in rows.train] == [f"{path}:{i + 1}" for i in kept]
     assert all(len(ids) <= 24 for item in rows.train for ids in item.answers)
-    assert {f"data.train: {n} rows left out: {why}" for why, n in reason.items()} <= set(rows.lines)
-    whole = encoder(train=path, max_length=500)
-    uncut = {item.row.where: item.answers for item in whole.rankings(whole.config.data).train}
+    assert {f"data.train: {n} of 3 rows skipped: {why}" for why, n in reason.items()} <= set(rows.lines)
+    uncut = {item.row.where: item.answers for item in tokenise(encoder(train=path, max_length=500)).train}
     for item in rows.train:
         for ids, full in zip(item.answers, uncut[item.row.where], strict=True):
             assert ids == (full[:24] if truncation == "right" or len(full) <= 24 else [full[0], *full[-23:]])
 
 
-def test_an_encoder_reads_what_is_left_of_a_text(encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that reads whole texts: cut by its own tokenizer, on the side that was asked for."""
-    monkeypatch.setattr(rm_stage, "reads_last_token", lambda _: False)
+def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder: Any, tmp_path: Path) -> None:
+    """A model that reads whole texts: its own tokenizer cuts them, on the side that the config names."""
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
-    whole = encoder(train=path, max_length=500)
-    full = {item.row.where: item.answers for item in whole.rankings(whole.config.data).train}
+    full = {i.row.where: i.answers for i in tokenise(encoder(reads_last_token=False, train=path, max_length=500)).train}
     assert len(full) == 3
-    left = encoder(train=path, max_length=24, truncation="left")
-    cut = list(left.rankings(left.config.data).train)
+    cut = list(tokenise(encoder(reads_last_token=False, train=path, max_length=24, truncation="left")).train)
     for item in cut:
         # Its own first token stays.
         assert item.answers == [ids if len(ids) <= 24 else [ids[0], *ids[-23:]] for ids in full[item.row.where]]
     assert len(cut) == 3
-    right = encoder(train=path, max_length=24, truncation="right")
-    cut = list(right.rankings(right.config.data).train)
+    cut = list(tokenise(encoder(reads_last_token=False, train=path, max_length=24, truncation="right")).train)
     assert [item.row.where for item in cut] == [f"{path}:1"]
-    dropped = encoder(train=path, max_length=24)
-    assert len(dropped.rankings(dropped.config.data).train) == 1
+    assert len(tokenise(encoder(reads_last_token=False, train=path, max_length=24)).train) == 1
 
 
-def test_short_answers_are_dropped_where_that_is_asked_for(encoder: Any, tmp_path: Path) -> None:
+def test_short_answers_are_skipped_if_the_config_says_so(encoder: Any, tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
-    encode = encoder(train=path, max_length=500, min_response_length=5)
-    rows = encode.rankings(encode.config.data)
+    rows = tokenise(encoder(train=path, max_length=500, min_response_length=5))
     assert [item.row.where for item in rows.train] == [f"{path}:2", f"{path}:3"]
-    assert "data.train: 1 rows left out: answers of fewer than 5 tokens" in rows.lines
+    assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
 def test_rm_says_how_it_cut(run_stage: Any, make_model: Any, tmp_path: Path) -> None:
@@ -114,11 +121,11 @@ def test_sft_cuts_and_ppo_cuts(write_config: Any, make_model: Any, run_stage: An
     config: SFTConfig = config_of(
         write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 20, "truncation": "left"}
     )
-    cut = list(sft_stage.tokenised(config, tokenizer).train)
+    cut = list(demonstrations(config, tokenizer).train)
     config = config_of(write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 500})
-    full = list(sft_stage.tokenised(config, tokenizer).train)
+    full = list(demonstrations(config, tokenizer).train)
     assert [e.ids for e in cut] == [[e.ids[0], *e.ids[-19:]] for e in full]
-    assert [sum(e.learnt) for e in cut] == [sum(e.learnt) for e in full]
+    assert [sum(e.loss_mask) for e in cut] == [sum(e.loss_mask) for e in full]
     asked = {**data, "train": str(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": r["prompt"]} for r in rows]))}
     run_stage(
         "ppo",
@@ -163,11 +170,11 @@ def test_one_dataset_split_over_the_stages(tmp_path: Path, run_stage: Any, make_
         assert (tmp_path / stage / "manifest.json").is_file()
     tokenizer = load_tokenizer(model)
     sft = config_of(lambda *_: tmp_path / "sft/config.yaml", "sft", tmp_path)
-    numbers += [e.where for e in sft_stage.tokenised(sft, tokenizer).train]
+    numbers += [e.where for e in demonstrations(sft, tokenizer).train]
     rm = config_of(lambda *_: tmp_path / "rm/config.yaml", "rm", tmp_path)
-    encode = rm_stage.Encoder(new_reward_model(model, None, seed=0, head_std=None), tokenizer, rm)
-    numbers += [item.row.where for item in encode.rankings(rm.data).train]
-    from rlhf_cli.data.reading import Report, records
+    pairs: Tokenised[RankedIds] = tokenise(answer_encoder(tokenizer, rm_rows(rm), reads_last_token=True))
+    numbers += [item.row.where for item in pairs.train]
+    from rlhf_cli.data.reading import records
 
     ppo: PPOConfig = config_of(lambda *_: tmp_path / "ppo/config.yaml", "ppo", tmp_path)
     numbers += [record.where for _, record in records(ppo.data, "ppo", Report())]
@@ -222,30 +229,30 @@ def test_conversations_as_preferences_read_as_sft_reads_them(
     good, bad = ({"role": "assistant", "content": text} for text in ("hi", "it is late"))
     pairs = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": talk, "chosen": [good], "rejected": [bad]}]))
     shown = str(write_jsonl(tmp_path / "shown.jsonl", [{"messages": [*talk, good]}, {"messages": [*talk, bad]}]))
-    encode = encoder(train=pairs)
-    own = copy.deepcopy(encode.tokenizer)
+    own = copy.deepcopy(encoder(train=pairs).tokenizer)
     own.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    encode = rm_stage.Encoder(encode.model, own, encode.config)
-    (item,) = encode.rankings(encode.config.data).train
+    (item,) = tokenise(encoder(train=pairs, tokenizer=own)).train
     model = {"path": str(make_model("llama"))}
     config = config_of(
         write_config, "sft", tmp_path, model=model, data={"train": shown, "test": None, "test_fraction": 0}
     )
-    assert item.answers == [e.ids for e in sft_stage.tokenised(config, own).train]
+    assert item.answers == [e.ids for e in demonstrations(config, own).train]
 
 
 def test_labels_as_pairs_are_whole_texts(encoder: Any, tmp_path: Path) -> None:
     rows = [{"text": f"it is {'good' if i % 3 else 'bad'} {i}", "label": i % 3} for i in range(30)]
     encode = encoder(train=str(write_jsonl(tmp_path / "rows.jsonl", rows)))
-    train, test, lines = rm_stage._rankings(encode.config, encode)
+    labelled: Tokenised[ScoredIds] = tokenise(encode)
+    train, test = (LabelledPairs(side, generator(0, "pairs")) for side in (labelled.train, labelled.test))
     assert len(train) == 10, "those of label 2, each against one of 0 or 1"
     assert not test
-    assert any("labelled" in line for line in lines)
-    whole = encode([rm_stage.Demonstration("", row["text"], "") for row in rows])
-    assert not any(isinstance(ids, LeftOut) for ids in whole)
+    assert any("labelled" in line for line in labelled.lines)
+    single = [Demonstration("", row["text"], "") for row in rows]
+    whole = [encode.cut(row, tokens) for row, tokens in zip(single, encode.encode_rows(single), strict=True)]
+    assert not any(isinstance(ids, Skipped) for ids in whole)
     for item in train:
         higher, lower = (whole.index(ids) for ids in item.answers)
         assert rows[higher]["label"] == 2

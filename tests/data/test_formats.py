@@ -19,21 +19,9 @@ from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.formats_graded import end_of_prompt
 from rlhf_cli.data.formats_plain import first_words
-from rlhf_cli.data.records import (
-    ASSISTANT,
-    Answer,
-    Demonstration,
-    Message,
-    Record,
-    Scored,
-    demonstration,
-    pairs_of_labels,
-    prompt,
-    ranking,
-    scored,
-    transcript,
-)
+from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Record, Scored, transcript
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 

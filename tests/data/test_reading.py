@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import table, tokens
-from rlhf_cli.data.encode import Example, LeftOut, Limits, answer_to_learn, encode_demonstrations, fit, fit_prompt
-from rlhf_cli.data.reading import Report, first_format, records
+from rlhf_cli.data.encode import Example, Limits, Skipped, encode_demonstrations, fit, fit_prompt
+from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
+from rlhf_cli.data.reading import first_format, records
 from rlhf_cli.data.records import Demonstration, Message
+from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 
 
@@ -135,12 +138,12 @@ def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -
     assert report.kinds == {a: "prompt_response", b: "messages"}
 
 
-def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_duplicates_are_skipped_and_counted(tmp_path: Path) -> None:
     rows = [*numbered(10), *numbered(4), {"prompt": "question 1", "response": " another answer"}]
     data = Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0, deduplicate=True)
     report = Report()
     assert len(list(records(data, "sft", report))) == 11
-    assert "4 rows left out: the same prompt and answers came before" in "\n".join(report.lines())
+    assert report.skipped == {"train": {DUPLICATE: 4}}
     assert len(sides(data.model_copy(update={"deduplicate": False}))["train"]) == 15
 
 
@@ -173,7 +176,7 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_bad_rows_are_skipped_aloud(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write(path, BAD)
     with path.open("a") as file:
@@ -182,10 +185,8 @@ def test_bad_rows_are_skipped_aloud(tmp_path: Path) -> None:
     data = Rows(train=str(path), test_fraction=0, on_bad_row="skip")
     assert [record.prompt for _, record in records(data, "sft", report)] == [f"question {i}" for i in (0, 1, 2, 4, 5)]
     lines = report.lines()
-    assert "data.train: 4 rows left out: can't be read" in lines
-    assert [line.split(": ")[1] for line in lines if line.startswith("left out: ")] == [
-        f"{path}:{n}" for n in (4, 7, 8)
-    ]
+    assert report.skipped == {"train": {"can't be read": 4}}
+    assert [line.split(": ")[1] for line in lines if line.startswith("skipped: ")] == [f"{path}:{n}" for n in (4, 7, 8)]
 
 
 def test_a_file_of_bad_rows_is_no_data(tmp_path: Path) -> None:
@@ -220,9 +221,12 @@ def test_what_is_cut_is_a_part_and_its_answer_stays_marked() -> None:
         if length <= longest:
             assert found == (ids, answer)
         elif side == "drop":
-            assert found == LeftOut(f"longer than {longest} tokens")
-        elif isinstance(found, LeftOut):
-            counts[f"{side} left out"] += 1
+            assert found == Skipped(f"longer than {longest} tokens", needs=length)
+        elif isinstance(found, Skipped):
+            counts[f"{side} skipped"] += 1
+            assert found.needs is not None
+            assert not isinstance(fit(ids, answer, Limits(found.needs, side), bos), Skipped)  # type: ignore[arg-type]
+            assert isinstance(fit(ids, answer, Limits(found.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
             last = length - next((n for n, a in enumerate(reversed(answer)) if not a), length)
             if side == "right":
                 assert not any(answer[:longest])
@@ -239,22 +243,22 @@ def test_what_is_cut_is_a_part_and_its_answer_stays_marked() -> None:
             )
             assert marks[1:] == [answer[i] for i in kept[1:]]
             counts[side] += 1
-    assert min(counts[name] for name in ("left", "right", "left left out", "right left out")) > 50, counts
+    assert min(counts[name] for name in ("left", "right", "left skipped", "right skipped")) > 50, counts
 
 
-def test_a_short_answer_is_left_out() -> None:
+def test_a_short_answer_is_skipped() -> None:
     assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=2), None) == (
         [1, 2, 3],
         [False, True, True],
     )
-    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=3), None) == LeftOut(
+    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=3), None) == Skipped(
         "answers of fewer than 3 tokens"
     )
 
 
 def test_prompts_are_cut_on_the_side_that_is_asked_for() -> None:
     assert fit_prompt([5, 6, 7], Limits(3), None) == [5, 6, 7]
-    assert fit_prompt([5, 6, 7, 8], Limits(3), None) == LeftOut("prompts longer than 3 tokens")
+    assert fit_prompt([5, 6, 7, 8], Limits(3), None) == Skipped("prompts longer than 3 tokens", needs=4)
     assert fit_prompt([5, 6, 7, 8], Limits(3, "right"), 5) == [5, 6, 7]
     assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), None) == [6, 7, 8]
     assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), 5) == [5, 7, 8]
@@ -360,15 +364,14 @@ def test_a_table_is_mapped_and_not_read(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- cache
 
 
-class Counting:
+class Counting(DemonstrationEncoder):
     """Encodes demonstrations, and counts the rows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer, self.rows = tokenizer, 0
+    num_rows = 0
 
-    def __call__(self, rows: Sequence[Demonstration]) -> Iterator[Example | LeftOut]:
-        self.rows += len(rows)
-        yield from encode_demonstrations(self.tokenizer, rows, None, learn_all=False, limits=Limits(500))
+    def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
+        self.num_rows += len(rows)
+        return super().sequences(rows)
 
 
 @pytest.fixture
@@ -376,9 +379,8 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTraine
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
 
     def run(data: Rows, *, tokenizer: PreTrainedTokenizerBase = tokenizer, **more: Any) -> tuple[Any, int]:
-        encode = Counting(tokenizer)
-        found = tokenise(data, "sft", Example, answer_to_learn, encode, tokenizer, **more)
-        return found, encode.rows
+        encoder = Counting(tokenizer, StageRows(data, "sft", limits=Limits(500), **more))
+        return tokenise(encoder), encoder.num_rows
 
     return run
 
@@ -410,7 +412,7 @@ def test_what_decides_the_tokens_makes_a_new_entry(
     other = copy.deepcopy(tokenizer)
     other.add_tokens(["question"])
     assert cached(data, tokenizer=other)[1] == 20
-    assert cached(data, settings={"template": "x"})[1] == 20
+    assert cached(data, template="Q: {prompt}")[1] == 20
     assert cached(data, prompt_words=2)[1] == 20
     assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
     with monkeypatch.context() as changed:
@@ -479,13 +481,15 @@ def test_two_processes_make_one_entry(tmp_path: Path, tokenizer_path: str) -> No
         "import sys\n"
         "from transformers import AutoTokenizer\n"
         "from rlhf_cli.config.data import Rows\n"
-        "from rlhf_cli.data.encode import Example, answer_to_learn, encode_demonstrations\n"
+        "from rlhf_cli.data.encoders import DemonstrationEncoder\n"
         "from rlhf_cli.data.tokens import tokenise\n"
+        "from rlhf_cli.data.views import StageRows\n"
         "tokenizer, rows = AutoTokenizer.from_pretrained(sys.argv[2]), []\n"
-        "def encode(some):\n"
-        "    rows.extend(some)\n"
-        "    return encode_demonstrations(tokenizer, some, None, learn_all=False)\n"
-        "found = tokenise(Rows(train=sys.argv[1]), 'sft', Example, answer_to_learn, encode, tokenizer)\n"
+        "class Counting(DemonstrationEncoder):\n"
+        "    def sequences(self, some):\n"
+        "        rows.extend(some)\n"
+        "        return super().sequences(some)\n"
+        "found = tokenise(Counting(tokenizer, StageRows(Rows(train=sys.argv[1]), 'sft')))\n"
         "print(len(rows), len(found.train), sum(map(len, (e.ids for e in found.train))))\n"
     )
     environment = {**os.environ, "RLHF_CACHE": str(tmp_path / "cache")}

@@ -28,7 +28,9 @@ from transformers import (
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models import cost
 from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of
 from rlhf_cli.models.forward import shares_prefixes
@@ -37,14 +39,12 @@ from rlhf_cli.packing import pack
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
-from rlhf_cli.rollout.scoring import PromptRow
 from rlhf_cli.training import speed
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.speed import Speed
 from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
-from stages.rm import RankedIds
 from support.budget import CPU, llama
 from support.paths import ROOT, TESTS
 from support.tiny import ARCHITECTURES, read_jsonl

@@ -12,17 +12,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt, Ranking
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
+from rlhf_cli.rewards.agreement import scores_of_rows
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.scoring import Models, PromptRow, ref_response_logprobs, score_tokens
+from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
 from rlhf_cli.training.distributed import World
 from stages import rm as rm_stage
 
@@ -447,7 +450,7 @@ def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
 def ranked(seed, num_answers):
     prompt = ids(9 + seed, seed)
     row = Ranking("", tuple("x" * (i + 1) for i in range(num_answers)), "row")
-    return rm_stage.RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
+    return RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
 
 
 def test_the_rm_stage_shares_the_prompt_of_a_rows_answers(write_config, tmp_path, monkeypatch):
@@ -476,7 +479,7 @@ def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_pat
     config = load_config(write_config("rm", tmp_path, training={"minibatch_size": 3}), RMConfig)
     rows = [ranked(seed, count).answers for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4), (5, 2))]
     budget = Budget(20)
-    alone = rm_stage._scores(model, rows, budget, config, World(0, 1, CPU))
+    alone = scores_of_rows(model, rows, budget, config.precision, World(0, 1, CPU))
     close(alone, score_sequences(model, [answer for row in rows for answer in row], "float32"))
     shards = []
 
@@ -485,6 +488,6 @@ def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_pat
             shards.append(item)
             return shards if len(shards) == 2 else [item, item[:-1]]  # The first process's result is not looked at.
 
-    rm_stage._scores(model, rows, budget, config, Two(0, 2, CPU))
-    close(rm_stage._scores(model, rows, budget, config, Two(1, 2, CPU)), alone)
-    assert rm_stage._scores(model, [], budget, config, World(0, 1, CPU)).tolist() == []
+    scores_of_rows(model, rows, budget, config.precision, Two(0, 2, CPU))
+    close(scores_of_rows(model, rows, budget, config.precision, Two(1, 2, CPU)), alone)
+    assert scores_of_rows(model, [], budget, config.precision, World(0, 1, CPU)).tolist() == []

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import autocast, hidden_at
@@ -16,7 +17,7 @@ from rlhf_cli.models.load import load_reward_model, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.scoring import PromptRow, response_values
+from rlhf_cli.rollout.scoring import response_values
 from support.compare import close
 from support.learner import BUDGETS
 from support.tiny import CPU, EOS_OF, random_ids

@@ -18,13 +18,14 @@ import torch
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.rollout.scoring import Models, PromptRow
+from rlhf_cli.rollout.scoring import Models
 from stages import ppo as ppo_stage
 from support.compare import grads, same_gradients
 from support.learner import Recorder, config_of, learner_of
@@ -335,8 +336,8 @@ def test_ptx_rows_are_read_as_sft_reads_them(start, data):
     with start(ptx={"train": train, "coef": 1.0, "max_length": 96, "loss_on": "all"}) as learner:
         for row, other in zip(learner.ptx, usual, strict=True):
             assert row.ids == other.ids
-            assert row.learnt == [False] + [True] * (len(row.ids) - 1)
-            assert sum(other.learnt) < sum(row.learnt)
+            assert row.loss_mask == [False] + [True] * (len(row.ids) - 1)
+            assert sum(other.loss_mask) < sum(row.loss_mask)
     limit = sorted(len(row.ids) for row in usual)[10]
     with start(ptx={"train": train, "coef": 1.0, "max_length": limit}) as learner:
         assert list(learner.ptx) == [row for row in usual if len(row.ids) <= limit]
@@ -345,5 +346,5 @@ def test_ptx_rows_are_read_as_sft_reads_them(start, data):
     texts = write_jsonl(folder / "texts.jsonl", [{"text": "please help the tent is late"}])
     with start(ptx={"train": str(texts), "coef": 1.0, "prompt_words": 2}) as learner:
         (row,) = learner.ptx
-        learnt = [i for i, yes in zip(row.ids, row.learnt, strict=True) if yes]
+        learnt = [i for i, yes in zip(row.ids, row.loss_mask, strict=True) if yes]
         assert learner.tokenizer.decode(learnt[:-1]) == " the tent is late"

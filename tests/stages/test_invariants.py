@@ -21,11 +21,15 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.data.answers import RankedIds, ScoredIds, ScoreEncoder
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored, scored
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import rm_rows, scored
 from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
 from rlhf_cli.models.scratch import train_tokenizer
@@ -36,7 +40,7 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.scoring import Models, PromptRow, response_values, score_tokens
+from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
 from rlhf_cli.training.optimizer import build_stepper
 from stages import ppo as ppo_stage
 from stages import rm as rm_stage
@@ -100,7 +104,7 @@ def examples(arch, make_model, data):
     tokenizer = load_tokenizer(str(make_model(arch)))
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])[:8]]
     found = encode_demonstrations(tokenizer, rows, None, learn_all=False)
-    assert len({sum(e.learnt) for e in found}) > 3
+    assert len({sum(e.loss_mask) for e in found}) > 3
     return found
 
 
@@ -109,13 +113,13 @@ def test_sft_gradient_is_the_token_mean_for_every_cut(policy, plain, examples):
     wanted_model, model = double(plain), double(policy)
     total = sum(
         cross_entropy(
-            wanted_model(input_ids=torch.tensor([e.ids])).logits[0, :-1][torch.tensor(e.learnt[1:])],
-            torch.tensor(e.ids[1:])[torch.tensor(e.learnt[1:])],
+            wanted_model(input_ids=torch.tensor([e.ids])).logits[0, :-1][torch.tensor(e.loss_mask[1:])],
+            torch.tensor(e.ids[1:])[torch.tensor(e.loss_mask[1:])],
             reduction="sum",
         )
         for e in examples
     )
-    loss = total / sum(sum(e.learnt) for e in examples)
+    loss = total / sum(sum(e.loss_mask) for e in examples)
     loss.backward()
     for budget in BUDGETS:
         model.zero_grad()
@@ -138,7 +142,7 @@ def rankings(arch, make_model, data):
     found = []
     for row in rows:
         pairs = encode_pairs(tokenizer, [row.prompt] * len(row.answers), list(row.answers), None)
-        found.append(rm_stage.RankedIds([p + a for p, a in pairs], row))
+        found.append(RankedIds([p + a for p, a in pairs], row))
     return found
 
 
@@ -160,10 +164,7 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
     model, wanted_model = map(double, classifiers)
     scale = rm_stage.TargetScale(0.5, 2.0)
     if loss_name == "mse":
-        batch = [
-            rm_stage.ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row"))
-            for i, item in enumerate(rankings)
-        ]
+        batch = [ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row")) for i, item in enumerate(rankings)]
         losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
         changes = {}
     else:
@@ -397,26 +398,26 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
     tokenizer = request.getfixturevalue(name)
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
     for row, example in zip(rows, encode_demonstrations(tokenizer, rows, template, learn_all=False), strict=True):
-        learnt = [i for i, yes in zip(example.ids, example.learnt, strict=True) if yes]
+        learnt = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
         prompt = encode_prompts(tokenizer, [row.prompt], template)[0]
         assert learnt[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(learnt[:-1]) == row.response
         assert example.ids[: len(prompt)] == prompt, "a rollout starts from the same ids"
-        assert example.learnt == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
+        assert example.loss_mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
         assert example.ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
     rows = [Demonstration("please help", " we will", "row"), Demonstration("", "thank you", "row")]
     for example in encode_demonstrations(tokenizer, rows, None, learn_all=True):
-        assert example.learnt == [False] + [True] * (len(example.ids) - 1)
+        assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
         assert example.ids[-1] == tokenizer.eos_token_id
 
 
 def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
     rows = [Demonstration("", "thank you", "row")]
     (example,) = encode_demonstrations(eos_only_tokenizer, rows, None, learn_all=False)
-    learnt = [i for i, yes in zip(example.ids, example.learnt, strict=True) if yes]
+    learnt = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
     assert eos_only_tokenizer.decode(learnt[:-1]) == "thank you"
     assert learnt[-1] == eos_only_tokenizer.eos_token_id
 
@@ -433,7 +434,7 @@ def test_only_assistant_turns_are_learnt(chat_tokenizer, template):
     row = conversation("please help", "we will send a lamp", "today", "sorry")
     (example,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=False)
     pieces, last = [], None
-    for token, yes in zip(example.ids, example.learnt, strict=True):
+    for token, yes in zip(example.ids, example.loss_mask, strict=True):
         if yes != last:
             pieces.append((yes, []))
             last = yes
@@ -446,9 +447,9 @@ def test_only_assistant_turns_are_learnt(chat_tokenizer, template):
         (True, "sorry<eos>\n"),
     ]
     eos = chat_tokenizer.eos_token_id
-    assert [yes for token, yes in zip(example.ids, example.learnt, strict=True) if token == eos] == [True, True]
+    assert [yes for token, yes in zip(example.ids, example.loss_mask, strict=True) if token == eos] == [True, True]
     (all_of_it,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=True)
-    assert all_of_it.learnt == [False] + [True] * (len(example.ids) - 1)
+    assert all_of_it.loss_mask == [False] + [True] * (len(example.ids) - 1)
 
 
 def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
@@ -456,7 +457,7 @@ def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
     own.chat_template = CHAT.replace("<eos>", "<end>")
     (example,) = encode_demonstrations(own, [conversation("please", "we will")], "chat", learn_all=False)
     assert example.ids[-1] == own.eos_token_id
-    assert example.learnt[-1]
+    assert example.loss_mask[-1]
 
 
 class Fixed:
@@ -492,9 +493,9 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     prepare(model, CPU)
     ids = random_ids(*range(4, 18), seed=3)
     row = Ranking("", ("", ""), "row")
-    pairs = [rm_stage.RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
-    pairs.append(rm_stage.RankedIds([ids[12], ids[12]], row))
-    swapped = [rm_stage.RankedIds(p.answers[::-1], row) for p in pairs]
+    pairs = [RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
+    pairs.append(RankedIds([ids[12], ids[12]], row))
+    swapped = [RankedIds(p.answers[::-1], row) for p in pairs]
     with torch.no_grad():
         sides = [[plain_score(model, ids) for ids in p.answers] for p in pairs[:6]]
     wins = [float(a > b) for a, b in sides] + [0.5]
@@ -515,7 +516,7 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
     cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
-    items = [rm_stage.RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Ranking("", (), "row")) for a, b in cuts]
+    items = [RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Ranking("", (), "row")) for a, b in cuts]
     accuracy, margin, longer = [], [], []
     for item in items:
         with torch.no_grad():
@@ -558,13 +559,12 @@ def test_a_score_of_zero_is_a_score(make_model, write_config, tmp_path):
     texts = [Row({"text": "a text", "label": label}, "f:1") for label in (0, 1)]
     format_ = recognise(texts[0], source, "rm scores")
     assert [one.score for row in texts for one in scored(read_record(row, format_, source))] == [0.0, 1.0]
-    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
     path = write_jsonl(tmp_path / "rows.jsonl", [row.values for row in rows])
     config = config_of(
         write_config, "rm", RMConfig, tmp_path, loss="mse", data={"train": str(path), "test": None, "test_fraction": 0}
     )
-    encode = rm_stage.Encoder(model, load_tokenizer(str(make_model("llama"))), config)
-    scores = encode.scored(config.data).train.numbers("score").tolist()
+    encoder = ScoreEncoder(load_tokenizer(str(make_model("llama"))), rm_rows(config), reads_last_token=True)
+    scores = tokenise(encoder).train.numbers("score").tolist()
     scale = rm_stage.TargetScale(0.5, 2.0)
     assert [scale.target(score) for score in scores] == [-0.25, -0.25, -0.25, -1.25, 0.75]
 

@@ -26,8 +26,8 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.encode import encode_demonstrations, encode_rows
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import demonstration, prompt
 from rlhf_cli.data.sources import Row
+from rlhf_cli.data.views import demonstration, prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
@@ -630,7 +630,7 @@ def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
         starts = encode_rows(own, prompts, template)
         assert starts == encode_rows(own, demonstrations, template)
         for example, start in zip(examples, starts, strict=True):
-            last = len(example.learnt) - example.learnt[::-1].index(False)
+            last = len(example.loss_mask) - example.loss_mask[::-1].index(False)
             assert start == example.ids[:last]
 
 

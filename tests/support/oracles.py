@@ -179,10 +179,10 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
     if ppo.kl_in == "loss":
         total = total + KL_COEF * losses["kl"]
     if ptx is not None:
-        learnt = sum(sum(row.learnt) for row in case.ptx)
+        learnt = sum(sum(row.loss_mask) for row in case.ptx)
         for row in case.ptx:
             logprobs = policy(input_ids=torch.tensor([row.ids])).logits[0].log_softmax(-1)
-            for t, is_learnt in enumerate(row.learnt):
+            for t, is_learnt in enumerate(row.loss_mask):
                 if is_learnt:
                     losses["ptx"] = losses["ptx"] - logprobs[t - 1, row.ids[t]] / learnt
         share = 1 - ptx.coef if ptx.mode == "convex" else 1.0

@@ -1,0 +1,157 @@
+"""The encoder of the reward model: rankings and scored answers to sequences of prompt, answer and EOS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.encode import Skipped, encode_answers, encode_for_classifier, fit, whole_text
+from rlhf_cli.data.encoders import RowEncoder, Tokens
+from rlhf_cli.data.records import Demonstration, Ranking, Scored
+from rlhf_cli.data.table import Table
+from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
+from rlhf_cli.packing import common_prefix
+
+V = TypeVar("V")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankedIds:
+    """Answers to one prompt as token sequences, best first. A preference pair has two."""
+
+    answers: list[list[int]]
+    row: Ranking
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        return self.answers
+
+
+@dataclass(frozen=True)
+class ScoredIds:
+    """The token sequence of a scored answer."""
+
+    ids: list[int]
+    score: float
+    row: Scored
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        return [self.ids]
+
+
+class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
+    """What rankings and scored answers share: each answer becomes one sequence, prompt, answer and EOS.
+
+    A causal model is read at its last token, so a sequence is cut between prompt and answer as in SFT. An encoder
+    model reads a whole text: its own tokenizer adds special tokens and cuts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows, *, reads_last_token: bool):
+        super().__init__(tokenizer, stage_rows)
+        self.reads_last_token = reads_last_token
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"reads last token": self.reads_last_token}
+
+    def encode_rows(self, rows: Sequence[Demonstration]) -> list[Tokens]:
+        """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
+        if self.reads_last_token:
+            return encode_answers(self.tokenizer, rows, self.template, start=False)
+        texts = [whole_text(row, self.template, self.tokenizer) for row in rows]
+        return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
+
+    def cut(self, row: Demonstration, tokens: Tokens) -> list[int] | Skipped:
+        """A sequence within the length limits."""
+        ids, answer_mask = tokens
+        limits = self.limits
+        if self.reads_last_token:
+            fitting = fit(ids, answer_mask, limits, self.tokenizer.bos_token_id)
+            return fitting if isinstance(fitting, Skipped) else fitting[0]
+        if len(ids) <= limits.max_length:
+            return ids
+        if limits.truncation == "drop":
+            return Skipped(f"longer than {limits.max_length} tokens", needs=len(ids))
+        # The tokenizer cuts, so that its special tokens stay in place.
+        text = whole_text(row, self.template, self.tokenizer)
+        return encode_for_classifier(self.tokenizer, [text], limits.max_length, limits.truncation)[0]
+
+
+class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):
+    """Preference pairs and rankings, for the pairwise losses."""
+
+    kind = RankedIds
+
+    def sequences(self, rows: Sequence[Ranking]) -> list[list[Tokens]]:
+        found = iter(self.encode_rows([answered(row, answer) for row in rows for answer in row.answers]))
+        return [[next(found) for _ in row.answers] for row in rows]
+
+    def items(self, row: Ranking, sequences: Sequence[Tokens]) -> list[RankedIds | Skipped]:
+        pairs = zip(row.answers, sequences, strict=True)
+        cut = [self.cut(answered(row, answer), tokens) for answer, tokens in pairs]
+        skipped = [each for each in cut if isinstance(each, Skipped)]
+        if skipped:
+            # The row needs the longest of the limits that its answers need, if a limit would help at all.
+            needs = [each.needs for each in skipped if each.needs is not None]
+            return [replace(skipped[0], needs=max(needs) if len(needs) == len(skipped) else None)]
+        kept = [ids for ids in cut if not isinstance(ids, Skipped)]
+        different = [i for i, ids in enumerate(kept) if ids not in kept[:i]]
+        if len(different) < 2:
+            return [_equal([ids for ids, _ in sequences])]
+        answers = tuple(row.answers[i] for i in different)
+        return [RankedIds([kept[i] for i in different], replace(row, answers=answers))]
+
+
+class ScoreEncoder(AnswerEncoder[list[Scored], ScoredIds]):
+    """Scored answers, each by itself, for `loss: mse`."""
+
+    kind = ScoredIds
+
+    def sequences(self, rows: Sequence[list[Scored]]) -> list[list[Tokens]]:
+        found = iter(self.encode_rows([answered(one, one.response) for row in rows for one in row]))
+        return [[next(found) for _ in row] for row in rows]
+
+    def items(self, row: list[Scored], sequences: Sequence[Tokens]) -> list[ScoredIds | Skipped]:
+        items: list[ScoredIds | Skipped] = []
+        for one, tokens in zip(row, sequences, strict=True):
+            ids = self.cut(answered(one, one.response), tokens)
+            items.append(ids if isinstance(ids, Skipped) else ScoredIds(ids, one.score, one))
+        return items
+
+
+class LabelledPairs(Sequence[RankedIds]):
+    """Pairs of texts with a higher and a lower label. Their prompts differ, so each text is judged as a whole."""
+
+    def __init__(self, items: Table[ScoredIds], generator: torch.Generator):
+        self.items = items
+        self.pairs = pairs_of_labels(items.numbers("score").tolist(), generator) if len(items) else []
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        higher, lower = (self.items[i] for i in self.pairs[index])
+        texts = (higher.row.prompt + higher.row.response, lower.row.prompt + lower.row.response)
+        return RankedIds([higher.ids, lower.ids], Ranking("", texts, higher.row.where))
+
+
+def _equal(uncut: Sequence[list[int]]) -> Skipped:
+    """The reason to skip a ranking whose answers are the same tokens, after the cut or before it."""
+    if all(ids == uncut[0] for ids in uncut):
+        return Skipped("its answers are the same tokens")
+    return Skipped("the part in which its answers differ was cut off", needs=common_prefix(uncut) + 1)
+
+
+def answer_encoder(
+    tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows, *, reads_last_token: bool
+) -> AnswerEncoder[Any, Any]:
+    """The encoder for the purpose of `stage_rows`: rankings or scored answers."""
+    kind = RankingEncoder if stage_rows.purpose == "rm pairs" else ScoreEncoder
+    return kind(tokenizer, stage_rows, reads_last_token=reads_last_token)

@@ -1,0 +1,115 @@
+"""The encoder of each stage: rows as a stage sees them to token items, or the reason to skip a row.
+
+An encoder works in two steps. `sequences` gives the uncut token sequences of each row, and `items` cuts them to the
+length limits. A stage needs the items; `rlhf data check` measures the sequences and counts the same items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.encode import (
+    Example,
+    Limits,
+    Skipped,
+    encode_answers,
+    encode_rows,
+    fit_prompt,
+    prompt_text,
+    require_chat_template,
+    training_example,
+)
+from rlhf_cli.data.records import Demonstration, Prompt
+from rlhf_cli.data.views import StageRows
+
+V = TypeVar("V")
+T = TypeVar("T")
+
+Tokens = tuple[list[int], list[bool]]
+"""Token ids, and the mask of those that are an answer's."""
+NO_LIMITS = Limits(10**9)
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt of PPO: its text, its tokens and its row."""
+
+    text: str
+    ids: list[int]
+    row: Prompt
+
+
+class RowEncoder(Generic[V, T]):
+    """Encodes rows of one kind `V` to items of one kind `T`."""
+
+    kind: type[T]
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows):
+        self.tokenizer, self.stage_rows = tokenizer, stage_rows
+        self.template = stage_rows.template
+        self.limits = stage_rows.limits or NO_LIMITS
+        if self.template == "chat":
+            require_chat_template(tokenizer)
+
+    def sequences(self, rows: Sequence[V]) -> list[list[Tokens]]:
+        """The uncut token sequences of each row."""
+        raise NotImplementedError
+
+    def items(self, row: V, sequences: Sequence[Tokens]) -> Iterable[T | Skipped]:
+        """The items of a row within the length limits, or the reasons to skip them."""
+        raise NotImplementedError
+
+    def encode(self, rows: Sequence[V]) -> Iterator[T | Skipped]:
+        """The items of all rows, in order."""
+        for row, sequences in zip(rows, self.sequences(rows), strict=True):
+            yield from self.items(row, sequences)
+
+    def settings(self) -> dict[str, Any]:
+        """Every option besides the tokenizer that decides the items: part of the token cache's key."""
+        spec = self.stage_rows
+        return {
+            "role": spec.role,
+            "limits": [self.limits.max_length, self.limits.truncation, self.limits.min_response_length],
+            "template": spec.template,
+            "prompt_words": spec.prompt_words,
+            "learn_all": spec.learn_all,
+            "margin_column": spec.margin_column,
+        }
+
+
+class DemonstrationEncoder(RowEncoder[Demonstration, Example]):
+    """Demonstrations to training sequences of SFT. The prompt is no target of the loss unless `learn_all` is set."""
+
+    kind = Example
+
+    def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
+        return [[tokens] for tokens in encode_answers(self.tokenizer, rows, self.template)]
+
+    def items(self, row: Demonstration, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
+        ((ids, answer_mask),) = sequences
+        bos, learn_all = self.tokenizer.bos_token_id, self.stage_rows.learn_all
+        return [training_example(ids, answer_mask, row.where, self.limits, bos, learn_all=learn_all)]
+
+
+class PromptEncoder(RowEncoder[Prompt, PromptRow]):
+    """Prompts to the token ids that a rollout starts from."""
+
+    kind = PromptRow
+
+    def sequences(self, rows: Sequence[Prompt]) -> list[list[Tokens]]:
+        return [[(ids, [])] for ids in encode_rows(self.tokenizer, rows, self.template)]
+
+    def items(self, row: Prompt, sequences: Sequence[Tokens]) -> list[PromptRow | Skipped]:
+        ((ids, _),) = sequences
+        kept = fit_prompt(ids, self.limits, self.tokenizer.bos_token_id)
+        if isinstance(kept, Skipped):
+            return [kept]
+        text = prompt_text(row.prompt, self.template, self.tokenizer, row.messages)
+        if kept != ids:
+            # A judge of the text must read what the policy read.
+            text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
+        return [PromptRow(text, kept, row)]

@@ -1,0 +1,115 @@
+"""What happened to the rows of a stage: how many were read, kept and skipped, and why."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rlhf_cli.config.data import Rows
+from rlhf_cli.errors import DataError
+
+MANY_SKIPPED = 0.1
+"""Above this share of skipped rows a stage warns."""
+ENOUGH = 0.95
+"""The advice is the length limit that keeps this share of the rows."""
+DUPLICATE = "the same prompt and answers came before"
+"""The reason for a row that `data.deduplicate` skips. You asked for it, so it never causes a warning."""
+
+
+@dataclass
+class Report:
+    """Counts of rows by side ("train" or "test"), filled while the rows are read and encoded."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    """The format of each source's rows."""
+    rows: Counter[str] = field(default_factory=Counter)
+    """Rows read from each source, and under `train` and `test` those of each side."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """Items that the stage uses on each side. A row of several scored answers is one item per answer."""
+    skipped: dict[str, Counter[str]] = field(default_factory=dict)
+    """For each side the number of skipped items by reason."""
+    needs: dict[str, Counter[int]] = field(default_factory=dict)
+    """For each side the smallest length limit that each item skipped for its length would need."""
+    bad: list[str] = field(default_factory=list)
+    """The first rows that cannot be read: where and why."""
+
+    def skip(self, side: str, reason: str, needs: int | None = None) -> None:
+        """Count a skipped item. `needs` is the smallest length limit that would keep it, if one would."""
+        self.skipped.setdefault(side, Counter())[reason] += 1
+        if needs is not None:
+            self.needs.setdefault(side, Counter())[needs] += 1
+
+    def bad_row(self, data: Rows, side: str, error: DataError) -> None:
+        """Count a row that cannot be read. Raises `error` instead if `data.on_bad_row` is error."""
+        if data.on_bad_row == "error":
+            raise error
+        self.skip(side, "can't be read")
+        if len(self.bad) < 3:
+            self.bad.append(str(error))
+
+    def total(self, side: str) -> int:
+        """Items of a side, kept or skipped."""
+        return self.kept[side] + sum(self.skipped.get(side, {}).values())
+
+    def length_for(self, side: str, share: float = ENOUGH) -> int | None:
+        """The smallest length limit that keeps `share` of the items that fit or were skipped for their length.
+
+        None if no item was skipped for its length. Items skipped for other reasons do not count.
+
+        >>> report = Report(kept=Counter(train=1), needs={"train": Counter({30: 8, 50: 2})})
+        >>> report.length_for("train"), report.length_for("train", 0.8)
+        (50, 30)
+        """
+        needs = self.needs.get(side)
+        if not needs:
+            return None
+        wanted = math.ceil(share * (self.kept[side] + needs.total()))
+        reached = self.kept[side]
+        for length in sorted(needs):
+            reached += needs[length]
+            if reached >= wanted:
+                return length
+        return max(needs)
+
+    def lines(self, role: str = "data") -> list[str]:
+        """Lines for the user: the format of each source, and the skipped rows of each side by reason."""
+        several = len(self.kinds) > 1
+        beside = "" if role == "data" else f" ({role})"
+        found = [
+            f"{path}: {self.rows[path]:,} rows of {kind}{beside}" if several else f"{path}: rows of {kind}{beside}"
+            for path, kind in self.kinds.items()
+        ]
+        for side, reasons in self.skipped.items():
+            total = self.total(side)
+            found += [f"{role}.{side}: {n:,} of {total:,} rows skipped: {reason}" for reason, n in reasons.items()]
+        return [*found, *(f"skipped: {line}" for line in self.bad)]
+
+    def warnings(self, role: str, length_key: str) -> list[str]:
+        """The warnings about skipped rows, one per side."""
+        found = (self.warning(side, f"{role}.{side}", length_key) for side in self.skipped)
+        return [line for line in found if line is not None]
+
+    def warning(self, side: str, name: str, length_key: str) -> str | None:
+        """A warning if a side lost more than a tenth of its rows, with the length limit that keeps 95 %."""
+        total, reasons = self.total(side), self.skipped.get(side, Counter())
+        skipped = reasons.total() - reasons[DUPLICATE]
+        if skipped <= MANY_SKIPPED * total:
+            return None
+        return (
+            f"{name}: {skipped:,} of {total:,} rows ({skipped / total:.0%}) are skipped, "
+            f"{self.kept[side]:,} are used.{self.advice(side, length_key)}"
+        )
+
+    def advice(self, side: str, length_key: str) -> str:
+        """A sentence that names the length limit for 95 % of the rows; empty if no row was too long."""
+        length = self.length_for(side)
+        return "" if length is None else f" {length_key}: {length} would keep {ENOUGH:.0%}"
+
+    def nothing_left(self, role: str, side: str, length_key: str) -> DataError:
+        """The error for a side whose rows were all skipped."""
+        reasons = "; ".join(f"{n:,} {reason}" for reason, n in self.skipped.get(side, {}).items())
+        return DataError(
+            f"{role}.{side}: none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}."
+            f"{self.advice(side, length_key)}"
+        )

@@ -1,0 +1,288 @@
+"""What each stage sees of a row. The stages and `rlhf data check` read rows through the same views.
+
+`rlhf_cli.data.formats` turns a row of any format into a Record. `StageRows` says which rows a stage reads and with
+which options. Its `view` turns a Record into a Demonstration (SFT), a Ranking or Scored answers (RM) or a Prompt (PPO).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.data.encode import Limits, Skipped
+from rlhf_cli.data.formats import Purpose
+from rlhf_cli.data.reading import first_format
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, number
+from rlhf_cli.errors import DataError
+
+Viewed = Demonstration | Ranking | list[Scored] | Prompt
+"""A row as one stage sees it."""
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """Which rows a stage reads for one purpose, and the options that decide what it sees and keeps of them."""
+
+    rows: Rows
+    purpose: Purpose
+    role: str = "data"
+    """The section that the rows come from, for messages: data, data.probes or ptx."""
+    limits: Limits | None = None
+    """Length limits in tokens. None keeps every length."""
+    length_key: str = "data.max_length"
+    """The key that sets the longest sequence."""
+    template: str | None = None
+    prompt_words: int = 0
+    learn_all: bool = False
+    """SFT: learn the prompt's tokens too."""
+    margin_column: str | None = None
+
+    def view(self, record: Record, side: str) -> Viewed | Skipped:
+        """What the stage sees of a record. Raises DataError for a bad row."""
+        if self.purpose == "sft":
+            return demonstration(record) or Skipped("no answer to learn from")
+        if self.purpose == "ppo":
+            return prompt(record)
+        if self.purpose == "rm scores":
+            return scored(record) or Skipped("no answer with a score")
+        if self.role == "data.probes" and not isinstance(record.columns.get("probe"), str):
+            raise DataError(f"{record.where}: a row of data.probes needs a text column `probe`, the probe's name")
+        margin_column = self.margin_column if side == "train" else None
+        found = ranking(record, margin_column=margin_column)
+        if found is not None:
+            return found
+        texts = {answer.text for answer in record.answers}
+        all_equal = len(texts) == 1 < len(record.answers)
+        return Skipped("its answers are equal" if all_equal else "no answer is better than another")
+
+
+# --------------------------------------------------------------------------------- the rows of each stage
+
+
+def sft_rows(config: SFTConfig) -> StageRows:
+    """The demonstrations of SFT."""
+    data = config.data
+    return StageRows(
+        data,
+        "sft",
+        limits=Limits(data.max_length, data.truncation, data.min_response_length),
+        template=data.prompt_template,
+        prompt_words=data.prompt_words,
+        learn_all=data.loss_on == "all",
+    )
+
+
+def rm_rows(config: RMConfig) -> StageRows:
+    """The rows of the reward model: rankings, or scored answers for `loss: mse` and for texts with labels.
+
+    The pairwise losses pair up labelled texts after they are encoded (`LabelledPairs`).
+    """
+    data = config.data
+    is_scored = config.loss == "mse" or first_format(data.train[0], "rm pairs").name == "labelled"
+    return StageRows(
+        data,
+        "rm scores" if is_scored else "rm pairs",
+        limits=Limits(data.max_length, data.truncation, data.min_response_length),
+        template=data.prompt_template,
+        margin_column=data.margin_column,
+    )
+
+
+def probe_rows(config: RMConfig) -> StageRows | None:
+    """The probes of the reward model, if the config names some and its loss is pairwise."""
+    if config.data.probes is None or config.loss == "mse":
+        return None
+    probes = Rows(train=[config.data.probes], test_fraction=0)
+    return replace(rm_rows(config), rows=probes, purpose="rm pairs", role="data.probes", margin_column=None)
+
+
+def ppo_rows(config: PPOConfig) -> StageRows:
+    """The prompts of PPO."""
+    data = config.data
+    return StageRows(
+        data,
+        "ppo",
+        limits=Limits(data.max_prompt_length, data.truncation),
+        length_key="data.max_prompt_length",
+        template=data.prompt_template,
+        prompt_words=data.prompt_words,
+    )
+
+
+def ptx_rows(config: PPOConfig) -> StageRows | None:
+    """The demonstrations of PPO's language-model loss, if the config asks for it."""
+    ptx = config.ptx
+    if ptx is None:
+        return None
+    return StageRows(
+        Rows(train=ptx.train, test_fraction=0),
+        "sft",
+        role="ptx",
+        limits=Limits(ptx.max_length),
+        length_key="ptx.max_length",
+        template=config.data.prompt_template,
+        prompt_words=ptx.prompt_words,
+        learn_all=ptx.loss_on == "all",
+    )
+
+
+def rm_purpose(source: DataSource) -> Purpose:
+    """What RM can read from a source without a config: rankings if its rows have a preference, else scores."""
+    try:
+        return "rm scores" if first_format(source, "rm pairs").name == "labelled" else "rm pairs"
+    except DataError as error:
+        try:
+            first_format(source, "rm scores")
+        except DataError:
+            raise error from None
+        return "rm scores"
+
+
+# --------------------------------------------------------------------------------------------- one record
+
+
+def demonstration(record: Record) -> Demonstration | None:
+    """The best answer of a record, for SFT.
+
+    Ranked answers: the first. Scored answers: the one with the highest score, the first of ties. Otherwise the first
+    answer. None if there is no answer, or the row marks its answer as undesirable.
+
+    >>> from rlhf_cli.data.records import Answer
+    >>> demonstration(Record("file:1", "1+1=", (Answer("3", 0.0), Answer("2", 1.0)), "1+1=")).response
+    '2'
+    """
+    if not record.answers or record.undesirable:
+        return None
+    answer = record.answers[0]
+    if not record.ranked and len(record.answers) > 1:
+        answer = max(record.answers, key=lambda a: -math.inf if a.score is None else a.score)
+    messages = record.messages
+    if messages:
+        messages = (*messages, Message("assistant", answer.text.removeprefix(" ")))
+    return Demonstration(record.prompt, answer.text, record.where, messages)
+
+
+def ranking(record: Record, *, margin_column: str | None = None) -> Ranking | None:
+    """The different answers of a record from best to worst, or None if no answer is better than another.
+
+    Ranked answers keep their order. Other answers are sorted by score, and answers without a score are skipped.
+    A text that occurs twice keeps its best rank. Of several answers with equal scores only the first in the row is
+    kept: equal scores express no preference.
+
+    `margin_column` names the column that says how much better the best answer is.
+    Raises DataError if that is not a number.
+
+    >>> from rlhf_cli.data.records import Answer
+    >>> ranking(Record("file:1", "1+1=", (Answer("3", 0.0), Answer("2", 1.0), Answer("4", 0.0)), "1+1=")).answers
+    ('2', '3')
+    """
+    answers = record.answers
+    if not record.ranked:
+        with_scores = [(answer.score, answer) for answer in answers if answer.score is not None]
+        answers = tuple(answer for _, answer in sorted(with_scores, key=lambda item: -item[0]))
+    texts: list[str] = []
+    seen: set[str] = set()
+    score = None
+    for answer in answers:
+        tied = not record.ranked and answer.score == score
+        if answer.text not in seen and not tied:
+            texts.append(answer.text)
+            score = answer.score
+        seen.add(answer.text)
+    if len(texts) < 2:
+        return None
+    margin = number(record.columns.get(margin_column), margin_column, record.where) if margin_column else 0.0
+    return Ranking(record.prompt, tuple(texts), record.where, margin, record.columns, record.messages)
+
+
+def scored(record: Record) -> list[Scored]:
+    """The answers of a record that have a score."""
+    return [
+        Scored(record.prompt, answer.text, answer.score, record.where, record.messages)
+        for answer in record.answers
+        if answer.score is not None
+    ]
+
+
+def prompt(record: Record) -> Prompt:
+    """The prompt of a record, for PPO. Raises DataError for a blank prompt.
+
+    Plain text may have an empty prompt: the model then writes from nothing.
+    """
+    if not record.key.strip():
+        raise DataError(f"{record.where}: the prompt is empty, there is nothing to answer. Remove the row")
+    return Prompt(record.prompt, record.where, record.columns, record.messages)
+
+
+# ------------------------------------------------------------------------------------------ after the view
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A record, and the row that a stage sees of it."""
+
+    record: Record
+    row: Viewed
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The answers that the stage learns from, those of a ranking best first. A prompt has none."""
+        if isinstance(self.row, Demonstration):
+            return (self.row.response,)
+        if isinstance(self.row, Ranking):
+            return self.row.answers
+        return () if isinstance(self.row, Prompt) else tuple(one.response for one in self.row)
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The score of each answer of a scored row, else empty."""
+        return tuple(one.score for one in self.row) if isinstance(self.row, list) else ()
+
+
+def see(record: Record, rows: StageRows, side: str) -> Seen | Skipped:
+    """`StageRows.view` with the record beside the row. Raises DataError for a bad row."""
+    row = rows.view(record, side)
+    return row if isinstance(row, Skipped) else Seen(record, row)
+
+
+def demonstrations_of(seen: Seen) -> list[Demonstration]:
+    """A row with each of its answers. A prompt gives an empty list."""
+    row = seen.row
+    if isinstance(row, Demonstration):
+        return [row]
+    if isinstance(row, Ranking):
+        return [answered(row, answer) for answer in row.answers]
+    return [] if isinstance(row, Prompt) else [answered(one, one.response) for one in row]
+
+
+def answered(row: Ranking | Scored, answer: str) -> Demonstration:
+    """A row with one of its answers, as the reward model reads it."""
+    messages = (*row.messages, Message("assistant", answer.removeprefix(" "))) if row.messages else ()
+    return Demonstration(row.prompt, answer, row.where, messages)
+
+
+def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list[tuple[int, int]]:
+    """Pairs (index of a higher score, index of a lower one) from rows with one score each.
+
+    A score is high if it lies above the midpoint between the smallest and the largest score. Each high row is in one
+    pair, in order. The low rows come in the order that `generator` draws, repeated as often as needed. The two rows
+    of a pair have different prompts, so the reward model judges each text as a whole.
+    Raises DataError if all scores are equal or there are none.
+
+    >>> pairs_of_labels([0.0, 1.0, 1.0], torch.Generator().manual_seed(0))
+    [(1, 0), (2, 0)]
+    """
+    middle = (min(scores, default=0.0) + max(scores, default=0.0)) / 2
+    high = [i for i, score in enumerate(scores) if score > middle]
+    low = [i for i, score in enumerate(scores) if score <= middle]
+    if not high or not low:
+        found = f"every label is {scores[0]}" if scores else "no labels"
+        raise DataError(f"{found}, pairs need two different labels")
+    order = torch.randperm(len(low), generator=generator).tolist()
+    return [(i, low[order[n % len(low)]]) for n, i in enumerate(high)]

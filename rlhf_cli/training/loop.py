@@ -1,0 +1,177 @@
+"""The optimizer steps that SFT and RM share: batches, gradient clipping, evaluation, the best model, checkpoints.
+
+A stage computes the loss and its gradient. The loop around it is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Training
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.training.best import Best
+from rlhf_cli.training.checkpoint import Weights
+from rlhf_cli.training.optimizer import build_stepper, warmup_warning
+from rlhf_cli.training.stage_run import StageRun
+
+MANY_EPOCHS = 10
+"""With more passes over the training rows than this a run warns: a model then memorises its rows."""
+
+T = TypeVar("T")
+
+
+class Passes(Protocol):
+    """How the training passes are computed (`rlhf_cli.models.passes.Passes`)."""
+
+    @property
+    def budget(self) -> Budget: ...
+    @property
+    def peak_flops(self) -> float: ...
+    @property
+    def lines(self) -> list[str]: ...
+    @property
+    def compile_s(self) -> float: ...
+
+
+class Loop(Generic[T]):
+    """The optimizer steps of a stage over batches of `T`.
+
+    Args:
+        stage: the run that owns the files and the display.
+        model: the model that is trained.
+        passes: how its forward and backward passes are computed.
+        num_rows: training rows, for the number of steps.
+        evaluate: computes held-out figures after a number of steps; `{}` without held-out rows.
+        save: writes the model as the folder of this name in the stage's directory.
+        best: which model to keep as `best_model`.
+        mean_length: mean tokens of a training row, for the line about the run.
+    """
+
+    def __init__(
+        self,
+        stage: StageRun,
+        config: SFTConfig | RMConfig,
+        model: PreTrainedModel,
+        passes: Passes,
+        *,
+        num_rows: int,
+        evaluate: Callable[[int], dict[str, float]],
+        save: Callable[[str], None],
+        best: Best,
+        mean_length: float | None = None,
+    ):
+        self.stage, self.config, self.model, self.passes, self.best = stage, config, model, passes, best
+        self.num_steps = config.training.total_steps(num_rows)
+        self.stepper = build_stepper(model, config.optimizer, self.num_steps)
+        self._evaluate, self._save = evaluate, save
+        stage.tokens_per_microbatch = passes.budget.tokens
+        stage.speed.peak_flops = passes.peak_flops
+        for line in [self._plan(num_rows, mean_length), *passes.lines]:
+            stage.display.note(line)
+        for warning in warnings(config, self.num_steps, num_rows):
+            stage.display.warn(warning)
+
+    def _plan(self, num_rows: int, mean_length: float | None) -> str:
+        """The line about the length of the run."""
+        training = self.config.training
+        lengths = "" if mean_length is None else f" of {mean_length:.0f} tokens on average"
+        return (
+            f"{num_rows:,} training rows{lengths}; {self.num_steps:,} steps of {training.minibatch_size} rows "
+            f"({num_epochs(training, self.num_steps, num_rows):.2f} epochs), at most {self.passes.budget.tokens:,} "
+            f"tokens per microbatch; {sum(p.numel() for p in self.model.parameters()):,} parameters on "
+            f"{self.stage.world.device}"
+        )
+
+    def steps(self, make_batch: Callable[[int], list[T]]) -> Iterator[tuple[int, list[T]]]:
+        """Each remaining step (from 0) with its batch. Between two steps it evaluates and saves when due.
+
+        The body of the caller's loop computes the gradient and calls `update`. The run resumes from its last checkpoint
+        if it has one.
+        """
+        stage, config, total = self.stage, self.config, self.num_steps
+        every = config.evaluation.every_steps
+        self.model.train()
+        first = stage.resume({"model": Weights(self.model), "optimizer": self.stepper, "best": self.best}, total)
+        if config.compile and first == 0:
+            stage.log(first, {"time/compile_s": self.passes.compile_s})
+        stage.display.begin(total, "step", first)
+        for step, batch in stage.speed.timed("data", ahead(make_batch, first, total, stage.world.device)):
+            yield step, batch
+            done = step + 1
+            if every is not None and done % every == 0 and done < total:
+                figures = self.evaluate(done)
+                if figures:
+                    stage.log(done, figures)
+            stage.finish_step(done, total)
+        stage.display.end()
+
+    def update(
+        self, step: int, stats: Mapping[str, float], describe: Callable[[], list[dict[str, Any]]]
+    ) -> dict[str, float]:
+        """Clip the gradient and step the optimizer, or skip the step if the loss or the gradient is not finite.
+
+        Returns the step's row of metrics. `describe` gives the batch as rows for the file of failed batches.
+        """
+        name, learning_rate = self.stage.stage, self.stepper.learning_rate
+        loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
+        numbers = {f"loss/{name}": loss, f"{name}/grad_norm": grad_norm}
+        moves = self.stage.may_step(step + 1, f"{name} step {step + 1}", numbers, describe)
+        self.stepper.advance(move=moves)
+        return {
+            **stats,
+            f"{name}/grad_norm": grad_norm,
+            f"{name}/learning_rate": learning_rate,
+            f"{name}/bad_steps": float(not moves),
+        }
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        """Held-out figures after `done` steps. Saves the model as `best_model` if they are the best so far."""
+        with self.stage.speed.phase("evaluation"):
+            figures = self._evaluate(done)
+        if self.best.is_better(done, figures):
+            self.save("best_model")
+        return figures
+
+    def finish(self) -> dict[str, float]:
+        """Save the trained model before anything else can fail, then compute the final held-out figures."""
+        self.save("model")
+        figures = self.evaluate(self.num_steps)
+        if self.best.step is not None:
+            self.stage.display.note(
+                f"best_model is the model of step {self.best.step}: {self.best.metric} {self.best.value:.4g}"
+            )
+        return figures
+
+    def save(self, name: str) -> None:
+        """Write the model to a folder of the stage's directory, from one process."""
+        if self.stage.world.is_main:
+            self._save(name)
+
+
+def num_epochs(training: Training, num_steps: int, num_rows: int) -> float:
+    """How often the run passes over its training rows."""
+    return num_steps * training.minibatch_size / num_rows
+
+
+def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> list[str]:
+    """What looks wrong about the length of a run: a warm-up that never ends, a few rows repeated many times."""
+    found = []
+    if config.optimizer.warmup_steps >= num_steps:
+        found.append(warmup_warning(config.optimizer.warmup_steps, num_steps))
+    epochs = num_epochs(config.training, num_steps, num_rows)
+    if epochs > MANY_EPOCHS:
+        key = "num_steps" if config.training.num_steps is not None else "num_epochs"
+        several = "the 1 training row" if num_rows == 1 else f"the {num_rows:,} training rows"
+        # Less than one batch of rows is repeated within a step, however few epochs were asked for.
+        larger = num_rows < config.training.minibatch_size
+        lower = f"training.{key}" + (" or training.minibatch_size" if larger else "")
+        found.append(
+            f"the run passes {epochs:.1f} times over {several}; after more than {MANY_EPOCHS} epochs a model memorises "
+            f"its rows. Add rows to data.train, or lower {lower}"
+        )
+    return found
