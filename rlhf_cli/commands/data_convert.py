@@ -169,6 +169,7 @@ def _seen(part: StageRows, report: Report) -> Iterator[tuple[Record, Seen]]:
             # HH-RLHF has some; in columns of their own they would be taken for a mistake.
             report.skip(side, "an answer of no words, which our formats refuse")
         else:
+            report.kept[side] += 1
             yield record, seen
 
 

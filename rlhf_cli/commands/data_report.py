@@ -255,11 +255,13 @@ def _print_length_bias(console: Console, title: str, side: dict[str, Any], unit:
     console.print(Text(f"\n{title}", "bold"))
     if list(side["answers_of_a_row"]) != ["2"]:
         console.print(f"  rankings: {', '.join(kinds)}; chosen is the best, rejected the worst answer")
-    console.print(f"  chosen is longer in {bias['chosen_longer']:.1%} of {n:,}, equally long in {bias['as_long']:.1%}")
+    console.print(
+        f"  chosen is longer in {percent(bias['chosen_longer'])} of {n:,}, equally long in {percent(bias['as_long'])}"
+    )
     console.print(f"  mean length: chosen {bias['mean_chosen']:.1f}, rejected {bias['mean_rejected']:.1f} {unit}")
     console.print(
-        f"  choosing the longer answer would be right in {bias['longer_is_right']:.1%} of pairs "
-        f"(95 %: {bias['low95']:.1%} to {bias['high95']:.1%})"
+        f"  choosing the longer answer would be right in {percent(bias['longer_is_right'])} of pairs\n"
+        f"  (95 % interval: {percent(bias['low95'])} to {percent(bias['high95'])})"
     )
 
 
@@ -273,7 +275,7 @@ def _print_scores(console: Console, title: str, scores: dict[str, Any]) -> None:
     block = "█" if is_unicode(console) else "#"
     for score, times in scores["counts"].items():
         bar = block * round(30 * times / number)
-        console.print(Text.assemble(f"  {score:>12}{times:>12,}{times / number:>8.1%}   ", (bar, "cyan")))
+        console.print(Text.assemble(f"  {score:>12}{times:>12,}{percent(times / number):>9}   ", (bar, "cyan")))
 
 
 def print_bad_rows(console: Console, first: Sequence[str], number: int) -> None:
@@ -283,6 +285,15 @@ def print_bad_rows(console: Console, first: Sequence[str], number: int) -> None:
     console.print(Text(f"\nBad rows: {number:,}{shown}", "bold red"))
     for line in first:
         console.print(Text(f"  {printable(line)}"))
+
+
+def percent(share: float) -> str:
+    """A share with one digit after the point.
+
+    >>> percent(0.5396)
+    '54.0 %'
+    """
+    return f"{100 * share:.1f} %"
 
 
 def is_unicode(console: Console) -> bool:

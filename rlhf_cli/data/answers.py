@@ -96,15 +96,20 @@ class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):
         cut = [self.cut(answered(row, answer), tokens) for answer, tokens in pairs]
         skipped = [each for each in cut if isinstance(each, Skipped)]
         if skipped:
-            # The row needs the longest of the limits that its answers need, if a limit would help at all.
-            needs = [each.needs for each in skipped if each.needs is not None]
-            return [replace(skipped[0], needs=max(needs) if len(needs) == len(skipped) else None)]
+            return [replace(skipped[0], needs=self._needs(skipped, [ids for ids, _ in sequences]))]
         kept = [ids for ids in cut if not isinstance(ids, Skipped)]
         different = [i for i, ids in enumerate(kept) if ids not in kept[:i]]
         if len(different) < 2:
             return [_equal([ids for ids, _ in sequences])]
         answers = tuple(row.answers[i] for i in different)
         return [RankedIds([kept[i] for i in different], replace(row, answers=answers))]
+
+    def _needs(self, skipped: Sequence[Skipped], uncut: Sequence[list[int]]) -> int | None:
+        """The limit that would keep a ranking: it must keep each answer, and a difference between them."""
+        needs = [each.needs for each in skipped if each.needs is not None]
+        if len(needs) < len(skipped):
+            return None
+        return max(*needs, common_prefix(uncut) + 1) if self.limits.truncation == "right" else max(needs)
 
 
 class ScoreEncoder(AnswerEncoder[list[Scored], ScoredIds]):

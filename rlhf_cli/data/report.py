@@ -97,14 +97,14 @@ class Report:
         if skipped <= MANY_SKIPPED * total:
             return None
         return (
-            f"{name}: {skipped:,} of {total:,} rows ({skipped / total:.0%}) are skipped, "
+            f"{name}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
             f"{self.kept[side]:,} are used.{self.advice(side, length_key)}"
         )
 
     def advice(self, side: str, length_key: str) -> str:
         """A sentence that names the length limit for 95 % of the rows; empty if no row was too long."""
         length = self.length_for(side)
-        return "" if length is None else f" {length_key}: {length} would keep {ENOUGH:.0%}"
+        return "" if length is None else f" {length_key}: {length} would keep {100 * ENOUGH:.0f} %"
 
     def nothing_left(self, role: str, side: str, length_key: str) -> DataError:
         """The error for a side whose rows were all skipped."""

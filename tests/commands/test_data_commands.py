@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rlhf_cli.data.encode import Skipped, encode_answers, encode_demonstrations,
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, transcript
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.sources import Row
 from rlhf_cli.data.views import Seen, StageRows, Viewed, see
 from rlhf_cli.errors import DataError
@@ -290,8 +291,10 @@ def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) 
             len(re.findall("[━┃]", drawn)) == round(values["p90"] / scale * 23) - round(values["p10"] / scale * 23) + 1
         )
     bias = side["length_bias"]
-    share, interval = f"{bias['longer_is_right']:.1%}", f"{bias['low95']:.1%} to {bias['high95']:.1%}"
-    assert f"choosing the longer answer would be right in {share} of pairs (95 %: {interval})" in output
+    share, low, high = (f"{100 * bias[key]:.1f} %" for key in ("longer_is_right", "low95", "high95"))
+    assert (
+        f"choosing the longer answer would be right in {share} of pairs\n  (95 % interval: {low} to {high})" in output
+    )
 
 
 def test_an_output_of_ascii_alone_loses_nothing(tmp_path: Path) -> None:
@@ -357,8 +360,13 @@ def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     assert found["unit"] == "tokens"
     rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
     lengths = [len(ids) for ids, _ in encode_answers(tokenizer, rows, "please help: {prompt}")]
-    assert train["too_long"] + test["too_long"] == sum(length > 12 for length in lengths) > 0
-    assert train["too_short"] + test["too_short"] == 37
+    different = lengths[:30]
+    assert train["too_long"] + test["too_long"] == sum(length > 12 for length in different) > 0
+    # All are too short, and `deduplicate` skips seven before their lengths are looked at.
+    assert train["too_short"] + test["too_short"] == 30
+    skipped = Counter(train["skipped"]) + Counter(test["skipped"])
+    assert skipped == {DUPLICATE: 7, "answers of fewer than 60 tokens": 30}
+    assert train["used"] + test["used"] == 0
     assert max(side["lengths"]["whole"]["max"] for side in (train, test)) == max(lengths)
     shorter = checked("--config", config, "--set", "data.max_length=1000")
     assert shorter["sides"]["train"]["too_long"] == 0
@@ -383,7 +391,7 @@ def test_probes_and_ptx_are_checked_too(tmp_path: Path) -> None:
         "train": (4, 0),
         "probes": (2, 1),
     }
-    assert "needs a text `probe`" in found["bad_rows"]["first"][0]
+    assert "needs a text column `probe`" in found["bad_rows"]["first"][0]
     ppo = {
         "artifacts": "artifacts/x",
         "policy": {"path": "org/model"},
@@ -520,7 +528,7 @@ def test_a_tokenizer_without_eos_measures_as_a_classifier_reads() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
     encoder = encoder_of(StageRows(Rows(train=["x"]), "rm pairs"), tokenizer, "x")  # type: ignore[list-item]
     (found,) = InTokens(encoder)([seen("rm pairs", "a b c", (" d", " e f"), "file:1")])
-    assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 0), "the vocabulary has no such words"
+    assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 1)
     assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
 
 

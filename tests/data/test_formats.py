@@ -497,7 +497,7 @@ def test_labels_are_paired_as_they_always_were() -> None:
     # Higher is above the middle of the extremes, and the lower ones are used again when there are too few.
     assert pairs_of_labels([1, 5, 4, 3.5, 3], torch.Generator().manual_seed(1)) == [(1, 4), (2, 0), (3, 4)]
     for scores in ([1.0, 1.0], []):
-        with pytest.raises(DataError, match="pairs need two different ones"):
+        with pytest.raises(DataError, match="pairs need two different labels"):
             pairs_of_labels(scores, torch.Generator())
 
 

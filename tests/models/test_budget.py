@@ -523,4 +523,4 @@ def test_a_stage_ends_with_a_line_of_its_speed(write_config, make_model, tmp_pat
     assert "step " in line
     assert "tokens/s (MFU" in line
     assert "memory at most" in line
-    assert "at most 30 tokens at a time" in said
+    assert "at most 30 tokens per microbatch" in said

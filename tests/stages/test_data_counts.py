@@ -1,0 +1,311 @@
+"""`rlhf data check` and the stages count the same rows as kept and as skipped; warnings about rows and their advice."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.errors import DataError
+from rlhf_cli.training.loop import warnings
+from stages import ppo, rm, sft
+from support.tiny import encoder, write_jsonl
+
+PROGRAMS: dict[str, Any] = {"sft": sft, "rm": rm, "ppo": ppo}
+SKIPPED = re.compile(r"(data|data\.probes|ptx)\.(train|test): ([\d,]+) of ([\d,]+) rows skipped: (.*)")
+
+# ------------------------------------------------------------------------------------------- awkward rows
+
+
+def conversation(n: int, answer: str) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"talk {n}"}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
+def awkward(stage: str) -> list[dict[str, Any]]:
+    """Good rows, long ones, short answers, duplicates, rows without use, and bad ones."""
+    long = " the tent lamp" * 30
+    if stage == "sft":
+        good = [{"prompt": f"question {n}", "response": " it is here today"} for n in range(30)]
+        return [
+            *good,
+            *good[:4],
+            {"prompt": "long answer", "response": long},
+            {"prompt": f"long prompt {long}", "response": " it is late today"},
+            {"prompt": "short", "response": " a"},
+            {"prompt": "bad", "response": 7},
+            {"prompt": "missing"},
+        ]
+    if stage == "ppo":
+        good = [{"prompt": f"question {n}"} for n in range(30)]
+        return [*good, *good[:4], {"prompt": f"long {long}"}, {"prompt": " "}, {"prompt": 7}]
+    if stage == "rm mse":
+        good = [{"prompt": f"question {n}", "answers": [" yes", f" no {long}"], "scores": [1, n]} for n in range(20)]
+        none = {"prompt": "none", "answers": [" a", " b"], "scores": [None, None]}
+        bad = {"prompt": "bad", "answers": [" a", " b"], "scores": ["x", 1]}
+        return [*good, *good[:3], none, bad]
+    if stage == "rm labels":
+        texts = [{"text": f"it is {'good' if n % 3 else 'bad'} {n}", "label": n % 3} for n in range(30)]
+        return [*texts, *texts[:3], {"text": f"long {long}", "label": 0}, {"text": "bad", "label": "none"}]
+    good = [{"prompt": f"question {n}", "chosen": " it is here", "rejected": " it is late"} for n in range(30)]
+    same = " yes" * 90
+    return [
+        *good,
+        *good[:4],
+        {"prompt": "equal", "chosen": " same", "rejected": " same"},
+        {"prompt": "long", "chosen": long, "rejected": " it is late today"},
+        {"prompt": "cut", "chosen": f"{same} good", "rejected": f"{same} bad"},
+        {"prompt": "short", "chosen": " a", "rejected": " it is late today"},
+        {"prompt": "bad", "chosen": 7, "rejected": " b"},
+    ]
+
+
+CASES = [
+    ("sft", {}),
+    ("sft", {"truncation": "right"}),
+    ("sft", {"min_response_length": 4, "truncation": "left"}),
+    ("rm", {}),
+    ("rm", {"truncation": "right"}),
+    ("rm", {"min_response_length": 3, "truncation": "left"}),
+    ("rm mse", {}),
+    ("rm labels", {}),
+    ("ppo", {}),
+    ("ppo", {"truncation": "left"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "encoder"])
+def test_data_check_and_the_stage_count_the_same_rows(
+    name: str,
+    options: dict[str, Any],
+    deduplicate: bool,
+    architecture: str,
+    tmp_path: Path,
+    make_model: Callable[[str], Path],
+    word_piece: Any,
+    write_config: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage = name.split()[0]
+    if architecture == "encoder" and stage != "rm":
+        pytest.skip("only a reward model may be an encoder")
+    path = str(make_model("llama"))
+    if architecture == "encoder":
+        path = str(tmp_path / "encoder")
+        encoder(tmp_path / "encoder", word_piece)
+    train = str(write_jsonl(tmp_path / "rows.jsonl", awkward(name)))
+    rows = {"train": train, "test": None, "test_fraction": 0.2, "deduplicate": deduplicate, "on_bad_row": "skip"}
+    longest = {"max_prompt_length" if stage == "ppo" else "max_length": 40}
+    changes: dict[str, Any] = {"data": rows | longest | options}
+    if stage == "ppo":
+        changes |= {"policy": {"path": path}, "rewards": [{"type": "function", "function": str(reward(tmp_path))}]}
+        changes |= {"ppo": {"num_iterations": 1, "rollout_batch_size": 4}}
+    else:
+        changes |= {"model": {"path": path}, "training": {"num_steps": 1}}
+    if stage == "rm":
+        # Samples of the SFT model are no part of this test.
+        changes["evaluation"] = {"num_normalization_samples": 0}
+    if name == "rm mse":
+        changes["loss"] = "mse"
+    config = write_config(stage, tmp_path / "run", **changes)
+    PROGRAMS[stage].run(load_config(config, CONFIGS[stage]))
+    said = capsys.readouterr().out
+    of_stage: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
+    totals: dict[str, int] = {}
+    for _, side, number, total, reason in SKIPPED.findall(said):
+        of_stage[side][reason] = int(number.replace(",", ""))
+        totals[side] = int(total.replace(",", ""))
+    result = CliRunner().invoke(app, ["data", "check", "--config", str(config), "--json"])
+    found = json.loads(result.stdout)["sides"]
+    for side, skipped in of_stage.items():
+        of_check = Counter(found[side]["skipped"])
+        if found[side]["bad"]:
+            of_check["can't be read"] += found[side]["bad"]
+        assert of_check == skipped, said
+        if side in totals:
+            assert found[side]["used"] == totals[side] - skipped.total()
+    (used,) = re.findall(r"([\d,]+) (?:training rows|of \d+ tokens on average)", said)
+    if name != "rm labels":
+        assert int(used.replace(",", "")) == found["train"]["used"]
+    assert sum(counts.total() for counts in of_stage.values()) >= 2
+    assert (DUPLICATE in of_stage["train"] + of_stage["test"]) is deduplicate
+
+
+def run_loudly(stage: str, write_config: Callable[..., Path], root: Path, **changes: Any) -> None:
+    """Run a stage with everything that it prints."""
+    PROGRAMS[stage].run(load_config(write_config(stage, root, **changes), CONFIGS[stage]))
+
+
+def reward(folder: Path) -> str:
+    path = folder / "reward.py"
+    path.write_text("def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n")
+    return f"{path}:score"
+
+
+# --------------------------------------------------------------------------------------- the length to keep
+
+
+@pytest.mark.parametrize("truncation", ["drop", "right"])
+def test_a_warning_names_the_length_that_keeps_95_percent(
+    truncation: str, tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bug that this is for: 252 of 287 pairs were skipped, and an accuracy of 1 was that of one pair."""
+    rows = [{"prompt": "lamp " * n, "chosen": " good", "rejected": " bad"} for n in range(1, 61)]
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0}
+    model = {"path": str(make_model("llama"))}
+
+    def run(number: int, max_length: int) -> str:
+        changes: dict[str, Any] = {"data": {**data, "truncation": truncation, "max_length": max_length}}
+        changes |= {"model": model, "evaluation": {"num_normalization_samples": 0}}
+        run_loudly("rm", write_config, tmp_path / str(number), **changes)
+        return capsys.readouterr().out
+
+    said = run(0, 30)
+    (skipped, total, share, used, length) = re.findall(
+        r"warning: data.train: (\d+) of (\d+) rows \((\d+) %\) are skipped, (\d+) are used. "
+        r"data.max_length: (\d+) would keep 95 %",
+        said,
+    )[0]
+    assert (int(total), int(skipped) + int(used)) == (60, 60)
+    assert int(share) == round(100 * int(skipped) / 60)
+    kept = {}
+    for number, longest in enumerate((int(length), int(length) - 1), start=1):
+        said = run(number, longest)
+        assert "are skipped" not in said, "less than a tenth"
+        config = load_config(tmp_path / str(number) / "rm/config.yaml", CONFIGS["rm"])
+        kept[longest] = len(train_rows(config, make_model))
+    assert kept[int(length)] >= math.ceil(0.95 * 60) > kept[int(length) - 1]
+
+
+def train_rows(config: Any, make_model: Any) -> Any:
+    from rlhf_cli.data.answers import answer_encoder
+    from rlhf_cli.data.tokens import tokenise
+    from rlhf_cli.data.views import rm_rows
+    from rlhf_cli.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(str(make_model("llama")))
+    return tokenise(answer_encoder(tokenizer, rm_rows(config), reads_last_token=True)).train
+
+
+def test_a_tenth_of_skipped_rows_is_no_warning() -> None:
+    """The limit itself, and that duplicates you asked to skip do not count."""
+    report = Report()
+    report.kept["train"] = 90
+    for _ in range(10):
+        report.skip("train", "longer than 5 tokens", needs=7)
+    assert report.warnings("data", "data.max_length") == []
+    report.skip("train", DUPLICATE)
+    assert report.warnings("data", "data.max_length") == []
+    for _ in range(2):
+        report.skip("train", "no answer to learn from")
+    assert report.warnings("data", "data.max_length") == [
+        "data.train: 12 of 103 rows (12 %) are skipped, 90 are used. data.max_length: 7 would keep 95 %"
+    ]
+
+
+def test_without_a_row_left_the_error_names_the_length(tmp_path: Path, make_model: Any, run_stage: Any) -> None:
+    rows = [{"prompt": "lamp " * 50, "response": f" answer {n}"} for n in range(20)]
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 9}
+    model = {"path": str(make_model("llama"))}
+    message = (
+        r"data.train: none of 20 rows can be used: 20 longer than 9 tokens. data.max_length: (\d+) would keep 95 %"
+    )
+    with pytest.raises(DataError, match=message) as error:
+        run_stage("sft", tmp_path, model=model, data=data)
+    length = int(re.search(r"max_length: (\d+)", str(error.value)).group(1))  # type: ignore[union-attr]
+    run_stage("sft", tmp_path, model=model, data=data | {"max_length": length}, evaluation={"num_samples": 0})
+
+
+def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, write_config: Any) -> None:
+    rows = [{"prompt": "lamp " * n, "response": " answer"} for n in range(60)]
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 30}
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))}, data=data)
+    result = CliRunner().invoke(app, ["data", "check", "--config", str(config)])
+    assert re.search(r"Warning: train: \d+ of 60 rows \(\d+ %\) are skipped, \d+ are used.", result.stdout)
+    assert re.search(r"data.max_length: \d+ would keep 95 %", result.stdout)
+
+
+# --------------------------------------------------------------------------------------- few rows, many times
+
+
+def test_one_line_of_text_that_trains_many_epochs_is_a_warning(
+    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.txt"
+    path.write_text("the tent lamp radio map\n")
+    run_loudly(
+        "sft",
+        write_config,
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        data={"train": str(path), "test": None, "test_fraction": 0},
+        training={"num_steps": 3, "minibatch_size": 4},
+    )
+    said = capsys.readouterr().out
+    assert "warning: the run passes 12.0 times over the 1 training row" in said
+    assert "training.num_steps or training.minibatch_size" in said
+
+
+@pytest.mark.parametrize(
+    ("training", "rows", "warned"),
+    [
+        ({"num_epochs": 10}, 64, None),
+        ({"num_epochs": 10.5}, 64, "lower training.num_epochs"),
+        ({"num_steps": 40}, 64, None),
+        ({"num_steps": 41}, 64, "lower training.num_steps"),
+        ({"num_epochs": 1}, 1, "lower training.num_epochs or training.minibatch_size"),
+    ],
+)
+def test_more_than_ten_epochs_are_a_warning(
+    training: dict[str, Any], rows: int, warned: str | None, write_config: Any, tmp_path: Path
+) -> None:
+    changes = {"model": {"path": "org/model"}, "training": {"num_steps": None, "minibatch_size": 16, **training}}
+    config = load_config(write_config("sft", tmp_path, **changes), CONFIGS["sft"])
+    found = warnings(config, config.training.total_steps(rows), rows)  # type: ignore[attr-defined, arg-type]
+    assert (not found) if warned is None else found[0].endswith(warned)
+
+
+# --------------------------------------------------------------------------------------- figures with counts
+
+
+def test_every_figure_of_rm_is_printed_with_its_number_of_rows(
+    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probes = [
+        {"prompt": f"p {n}", "chosen": " thank", "rejected": " sorry", "probe": "tone" if n % 3 else "length"}
+        for n in range(10)
+    ]
+    config = write_config(
+        "rm",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        data={"probes": str(write_jsonl(tmp_path / "probes.jsonl", probes))},
+        evaluation={"num_normalization_samples": 0},
+    )
+    rm.run(load_config(config, CONFIGS["rm"]))
+    said = capsys.readouterr().out
+    cells = [line.split() for line in said.splitlines() if line.strip().startswith(("eval/", "probe/"))]
+    counts = {row[0]: row[-1] for row in cells}
+    assert counts["eval/accuracy"] == counts["eval/accuracy_low95"] == "7"
+    assert (counts["probe/tone"], counts["probe/length"]) == ("6", "4")
+
+
+def test_the_table_of_sft_names_its_rows_and_tokens(
+    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
+    sft.run(load_config(config, CONFIGS["sft"]))
+    assert re.search(r"SFT on 5 held-out rows, \d+ target tokens", capsys.readouterr().out)
