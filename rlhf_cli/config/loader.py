@@ -68,7 +68,19 @@ def load_config(path: str | Path, schema: type[M], overrides: Sequence[str] = ()
     """
     tree = Tree(overrides)
     tree.load(path)
-    for number, override in enumerate(overrides):
+    return _validated(tree, schema)
+
+
+def load_values(values: dict[str, Any], schema: type[M], overrides: Sequence[str], name: str) -> M:
+    """Plain values with ``overrides`` as a ``schema``. Errors call the values ``name``."""
+    tree = Tree(overrides)
+    tree.take(values, name)
+    return _validated(tree, schema)
+
+
+def _validated(tree: Tree, schema: type[M]) -> M:
+    """Apply the overrides of ``tree``, check its values, and fill keys in braces; raises ConfigError."""
+    for number, override in enumerate(tree.overrides):
         tree.override(number, override)
     config = None
     try:

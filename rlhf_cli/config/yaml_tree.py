@@ -40,7 +40,7 @@ class Place(NamedTuple):
     source: int
     """0 for the file, 1, 2, ... for the files it extends, OVERRIDE for a `--set`."""
     number: int
-    """The line in the file, or the number of the `--set`."""
+    """The line in the file (0 for values without one), or the number of the `--set`."""
 
 
 OVERRIDE = sys.maxsize
@@ -72,7 +72,8 @@ class Tree:
         """The place as messages name it: ``file:line`` or ``--set key=value``."""
         if place.source == OVERRIDE:
             return f"--set {clipped(self.overrides[place.number])}"
-        return f"{self.files[place.source]}:{place.number}"
+        file = self.files[place.source]
+        return f"{file}:{place.number}" if place.number else file
 
     def report(self, place: Place, keys: Keys, message: str) -> None:
         """Note a problem; the key is omitted where the ``--set`` in front names it."""
@@ -86,6 +87,10 @@ class Tree:
             return
         place = next(self.places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.places)
         self.report(place, keys, message)
+
+    def take(self, values: dict[str, Any], name: str) -> None:
+        """Use ``values`` that come from no file. Messages call them ``name``."""
+        self.files, self.value, self.places = [name], values, {(): Place(0, 0)}
 
     def load(self, path: str | Path) -> None:
         """Read the file at ``path`` and the files it extends; raises if one of them is not a mapping."""

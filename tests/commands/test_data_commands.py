@@ -160,7 +160,7 @@ def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
     assert found["leaks"] == {"rows": 3, "prompts": 2, "first": [f"{test}:2", f"{test}:3", f"{test}:4"]}
     assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 20, "test": 4}
     assert "Prompts on both sides: 2, in 3 test rows" in rlhf("check", train, "--for", "ppo", "--test", test).stdout
-    assert checked(train, "--for", "ppo", "--test", train, "--limit", 5)["leaks"]["rows"] == 5
+    assert checked(train, "--for", "ppo", "--test", train, "--set", "limit=5")["leaks"]["rows"] == 5
 
 
 def test_empty_prompts_are_no_leak_and_no_repetition(tmp_path: Path) -> None:
@@ -241,13 +241,22 @@ def test_a_row_that_only_the_stage_refuses_is_bad(tmp_path: Path) -> None:
         (["a.jsonl", "--config", "sft.yaml", "--for", "sft"], "give either SOURCE and --for, or --config"),
         (["a.jsonl"], "--for: is missing"),
         (["a.jsonl", "--for", "sft"], "no such file"),
-        (["a.jsonl", "--for", "sft", "--set", "seed=1"], "--set: belongs to --config"),
+        (["a.jsonl", "--for", "sft", "--set", "seed=1"], "--set seed=1: unknown key"),
+        (["a.jsonl", "--for", "sft", "--set", "limt=1"], "--set limt=1: unknown key; did you mean limit?"),
+        (
+            ["a.jsonl", "--for", "sft", "--set", "limit=many"],
+            "--set limit=many: found the text 'many'",
+        ),
+        (["a.jsonl", "--for", "sft", "--limit", "3"], "--limit: is a key of the source. Write --set limit=VALUE"),
+        (["a.jsonl", "--for", "sft", "--data-dir=x"], "--data-dir: is a key of the source. Write --set data_dir=VALUE"),
+        (["a.jsonl", "--for", "sft", "--streaming"], "Write --set streaming=true"),
+        (["a.jsonl", "--for", "sft", "--weights", "a=1"], "Write --set weights.NAME=NUMBER"),
         (["a.jsonl", "--for", "sft", "--keys", "prompt"], "must be OURS=THEIRS"),
-        (["a.jsonl", "--for", "sft", "--weights", "helpfulness=much"], "weights.helpfulness"),
+        (["a.jsonl", "--for", "sft", "--set", "weights.helpfulness=much"], "weights.helpfulness=much: found the text"),
         (["a.jsonl", "--for", "sft", "--format", "parrot"], "format: "),
-        (["--config", "configs/support/sft.yaml", "--limit", "3"], "--limit: the config says that"),
-        (["--config", "configs/support/sft.yaml", "--test", "x"], "--test: the config says that"),
-        (["--config", "configs/support/sft.yaml", "--max-length", "3"], "--max-length: the config says that"),
+        (["--config", "configs/support/sft.yaml", "--format", "hh"], "--format: does not go with --config"),
+        (["--config", "configs/support/sft.yaml", "--test", "x"], "--test: does not go with --config"),
+        (["--config", "configs/support/sft.yaml", "--max-length", "3"], "--max-length: does not go with --config"),
     ],
 )
 def test_misuse_is_one_line_and_two(arguments: list[str], message: str) -> None:
@@ -748,7 +757,7 @@ def test_columns_are_kept_where_they_are_named(tmp_path: Path) -> None:
     assert "has no such column" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "x", code=2).stderr
     assert "one of our own columns" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
     steer = FIXTURES / "helpsteer.jsonl"
-    keep = ("--keep", "helpfulness", "--keep", "correctness", "--weights", "verbosity=1")
+    keep = ("--keep", "helpfulness", "--keep", "correctness", "--set", "weights.verbosity=1")
     assert "it would be read as helpsteer" in rlhf("convert", steer, "--for", "rm", *more, *keep, code=2).stderr
     assert not (tmp_path / "b.jsonl").exists()
 

@@ -35,8 +35,10 @@ FLOORS = {
     "rlhf_cli.ppo": 6,
     "stages": 7,
     "rlhf_cli.commands": 8,
-    "rlhf_cli.cli": 9,
-    "rlhf_cli.__main__": 10,
+    "rlhf_cli.cli_options": 8,
+    "rlhf_cli.cli_data": 9,
+    "rlhf_cli.cli": 10,
+    "rlhf_cli.__main__": 11,
     "rlhf_cli": 0,
 }
 
@@ -54,6 +56,8 @@ WITHOUT_TORCH = (
     "seeding",
     "rollout.requests",
     "cli",
+    "cli_data",
+    "cli_options",
     "config",
     "commands",
     "training.launch",

@@ -1,0 +1,34 @@
+"""What the command-line modules share: common options, and running a command to an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
+
+ORDER = ("sft", "rm", "ppo", "pipeline", "status", "doctor", "init", "data", "config")
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+class InOrder(typer.core.TyperGroup):
+    """Lists the commands in the order of use. Typer alone lists groups, such as `rm`, after all others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
+def exit_with(work: Callable[[], object]) -> None:
+    """Run a command's work. An expected error becomes one line on stderr, and the exit code says what happened."""
+    from rlhf_cli.training.launch import exit_code
+
+    code = exit_code(work)
+    if code:
+        raise typer.Exit(code)

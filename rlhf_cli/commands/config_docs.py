@@ -1,0 +1,164 @@
+"""`rlhf config docs`: the type, default and documentation of config keys, in the terminal."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlhf_cli.config.annotations import alternatives, fields_of, options_of, tag_values
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.explain import KEY_SYNONYMS
+from rlhf_cli.config.quoting import plain
+from rlhf_cli.errors import ConfigError
+
+MAX_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a stage's config."""
+
+    keys: tuple[str, ...]
+    """The path in the YAML file. For rewards it includes the type: ("rewards", "http", "url")."""
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.keys)
+
+
+def show_docs(key: str) -> None:
+    """Print the documentation of a key, or of every key of a section or a stage.
+
+    ``rm.loss`` and ``ppo.rollout.top_p`` begin with a stage; without one (``loss``, ``rollout.top_p``) the first
+    stage that has the key is used. ``ppo.kl_coef`` is found as the YAML file writes it.
+
+    Raises:
+        ConfigError: if no stage has such a key, with the most similar one.
+    """
+    chosen = _chosen(tuple(part for part in key.strip().split(".") if part))
+    if not chosen:
+        raise ConfigError(f"{key}: no such key{_similar(key)}")
+    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    print("\n\n".join(_text(stage, entry, width) for stage, entry in chosen))
+
+
+def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Entry]:
+    """Every key of a schema: a section first, then the keys below it."""
+    for name, field in schema.model_fields.items():
+        keys = (*above, name)
+        yield Entry(keys, field)
+        for label, section in _sections(field):
+            yield from entries(section, (*keys, *label))
+
+
+def _sections(field: FieldInfo) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
+    """The sections that a field can hold, directly or in a list, with their `type` if there are several."""
+    members, tag = alternatives(Annotated[field.annotation, field])
+    if len(members) == 1 and get_origin(members[0]) is list:
+        members, tag = alternatives(get_args(members[0])[0])
+    sections = [alternatives(member)[0][0] for member in members if fields_of(alternatives(member)[0][0])]
+    if tag is None:
+        return [((), section) for section in sections]
+    return [((str(tag_values(section, tag)[0]),), section) for section in sections]
+
+
+def _chosen(keys: tuple[str, ...]) -> list[tuple[str, Entry]]:
+    """The entries at and below a path. A stage's name alone means all of its keys."""
+    if not keys:
+        return []
+    stages = [keys[0]] if keys[0] in CONFIGS else list(CONFIGS)
+    below_stage = [(stages[0], keys[1:])] if keys[0] in CONFIGS else []
+    for stage, path in [*below_stage, *((stage, keys) for stage in CONFIGS)]:
+        found = [entry for entry in entries(CONFIGS[stage]) if entry.keys[: len(path)] == path]
+        if found:
+            return [(stage, entry) for entry in found]
+    return []
+
+
+def _text(stage: str, entry: Entry, width: int) -> str:
+    """An entry as text: its name, its type and default, its documentation."""
+    facts = _type(entry.field.annotation, entry.field.metadata)
+    facts += f"; {_default(entry.field)}"
+    doc = " ".join((entry.field.description or "").split())
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(facts), *wrap.wrap(doc)]
+    if _sections(entry.field):
+        about = " ".join((_sections(entry.field)[0][1].__doc__ or "").split())
+        if len(_sections(entry.field)) == 1 and about != doc:
+            lines += wrap.wrap(about)
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined or isinstance(default, BaseModel):
+        return "optional"
+    if isinstance(default, list | tuple) and any(isinstance(item, BaseModel) for item in default):
+        items = ", ".join(f"{{type: {getattr(item, 'type', '')}}}" for item in default)
+        return f"default [{items}]"
+    return f"default {plain(list(default) if isinstance(default, tuple) else default)}"
+
+
+def _type(kind: Any, metadata: list[Any]) -> str:
+    """The values that an annotation allows, in words."""
+    if get_origin(kind) is Annotated:
+        inner, *notes = get_args(kind)
+        extra = [note for item in notes for note in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _type(inner, [*extra, *metadata])
+    if get_origin(kind) not in (Union, UnionType):
+        return _one_type(kind, metadata)
+    words = dict.fromkeys(_one_type(member, metadata) for member in get_args(kind) if member is not NoneType)
+    return " or ".join([*words, *(["null"] if NoneType in get_args(kind) else [])])
+
+
+def _one_type(kind: Any, metadata: list[Any]) -> str:
+    if get_origin(kind) is Annotated:
+        return _type(kind, metadata)
+    if get_origin(kind) is Literal:
+        options = [plain(option) for option in options_of(kind)]
+        return options[0] if len(options) == 1 else "one of " + ", ".join(options)
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return f"a list, each {_type(item, [])}"
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))}, each {_type(get_args(kind)[0], [])}"
+    if get_origin(kind) is dict or fields_of(kind):
+        return "a mapping"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "any value") + _bounds(metadata)
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """The limits of a number, in words."""
+    words = (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most"))
+    limits = [f"{word} {getattr(note, name):g}" for note in metadata for name, word in words if hasattr(note, name)]
+    return f" {' and '.join(limits)}" if limits else ""
+
+
+def _similar(key: str) -> str:
+    """The key most like ``key``, as the end of a message."""
+    names: dict[str, str] = {}
+    for stage, schema in CONFIGS.items():
+        for entry in entries(schema):
+            full = f"{stage}.{entry.name}"
+            for name in (full, entry.name, f"{stage}.{entry.keys[-1]}", entry.keys[-1]):
+                names.setdefault(name, full)
+    head, _, last = key.rpartition(".")
+    synonym = KEY_SYNONYMS.get(last.lower())
+    wanted = [f"{head}.{synonym}".lstrip("."), synonym] if synonym else []
+    close = [name for name in wanted if name in names] or difflib.get_close_matches(key, names, n=1)
+    if not close:
+        return f". List all keys of a stage with: rlhf config docs {' | '.join(CONFIGS)}"
+    return f"; did you mean {names[close[0]]}?"

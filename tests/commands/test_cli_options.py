@@ -1,0 +1,175 @@
+"""The command line itself: FILE and --config, -h, `config docs`, a source's keys as --set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands.config_docs import entries
+from rlhf_cli.config.by_stage import CONFIGS
+
+
+def rlhf(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
+
+
+COMMANDS = [
+    (), ("sft",), ("rm",), ("rm", "serve"), ("ppo",), ("pipeline",), ("status",), ("doctor",), ("init",),
+    ("config",), ("config", "check"), ("config", "show"), ("config", "docs"), ("config", "schema"),
+    ("data",), ("data", "check"), ("data", "show"), ("data", "convert"), ("data", "generate"), ("data", "score"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_of_every_command_fits_into_80_columns(command: tuple[str, ...]) -> None:
+    result = rlhf(*command, "-h")
+    assert result.exit_code == 0, result.output
+    assert result.output == rlhf(*command, "--help").output
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "…" not in result.output
+
+
+def test_every_command_is_in_the_list_above() -> None:
+    import typer
+
+    root = typer.main.get_command(app)
+    names = {()}
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        names.add((name,))
+        names |= {(name, sub) for sub in getattr(command, "commands", {})}
+    assert names == set(COMMANDS)
+
+
+# ------------------------------------------------------------------------------- the file of a stage
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_a_stage_takes_its_file_with_or_without_config(stage: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{stage}.yaml"
+    file.write_text("artifacts: a\nnonsense: 1\n", encoding="utf-8")
+    without, with_config = rlhf(stage, str(file)), rlhf(stage, "--config", str(file))
+    assert without.exit_code == with_config.exit_code == 2
+    assert "nonsense: unknown key" in without.stderr
+    assert without.stderr == with_config.stderr
+    mixed = rlhf(stage, "--quiet", "--set", "seed=x", str(file), "--restart")
+    assert "--set seed=x: found the text 'x'" in mixed.stderr
+    assert "give FILE or --config, not both" in rlhf(stage, str(file), "--config", str(file)).stderr
+    missing = rlhf(stage, "no.yaml")
+    assert (missing.exit_code, missing.stderr) == (2, "error: no.yaml: no such file, must be a YAML config\n")
+    assert "the stage needs its YAML file" in rlhf(stage).stderr
+
+
+def test_rm_keeps_its_command_and_refuses_options_before_it() -> None:
+    assert "write options after `serve`" in rlhf("rm", "--quiet", "serve", "x").stderr
+    assert "No such command 'sevre'" in rlhf("rm", "sevre", "x").stderr
+
+
+def test_config_show_of_a_missing_file() -> None:
+    for command in ("show", "check"):
+        result = rlhf("config", command, "nowhere.yaml")
+        assert (result.exit_code, result.stderr) == (2, "error: nowhere.yaml: no such file, must be a YAML config\n")
+
+
+# ------------------------------------------------------------------------------- config docs
+
+
+def test_docs_of_a_key() -> None:
+    assert rlhf("config", "docs", "rm.loss").output == (
+        "loss  (rm.yaml)\n"
+        "  one of logsigmoid, logexp, mse; default logsigmoid\n"
+        "  For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same\n"
+        "  written as log(1 + exp) (`logexp`). For rows with a score: squared error\n"
+        "  (`mse`).\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "facts"),
+    [
+        ("ppo.kl_coef", "a number at least 0; default 0.05"),
+        ("ppo.ppo.kl_coef", "a number at least 0; default 0.05"),
+        ("rollout.top_p", "a number above 0 and at most 1 or null; default null"),
+        ("seed", "a whole number; default 0"),
+        ("training.tokens_per_microbatch", "a whole number above 0 or auto; default auto"),
+        ("optimizer.betas", "a list of 2, each a number at least 0 and below 1; default [0.9, 0.95]"),
+        ("optimizer.learning_rate", "a number above 0; required"),
+        ("rewards.http.url", "text; required"),
+        ("gradient_checkpointing", "true or false; default false"),
+        ("evaluation.gold", "text or null; default null"),
+        ("ppo.rewards", "a list, each a mapping; default [{type: reward_model}]"),
+    ],
+)
+def test_docs_name_type_and_default(key: str, facts: str) -> None:
+    result = rlhf("config", "docs", key)
+    assert result.exit_code == 0
+    assert result.output.splitlines()[1] == f"  {facts}"
+
+
+@pytest.mark.parametrize("stage", CONFIGS)
+def test_docs_of_a_stage_list_every_key_at_80_columns(stage: str) -> None:
+    output = rlhf("config", "docs", stage).output
+    names = [line.split("  (")[0] for line in output.splitlines() if line and not line.startswith(" ")]
+    assert names == [entry.name for entry in entries(CONFIGS[stage])]
+    assert len(names) > 40
+    assert max(map(len, output.splitlines())) <= 80
+    schema = json.dumps(CONFIGS[stage].model_json_schema())
+    assert all(f'"{name.rpartition(".")[2]}"' in schema for name in names)
+
+
+def test_docs_of_a_section_list_the_keys_below_it() -> None:
+    output = rlhf("config", "docs", "ppo.rollout").output
+    names = [line.split("  (")[0] for line in output.splitlines() if line and not line.startswith(" ")]
+    assert names[0] == "rollout"
+    assert "rollout.temperature" in names
+    assert all(name.startswith("rollout") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("rm.los", "did you mean rm.loss?"),
+        ("optimizer.lr", "did you mean sft.optimizer.learning_rate?"),
+        ("ppo.klcoef", "did you mean ppo.ppo.kl_coef?"),
+        ("zzzz", "List all keys of a stage with: rlhf config docs sft | rm | ppo"),
+        ("", "no such key"),
+        (".", "no such key"),
+    ],
+)
+def test_docs_of_an_unknown_key_suggest_another(key: str, message: str) -> None:
+    result = rlhf("config", "docs", key)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- keys of a source
+
+
+def test_a_sources_keys_are_set(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"q": f"question {n}", "a": {"text": f"answer {n}"}} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    by_key = ("--key", "prompt=q", "--key", "response=a.text")
+    by_set = (
+        "--set",
+        "keys.prompt=q",
+        "--set",
+        "keys={prompt: q, response: a.text}",
+        "--set",
+        "format=prompt_response",
+    )
+    for more in (by_key, by_set):
+        result = rlhf("data", "check", str(path), "--for", "sft", "--json", "--set", "limit=7", *more)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["sides"]["train"]["read"] == 7
+
+
+def test_every_key_of_a_source_that_was_an_option_is_a_key() -> None:
+    from rlhf_cli.cli_data import SET_INSTEAD
+    from rlhf_cli.config.data import DataSource
+
+    assert {name[2:].replace("-", "_") for name in SET_INSTEAD} <= set(DataSource.model_fields)
