@@ -82,12 +82,12 @@ def rm() -> None:
 
 def ppo() -> None:
     """The PPO stage. The first iteration's rollout is kept for TRL to look at."""
-    seen = watch(stages.ppo, "_rollout", "_judge")
+    seen = watch(stages.ppo, "_rollout", "scores_of_rollout")
     kept = Path(TASK["kept"])
     kept.unlink(missing_ok=True)
 
     def facts() -> Facts:
-        rollout, scores = seen["_rollout"][1], seen["_judge"][1]
+        rollout, scores = seen["_rollout"][1], seen["scores_of_rollout"][1][1]
         prompts, responses = [list(p.ids) for p in rollout.prompts], [list(r.ids) for r in rollout.responses]
         if not kept.exists():
             lengths = list(map(len, responses))

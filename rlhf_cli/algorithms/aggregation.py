@@ -1,12 +1,21 @@
 """How token losses become the loss of a minibatch: the weight of each token."""
 
-from typing import assert_never
+from typing import TypedDict, assert_never
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.names import LossAggregation
 from rlhf_cli.tensor_ops import masked_sum
+
+
+class Weighting(TypedDict):
+    """The two arguments that all losses of a microbatch share."""
+
+    weights: Tensor
+    """[b, r], from ``loss_weights``."""
+    num_tokens: float
+    """Real tokens of the whole minibatch."""
 
 
 def loss_weights(

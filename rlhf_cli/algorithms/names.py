@@ -55,6 +55,8 @@ class EstimatorTraits:
     """Trains a value model."""
     compares_responses: bool
     """Needs several responses per prompt."""
+    per_response: bool
+    """Gives all tokens of a response the same advantage, so gamma and whiten_rewards do nothing."""
     whitens: bool
     """Whitens the advantages by default."""
 
@@ -63,18 +65,18 @@ def estimator_traits(estimator: AdvantageEstimator) -> EstimatorTraits:
     """The traits of an advantage estimator.
 
     >>> estimator_traits("rloo")
-    EstimatorTraits(has_values=False, compares_responses=True, whitens=False)
+    EstimatorTraits(has_values=False, compares_responses=True, per_response=True, whitens=False)
     """
     match estimator:
         case "gae" | "monte_carlo":
-            return EstimatorTraits(has_values=True, compares_responses=False, whitens=True)
+            return EstimatorTraits(has_values=True, compares_responses=False, per_response=False, whitens=True)
         case "reinforce":
-            return EstimatorTraits(has_values=False, compares_responses=False, whitens=False)
+            return EstimatorTraits(has_values=False, compares_responses=False, per_response=False, whitens=False)
         case "reinforce_pp":
-            return EstimatorTraits(has_values=False, compares_responses=False, whitens=True)
+            return EstimatorTraits(has_values=False, compares_responses=False, per_response=False, whitens=True)
         case "reinforce_pp_baseline":
-            return EstimatorTraits(has_values=False, compares_responses=True, whitens=True)
+            return EstimatorTraits(has_values=False, compares_responses=True, per_response=False, whitens=True)
         case "rloo" | "grpo" | "dr_grpo":
-            return EstimatorTraits(has_values=False, compares_responses=True, whitens=False)
+            return EstimatorTraits(has_values=False, compares_responses=True, per_response=True, whitens=False)
         case _:
             assert_never(estimator)

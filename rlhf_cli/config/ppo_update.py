@@ -230,8 +230,8 @@ class PPO(Section):
         chosen = f"advantage_estimator: {self.advantage_estimator}"
         refuse_unread(self, self.has_value_model, chosen, "vf_coef", "value_clip_range", "value_lambda")
         refuse_unread(self, self.advantage_estimator == "gae", chosen, "gae_lambda", "value_lambda")
-        grouped = self.advantage_estimator in ("rloo", "grpo", "dr_grpo")
-        refuse_unread(self, not grouped, chosen, "gamma", "whiten_rewards")
+        per_response = estimator_traits(self.advantage_estimator).per_response
+        refuse_unread(self, not per_response, chosen, "gamma", "whiten_rewards")
         if self.advantage_estimator == "reinforce_pp" and self.whiten_advantages is False:
             raise ValueError("reinforce_pp always whitens advantages. Use reinforce, or remove whiten_advantages")
         return self

@@ -1,108 +1,114 @@
-"""What a PPO run carries from one iteration to the next beside weights and optimizers, to be saved with them."""
+"""What a PPO run carries from one iteration to the next, and how a checkpoint stores it."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
+from rlhf_cli.data.batches import stream
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, merge, select
-from rlhf_cli.ppo.setup import Learner
+from rlhf_cli.models.forward import computes_in_bfloat16
+from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, select
+from rlhf_cli.ppo.held_out import HeldOut
+from rlhf_cli.ppo.kl_control import KLCoefs
+from rlhf_cli.ppo.processes import from_all_processes
+from rlhf_cli.ppo.replay import Recent
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Part, State, Weights
-from rlhf_cli.training.health import Health
-
-Recent = deque[tuple[int, UpdateBatch]]
-"""The rollouts that the next update learns from too, with the iteration that each was made in."""
-
-
-def parts_of(learner: Learner, carried: Carried) -> dict[str, Part]:
-    """Everything that a checkpoint of this run holds."""
-    models = learner.models
-    parts: dict[str, Part] = {
-        "policy": Weights(models.policy),
-        "policy_optimizer": learner.policy_stepper,
-        "carried": carried,
-    }
-    value = models.value_model if models.value_model is not None else models.value_head
-    if value is not None and learner.value_stepper is not None:
-        parts |= {"value_model": Weights(value), "value_optimizer": learner.value_stepper}
-    if learner.average is not None:
-        parts["ema"] = learner.average
-    return parts
+from rlhf_cli.training.health import RATIO_TOLERANCE, Health
 
 
 class Carried:
-    """The coefficients that follow the KL, the scores' statistics, health, the best figure, recent rollouts."""
+    """The adaptive coefficients, the score statistics, health, held-out figures and recent rollouts."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        health: Health,
-        best: Best,
-        recent: Recent,
-        prompts_of: Callable[[int], list[PromptRow]],
-    ):
-        self.learner, self.health, self.best, self.recent = learner, health, best, recent
-        self.prompts_of = prompts_of
-        """The prompts of all processes' responses in an iteration: they need not be saved."""
-        self.evaluated = 0
-        """The iteration of the last held-out figures."""
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        ppo = setup.config.ppo
+        self.coefs = KLCoefs(ppo.kl_coef, ppo.policy_kl_coef)
+        self.scale = ScoreScale(ppo)
+        self.health = new_health(setup)
+        self.held_out = HeldOut(setup, self.health)
+        self.recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
+
+    def parts(self) -> dict[str, Part]:
+        """Everything that a checkpoint of the run stores."""
+        setup, models = self.setup, self.setup.models
+        parts: dict[str, Part] = {
+            "policy": Weights(models.policy),
+            "policy_optimizer": setup.policy_stepper,
+            "carried": self,
+        }
+        value = models.value_model if models.value_model is not None else models.value_head
+        if value is not None and setup.value_stepper is not None:
+            parts |= {"value_model": Weights(value), "value_optimizer": setup.value_stepper}
+        if setup.average is not None:
+            parts["ema"] = setup.average
+        return parts
 
     def state(self) -> State:
-        moments = self.learner.scale.moments
+        """Tensors and numbers for a checkpoint."""
+        moments, best = self.scale.moments, self.held_out.best
         tensors: dict[str, torch.Tensor] = {}
         rollouts = []
-        # The last one needed is that of the next update, for which the oldest makes room.
-        kept = list(self.recent)[-(self.recent.maxlen or 1) + 1 :] if (self.recent.maxlen or 1) > 1 else []
-        for number, (iteration, update_batch) in enumerate(kept):
-            whole = of_all(self.learner, update_batch.to("cpu"))
-            tensors |= {f"{number}/{name}": getattr(whole, name) for name in TENSORS}
-            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids} for r in whole.responses]
+        # The next update adds a rollout, which pushes the oldest one out: it need not be saved.
+        length = self.recent.maxlen or 1
+        for number, (iteration, batch) in enumerate(list(self.recent)[1 - length :] if length > 1 else []):
+            merged = from_all_processes(batch.to("cpu"), self.setup.world, self.setup.together)
+            tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
+            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids} for r in merged.responses]
             rollouts.append({"iteration": iteration, "responses": responses})
         return tensors, {
-            "kl_coef": self.learner.kl_coef,
-            "policy_kl_coef": self.learner.policy_kl_coef,
+            **asdict(self.coefs),
             "score_moments": [moments.count, moments.mean, moments.squared_deviations],
             "health": self.health.state_dict(),
-            "best": {"step": self.best.step, "value": self._signed(self.best.value)},
-            "evaluated": self.evaluated,
+            "best": {"step": best.step, "value": self._signed(best.value)},
+            "evaluated": self.held_out.last_step,
             "rollouts": rollouts,
         }
 
     def _signed(self, value: float | None) -> float | None:
-        """The best value as checkpoints hold it: higher is better, so a figure to be minimised is negated."""
-        return -value if value is not None and self.best.lower else value
+        """The best value as a checkpoint stores it: higher is better, so a figure to be minimised is negated."""
+        return -value if value is not None and self.held_out.best.lower else value
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        self.learner.kl_coef, self.learner.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
-        self.learner.scale.moments = Moments(*numbers["score_moments"])
+        """Take tensors and numbers from a checkpoint. Prompts are not stored: they follow from the iteration."""
+        self.coefs.kl_coef, self.coefs.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
+        self.scale.moments = Moments(*numbers["score_moments"])
         self.health.load_state_dict(numbers["health"])
-        self.evaluated = numbers["evaluated"]
         best = numbers["best"]
-        self.best.step, self.best.value = best["step"], self._signed(best["value"])
+        self.held_out.best.restore({}, {"step": best["step"], "value": self._signed(best["value"])})
+        self.held_out.last_step = numbers["evaluated"]
         self.recent.clear()
         for number, saved in enumerate(numbers["rollouts"]):
             responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
-            whole = UpdateBatch(prompts=self.prompts_of(saved["iteration"]), responses=responses, **own)
-            mine = self.learner.world.shard(range(len(responses)), self.learner.together)
-            self.recent.append((saved["iteration"], select(whole, mine)))
+            merged = UpdateBatch(prompts=prompts_of(self.setup, saved["iteration"]), responses=responses, **own)
+            rows = self.setup.world.shard(range(len(responses)), self.setup.together)
+            self.recent.append((saved["iteration"], select(merged, rows)))
 
 
-def of_all(learner: Learner, update_batch: UpdateBatch) -> UpdateBatch:
-    """All processes' rows of a rollout, in the order of the iteration, on the device of this process's own."""
-    world = learner.world
-    if world.size == 1:
-        return update_batch
-    everyone = world.gather(update_batch.to("cpu"))
-    ends = list(itertools.accumulate(len(own.responses) for own in everyone))
-    rows = [range(end - len(own.responses), end) for own, end in zip(everyone, ends, strict=True)]
-    whole = select(merge(everyone), world.interleave(rows, learner.together))
-    return whole.to(update_batch.response_mask.device)
+def prompts_of(setup: Setup, iteration: int) -> list[PromptRow]:
+    """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
+    config = setup.config
+    numbers = stream(len(setup.train), config.num_prompts, iteration, config.seed, "ppo prompts")
+    return [prompt for i in numbers for prompt in [setup.train[i]] * config.rollout.samples_per_prompt]
+
+
+def new_health(setup: Setup) -> Health:
+    """The health checks of the run, with the limits that fit its config."""
+    config = setup.config
+    precision = "bfloat16" if computes_in_bfloat16(setup.world.device, config.precision) else "float32"
+    return Health(
+        kl_in_reward=config.ppo.kl_in == "reward",
+        has_value_model=config.ppo.has_value_model,
+        starts_at_reference=config.ref_policy is None,
+        max_new_tokens=config.rollout.max_new_tokens,
+        ratio_tolerance=RATIO_TOLERANCE[precision],
+    )

@@ -1,4 +1,4 @@
-"""One policy on held-out prompts: what it says, what that scores, how far it is from ref_policy."""
+"""One policy on held-out prompts: its replies, their scores, and its distance from ref_policy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from transformers import PreTrainedTokenizerBase
+from typing import Any, TypeVar
 
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.data.batches import Budget, chunks
-from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import RewardError
-from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.ppo.scores import ask_rewards, texts_of
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.training.distributed import World
+
+T = TypeVar("T")
+
+GoldJudge = Callable[[list[str], list[bool]], list[dict[str, float]]]
+"""The user's judge (`evaluation.gold`): replies to the held-out prompts, and whether each ended, to named numbers."""
 
 
 @dataclass(frozen=True)
@@ -27,89 +30,114 @@ class Evaluation:
     """The figures of one policy and its replies, in the order of the prompts."""
 
     metrics: dict[str, float]
-    """score_mean, score_median, the judge's own means (gold), kl, length, eos_fraction, distinct_2, seconds."""
+    """score_mean, score_median, the means of the judge's numbers, kl, length, eos_fraction, distinct_2, seconds."""
     replies: list[str]
     scores: list[float]
     gold: list[dict[str, float]]
+    """The judge's numbers of each reply; empty without a judge."""
 
     def example(self, i: int) -> dict[str, Any]:
-        """Reply i with its score and the judge's numbers, for people to read."""
+        """Reply i with its score and the judge's numbers."""
         return {"reply": self.replies[i], "score": self.scores[i], **(self.gold[i] if self.gold else {})}
 
+    @property
+    def gold_scores(self) -> list[float] | None:
+        """The judge's main number of each reply: `gold`, or else its first number. None without a judge."""
+        if not self.gold:
+            return None
+        name = "gold" if "gold" in self.gold[0] else next(iter(self.gold[0]))
+        return [row[name] for row in self.gold]
 
-Score = Callable[[Sequence[PromptRow], list[str], Sequence[Response]], list[float]]
-Judge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply with its figures."""
+
+    text: str
+    score: float
+    kl: float
+    """Sum over its tokens of log policy - log ref_policy, in nats."""
+    length: int
+    ended: bool
 
 
-def evaluate(
-    models: Models,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[PromptRow],
-    table: torch.Tensor,
-    world: World,
-    *,
-    score: Score,
-    judge: Judge | None,
-    sampling: Sampling,
-    batch_size: int,
-    budget: Budget,
-    precision: str,
-    max_live_rows: int | None,
-) -> Evaluation:
-    """Sample one reply to each prompt and measure it; `table` [prompts, tokens] are the uniforms.
+def load_gold(setup: Setup) -> GoldJudge | None:
+    """The judge that `evaluation.gold` names, or None."""
+    name = setup.config.evaluation.gold
+    if name is None:
+        return None
+    function = load_function(name)
 
-    The KL of a reply is the sum over its tokens of log policy - log ref_policy, in nats; its mean over
-    replies estimates KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself.
-    distinct_2 counts pairs of words (Li et al. 2016), so that it does not depend on the tokenizer.
+    def judge(replies: list[str], ended: list[bool]) -> list[dict[str, float]]:
+        rows, where = [p.row.columns for p in setup.test], [p.row.where for p in setup.test]
+        samples = Samples([p.text for p in setup.test], replies, [], [], ended, rows, where=where)
+        return call(name, function, samples, named_numbers)
 
-    Raises RewardError where `score` or `judge` does so on any process.
+    return judge
+
+
+def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
+    """Sample one reply to each held-out prompt and measure it; the uniforms are the same at every call.
+
+    ``kl`` is the mean over replies of the sum over tokens of log policy - log ref_policy, in nats. It estimates
+    KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself. ``distinct_2`` counts pairs of words
+    (Li et al. 2016), so it does not depend on the tokenizer.
+
+    Raises RewardError if a reward or the judge fails on any process.
     """
     start = time.monotonic()
-    numbers = world.shard(list(range(len(prompts))))
-    mine: list[tuple[str, float, float, int, bool]] = []
-    failure = ""
-    for part in chunks(numbers, batch_size):
-        some = [prompts[i] for i in part]
-        rollout = collect(
-            some,
-            table[list(part)],
-            models,
-            sampling=sampling,
-            tokenizer=tokenizer,
-            budget=budget,
-            precision=precision,
-            recompute=True,
-            max_live_rows=max_live_rows,
-            with_values=False,
-        )
-        texts = [response_text(tokenizer, response, sampling) for response in rollout.responses]
-        kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
-        try:
-            scores = score(some, texts, rollout.responses)
-        except RewardError as error:
-            failure = str(error)
-            break
-        lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
-        mine += list(zip(texts, scores, kl, lengths, ended, strict=True))
-    if told := world.first_failure(failure):
-        raise RewardError(told)
-    rows = world.interleave(world.gather(mine))
-    replies, scores, kls, lengths, endings = map(list, zip(*rows, strict=True))
-    gold = []
-    try:
-        gold = judge(prompts, replies, endings) if judge is not None else []
-    except RewardError as error:
-        failure = str(error)
-    if told := world.first_failure(failure):
-        raise RewardError(told)
+    world = setup.world
+    own = _or_failure(world, lambda: _own_replies(setup))
+    replies = world.interleave(world.gather(own))
+    texts, scores = [reply.text for reply in replies], [reply.score for reply in replies]
+    gold_rows = _or_failure(world, lambda: gold(texts, [r.ended for r in replies]) if gold is not None else [])
     metrics = {
         "score_mean": statistics.fmean(scores),
         "score_median": statistics.median(scores),
-        **{name: statistics.fmean(row[name] for row in gold) for name in (gold[0] if gold else ())},
-        "kl": statistics.fmean(kls),
-        "length": statistics.fmean(lengths),
-        "eos_fraction": statistics.fmean(endings),
-        "distinct_2": distinct_n([reply.split() for reply in replies], 2),
+        **{name: statistics.fmean(row[name] for row in gold_rows) for name in (gold_rows[0] if gold_rows else ())},
+        "kl": statistics.fmean(reply.kl for reply in replies),
+        "length": statistics.fmean(reply.length for reply in replies),
+        "eos_fraction": statistics.fmean(reply.ended for reply in replies),
+        "distinct_2": distinct_n([text.split() for text in texts], 2),
         "seconds": time.monotonic() - start,
     }
-    return Evaluation(metrics, replies, scores, gold)
+    return Evaluation(metrics, texts, scores, gold_rows)
+
+
+def _own_replies(setup: Setup) -> list[Reply]:
+    """This process's replies, with their figures."""
+    config, prompts = setup.config, setup.test
+    uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
+    replies: list[Reply] = []
+    for rows in chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size):
+        rollout = collect(
+            [prompts[i] for i in rows],
+            uniforms[list(rows)],
+            setup.models,
+            sampling=setup.sampling,
+            tokenizer=setup.tokenizer,
+            budget=setup.budget,
+            precision=config.precision,
+            recompute=True,
+            max_live_rows=config.rollout.max_live_rows,
+            with_values=False,
+        )
+        texts = texts_of(setup, rollout.responses)
+        kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
+        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses).total.tolist()
+        lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
+        replies += map(Reply, texts, scores, kl, lengths, ended)
+    return replies
+
+
+def _or_failure(world: World, compute: Callable[[], Sequence[T]]) -> list[T]:
+    """The result of `compute`; if it raises RewardError on any process, all processes raise it."""
+    result: list[T] = []
+    failure = ""
+    try:
+        result = list(compute())
+    except RewardError as error:
+        failure = str(error)
+    if first := world.first_failure(failure):
+        raise RewardError(first)
+    return result

@@ -19,7 +19,7 @@ from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.scoring import response_values
 from support.compare import close
-from support.learner import BUDGETS
+from support.setup import BUDGETS
 from support.tiny import CPU, EOS_OF, random_ids
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of PPO's tests: a run that needs no earlier stage, a loaded learner, and a recorded run."""
+"""Fixtures of PPO's tests: a run that needs no earlier stage, a loaded setup, and a recorded run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.ppo import setup
+from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.training.optimizer import Stepper
 from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
-from support.learner import NO_TEST, config_of, weights_of
+from support.setup import NO_TEST, config_of, weights_of
 from support.tiny import STOP, merged, read_jsonl
 
 FUNCTIONS = '''
@@ -65,13 +65,13 @@ def base(make_model, tokenizer, functions):
 
 @pytest.fixture
 def start(write_config, base, tmp_path):
-    """A function: changes to a loaded Learner, whose stage is open for a while."""
+    """A function: changes to a loaded Setup, whose stage is open for a while."""
 
     @contextmanager
     def begin(**changes):
-        config = config_of(write_config, "ppo", PPOConfig, tmp_path / "learner", **merged(base, changes))
+        config = config_of(write_config, "ppo", PPOConfig, tmp_path / "setup", **merged(base, changes))
         with StageRun("ppo", config, quiet=True) as stage:
-            yield setup.load_learner(config, stage)
+            yield load_setup(config, stage)
 
     return begin
 
@@ -80,49 +80,47 @@ def start(write_config, base, tmp_path):
 def watch(monkeypatch, run_stage, base, tmp_path):
     """A function: run PPO and keep what passed between its steps.
 
-    learner; rollouts, and models as they were at each; batches, what each update learnt from; steps, the
+    setup; rollouts, and models as they were at each; batches, what each update learnt from; steps, the
     statistics of each minibatch; moves, whether each call of `advance` stepped, by (name of the model); after,
     the policy's weights behind each update; metrics, the rows of metrics.jsonl; place, the stage's directory.
     """
 
     def run(name="run", before_rollout=None, **changes):
-        seen = SimpleNamespace(
-            learner=None, rollouts=[], models=[], batches=[], steps=[], moves=[], after=[], weights=[]
-        )
-        real = {part: getattr(ppo_stage, part) for part in ("load_learner", "_rollout", "_update", "_backward")}
+        seen = SimpleNamespace(setup=None, rollouts=[], models=[], batches=[], steps=[], moves=[], after=[], weights=[])
+        real = {part: getattr(ppo_stage, part) for part in ("load_setup", "_rollout", "_update", "_backward")}
         advance = Stepper.advance
 
-        def load_learner(config, stage):
-            seen.learner = real["load_learner"](config, stage)
-            return seen.learner
+        def load_setup(config, stage):
+            seen.setup = real["load_setup"](config, stage)
+            return seen.setup
 
-        def rollout(learner, iteration):
+        def rollout(setup, iteration):
             if before_rollout is not None:
-                before_rollout(learner, iteration)
-            seen.models.append(copy.deepcopy(learner.models))
-            seen.rollouts.append(real["_rollout"](learner, iteration))
+                before_rollout(setup, iteration)
+            seen.models.append(copy.deepcopy(setup.models))
+            seen.rollouts.append(real["_rollout"](setup, iteration))
             return seen.rollouts[-1]
 
-        def backward(*args):
-            sums, error = real["_backward"](*args)
+        def backward(*args, **options):
+            sums, error = real["_backward"](*args, **options)
             seen.steps.append(dict(sums))
             return sums, error
 
-        def one_update(learner, batch, iteration):
+        def one_update(setup, batch, iteration, coefs):
             seen.batches.append(batch)
-            stats = real["_update"](learner, batch, iteration)
-            seen.after.append(weights_of(learner.models.policy))
+            stats = real["_update"](setup, batch, iteration, coefs)
+            seen.after.append(weights_of(setup.models.policy))
             return stats
 
         def step(self, *, move=True):
             advance(self, move=move)
-            which = "policy" if self is seen.learner.policy_stepper else "value"
+            which = "policy" if self is seen.setup.policy_stepper else "value"
             seen.moves.append((which, move))
             if which == "policy":
                 seen.weights.append(weights_of(self.model))
 
         with monkeypatch.context() as patch:
-            patch.setattr(ppo_stage, "load_learner", load_learner)
+            patch.setattr(ppo_stage, "load_setup", load_setup)
             patch.setattr(ppo_stage, "_rollout", rollout)
             patch.setattr(ppo_stage, "_backward", backward)
             patch.setattr(ppo_stage, "_update", one_update)

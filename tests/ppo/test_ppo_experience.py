@@ -92,7 +92,7 @@ def test_what_an_update_learns_from_is_what_the_slow_loop_makes_of_raw_scores(na
     run = watch(**merged(own, changes))
     found = check_update_batch(run, num_reference_calls=calls)
     assert len(found) == 2
-    ppo, n = run.learner.config.ppo, run.learner.config.rollout.samples_per_prompt
+    ppo, n = run.setup.config.ppo, run.setup.config.rollout.samples_per_prompt
 
     # That the rollouts have what the options act on.
     assert all(abs(row["objective/kl"]) > 1e-3 for row in run.metrics)

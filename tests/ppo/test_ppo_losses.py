@@ -21,15 +21,17 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
+from rlhf_cli.ppo import ptx as ptx_module
 from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.ppo.kl_control import KLCoefs
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import Models
 from stages import ppo as ppo_stage
 from support.compare import grads, same_gradients
-from support.learner import Recorder, config_of, learner_of
 from support.oracles import KL_COEF, POLICY_KL_COEF, Case, slow_losses
+from support.setup import Recorder, config_of, setup_of
 from support.tiny import PROMPTS, STOP, merged, random_ids, write_jsonl
 
 CUTS = ({"microbatch_size": 1}, {"microbatch_size": 3}, {}, {"tokens_per_microbatch": 40})
@@ -122,15 +124,13 @@ def update(case, config, *, shared=False, iteration=0, values=True):
         case.returns,
     )
     steppers = Recorder(case.policy), Recorder(case.head if shared else case.value_model)
-    learner = replace(
-        learner_of(config, Models(case.policy, case.ref_policy, value_model, head), (), *steppers),
+    setup = replace(
+        setup_of(config, Models(case.policy, case.ref_policy, value_model, head), (), *steppers),
         sampling=case.sampling,
         ptx=case.ptx if config.ptx is not None else [],
-        kl_coef=KL_COEF,
-        policy_kl_coef=POLICY_KL_COEF,
         value_stepper=steppers[1] if values else None,
     )
-    stats = ppo_stage._update(learner, batch, iteration)
+    stats = ppo_stage._update(setup, batch, iteration, KLCoefs(KL_COEF, POLICY_KL_COEF))
     return steppers[0].steps, steppers[1].steps, stats
 
 
@@ -302,13 +302,13 @@ def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, m
     case = case_of(PLAIN)
     rows = [Example(ids, [False, *[True] * (len(ids) - 1)], "row") for ids in random_ids(*range(3, 15), seed=12)]
     monkeypatch.setattr(case, "ptx", rows)
-    taken, real = [], ppo_stage.target_logprobs
+    taken, real = [], ptx_module.target_logprobs
 
     def spy(model, ids, learnt):
         taken.append([list(row) for row in ids])
         return real(model, ids, learnt)
 
-    monkeypatch.setattr(ppo_stage, "target_logprobs", spy)
+    monkeypatch.setattr(ptx_module, "target_logprobs", spy)
     ptx = {"ptx": {**PTX, "coef": 1.0, "minibatch_size": 3}}
     config = update_config(write_config, tmp_path, {"num_iterations": 3, "minibatch_size": 4}, **ptx)
     for iteration in range(2):
@@ -330,21 +330,21 @@ def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, m
 def test_ptx_rows_are_read_as_sft_reads_them(start, data):
     """loss_on, max_length and prompt_words."""
     train = str(data["demonstrations"])
-    with start(ptx={"train": train, "coef": 1.0, "max_length": 96}) as learner:
-        usual = learner.ptx
+    with start(ptx={"train": train, "coef": 1.0, "max_length": 96}) as setup:
+        usual = setup.ptx
     assert len(usual) == 24
-    with start(ptx={"train": train, "coef": 1.0, "max_length": 96, "loss_on": "all"}) as learner:
-        for row, other in zip(learner.ptx, usual, strict=True):
+    with start(ptx={"train": train, "coef": 1.0, "max_length": 96, "loss_on": "all"}) as setup:
+        for row, other in zip(setup.ptx, usual, strict=True):
             assert row.ids == other.ids
             assert row.loss_mask == [False] + [True] * (len(row.ids) - 1)
             assert sum(other.loss_mask) < sum(row.loss_mask)
     limit = sorted(len(row.ids) for row in usual)[10]
-    with start(ptx={"train": train, "coef": 1.0, "max_length": limit}) as learner:
-        assert list(learner.ptx) == [row for row in usual if len(row.ids) <= limit]
-        assert 0 < len(learner.ptx) < 24
+    with start(ptx={"train": train, "coef": 1.0, "max_length": limit}) as setup:
+        assert list(setup.ptx) == [row for row in usual if len(row.ids) <= limit]
+        assert 0 < len(setup.ptx) < 24
     folder = Path(train).parent
     texts = write_jsonl(folder / "texts.jsonl", [{"text": "please help the tent is late"}])
-    with start(ptx={"train": str(texts), "coef": 1.0, "prompt_words": 2}) as learner:
-        (row,) = learner.ptx
+    with start(ptx={"train": str(texts), "coef": 1.0, "prompt_words": 2}) as setup:
+        (row,) = setup.ptx
         learnt = [i for i, yes in zip(row.ids, row.loss_mask, strict=True) if yes]
-        assert learner.tokenizer.decode(learnt[:-1]) == " the tent is late"
+        assert setup.tokenizer.decode(learnt[:-1]) == " the tent is late"

@@ -25,8 +25,8 @@ from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.optimizer import Stepper
 from support.compare import close
-from support.learner import said, weights_of
 from support.oracles import chosen, distributions, full_kl, hidden_states, padded, plain_copy
+from support.setup import said, weights_of
 from support.tiny import read_jsonl
 
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -88,8 +88,8 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
         ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
         optimizer={"learning_rate": 3e-2},
     )
-    policy = run.learner.models.policy
-    assert run.learner.models.ref_policy is None, "no second model is held"
+    policy = run.setup.models.policy
+    assert run.setup.models.ref_policy is None, "no second model is held"
     first, later = run.metrics
     assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
     assert first["policy/first_ratio_error"] == 0.0
@@ -98,7 +98,7 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
 
     # ref_policy is the model as it was before, however far the adapters have moved.
     sft = causal(path)
-    sampling = run.learner.sampling
+    sampling = run.setup.sampling
     for rollout in run.rollouts:
         close(rollout.ref_logprobs.double(), logprobs_by(sft, rollout, sampling), 1e-5)
     assert (run.rollouts[1].logprobs - run.rollouts[1].ref_logprobs).abs().max() > 1e-2
@@ -178,7 +178,7 @@ def test_the_full_kl_of_a_lora_policy_is_to_its_base(watch, make_model, kl_in):
         optimizer={"learning_rate": 3e-2},
     )
     rollout = run.rollouts[1]
-    wanted = mean_full_kl(run.models[1].policy, causal(path), rollout, run.learner.sampling)
+    wanted = mean_full_kl(run.models[1].policy, causal(path), rollout, run.setup.sampling)
     assert wanted > 1e-3
     if kl_in == "loss":
         assert run.steps[0]["loss/kl"] == pytest.approx(0.0, abs=1e-7)
@@ -192,17 +192,17 @@ def test_lora_with_a_ref_policy_of_its_own(watch, make_model, pipeline):
     ref = pipeline("llama") / "sft"
     run = watch(policy={"path": str(make_model("llama")), "lora": {"r": 2}}, ref_policy={"path": str(ref)})
     for rollout in run.rollouts:
-        wanted = logprobs_by(causal(ref / "model"), rollout, run.learner.sampling)
+        wanted = logprobs_by(causal(ref / "model"), rollout, run.setup.sampling)
         close(rollout.ref_logprobs.double(), wanted, 1e-5)
     assert abs(run.metrics[0]["objective/kl"]) > 1e-3
     assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_lora_says_how_much_it_trains_and_refuses_names_that_are_none(start, make_model):
-    with start(policy={"path": str(make_model("llama")), "lora": {"r": 2, "target_modules": ["q_proj"]}}) as learner:
-        trained = sum(p.numel() for p in learner.models.policy.parameters() if p.requires_grad)
+    with start(policy={"path": str(make_model("llama")), "lora": {"r": 2, "target_modules": ["q_proj"]}}) as setup:
+        trained = sum(p.numel() for p in setup.models.policy.parameters() if p.requires_grad)
         assert trained == 2 * (2 * 32 + 32 * 2), "two layers, A and B each"
-        stepped = [p for group in learner.policy_stepper.optimizer.param_groups for p in group["params"]]
+        stepped = [p for group in setup.policy_stepper.optimizer.param_groups for p in group["params"]]
         assert sum(p.numel() for p in stepped) == trained
     with pytest.raises(ConfigError, match=r"policy\.lora\.target_modules: Target modules .*nothing"):
         with start(policy={"path": str(make_model("llama")), "lora": {"target_modules": ["nothing"]}}):
@@ -229,7 +229,7 @@ def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, a
         rollout={} if architecture == "llama" else {"stop_tokens": []},
         value_model={"lora": {"r": 2, "alpha": 4, "target_modules": targets}, "learning_rate": 2e-2},
     )
-    model = run.learner.models.value_model
+    model = run.setup.models.value_model
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "score.weight" in trained
     assert all("lora_" in name for name in trained - {"score.weight"})
@@ -268,7 +268,7 @@ def test_a_shared_value_model_is_saved_as_one_of_its_own(watch, make_model, arch
         rollout={"stop_tokens": []},
         value_model={"init": "shared"},
     )
-    models = run.learner.models
+    models = run.setup.models
     assert models.value_model is None
     plain, info = AutoModelForSequenceClassification.from_pretrained(
         run.place / "value_model", output_loading_info=True
@@ -317,7 +317,7 @@ def test_going_on_from_a_finished_run(watch, init):
     """Policy and values begin where the old run ended, and the KL is still to the old ref_policy."""
     value_model = {"init": init, "learning_rate": 2e-2}
     old = watch("old", value_model=value_model, ppo={"kl_coef": 0.1})
-    sft = old.learner.config.policy.path
+    sft = old.setup.config.policy.path
     run = watch(
         "new",
         policy={"path": str(old.place)},
@@ -332,8 +332,8 @@ def test_going_on_from_a_finished_run(watch, init):
     assert rollout.values.abs().max() > 1e-2
     assert first["value/mean"] != 0.0
     assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
-    wanted = logprobs_by(causal(old.place / "model"), rollout, run.learner.sampling) - logprobs_by(
-        causal(sft), rollout, run.learner.sampling
+    wanted = logprobs_by(causal(old.place / "model"), rollout, run.setup.sampling) - logprobs_by(
+        causal(sft), rollout, run.setup.sampling
     )
     assert first["objective/kl"] == pytest.approx(wanted.sum(1).mean().item(), abs=1e-4)
     assert abs(first["objective/kl"]) > 1e-3
@@ -360,7 +360,7 @@ def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimat
         assert (rollout.logprobs is rollout.sampled_logprobs) == (not recomputed)
         assert ("policy/sampler_gap" in first) == recomputed
         assert bool(calls) == recomputed, "the update's own calls go by another name"
-        wanted = logprobs_by(policy, rollout, run.learner.sampling)
+        wanted = logprobs_by(policy, rollout, run.setup.sampling)
         close(rollout.logprobs.double(), wanted, 1e-5)
         assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
         assert first["policy/first_ratio_error"] < 1e-4
@@ -416,12 +416,12 @@ def test_the_ema_model_is_the_average_over_the_steps(watch, make_model, lora):
     if lora is None:
         same_bits(saved(run.place), run.after[-1])
     assert any((found[name].double() - saved(run.place)[name].double()).abs().max() > 1e-3 for name in found)
-    same_bits(weights_of(run.learner.models.policy), run.after[-1])
+    same_bits(weights_of(run.setup.models.policy), run.after[-1])
 
 
 def test_without_ema_decay_there_is_no_ema_model(watch):
     run = watch()
-    assert run.learner.average is None
+    assert run.setup.average is None
     assert {p.name for p in run.place.iterdir() if p.is_dir()} == {"model", "value_model"}
 
 
@@ -504,7 +504,7 @@ def test_evaluations_on_the_way(watch, judged):
     assert not (run.place / "best_model").exists()
 
     # The reward function is asked before, in three iterations with an evaluation behind the second, and at the end.
-    calls = said(run.learner)
+    calls = said(run.setup)
     assert [len(call["responses"]) for call in calls] == [4, 8, 8, 4, 8, 4]
     assert rows[0]["score_mean"] == pytest.approx(statistics.fmean(calls[3]["values"]), abs=1e-6)
     assert rows[0]["characters"] == statistics.fmean(len(text) for text in calls[3]["responses"])
@@ -512,14 +512,14 @@ def test_evaluations_on_the_way(watch, judged):
     assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]
 
     table = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
-    replies = sample(run.models[2].policy, [p.ids for p in run.learner.test], table, run.learner.sampling)
-    texts = [run.learner.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
+    replies = sample(run.models[2].policy, [p.ids for p in run.setup.test], table, run.setup.sampling)
+    texts = [run.setup.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
     assert calls[3]["responses"] == texts, "of the policy behind two iterations"
     assert rows[0]["length"] == statistics.fmean(len(r.ids) for r in replies)
     assert rows[0]["eos_fraction"] == statistics.fmean(r.ended for r in replies)
-    asked = SimpleNamespace(prompts=run.learner.test, responses=replies)
+    asked = SimpleNamespace(prompts=run.setup.test, responses=replies)
     wanted = [
-        logprobs_by(model, asked, run.learner.sampling).sum(1) for model in (run.models[2].policy, run.models[0].policy)
+        logprobs_by(model, asked, run.setup.sampling).sum(1) for model in (run.models[2].policy, run.models[0].policy)
     ]
     assert rows[0]["kl"] == pytest.approx((wanted[0] - wanted[1]).mean().item(), abs=1e-4)
     assert abs(rows[0]["kl"]) > 1e-3
@@ -577,8 +577,8 @@ def test_the_judge_and_the_rewards_see_the_same_replies(watch, judged):
 
 def test_ref_policy_of_null_is_the_policy_of_the_start(start, make_model):
     """A second model with the same weights, which nothing trains."""
-    with start() as learner:
-        models = learner.models
+    with start() as setup:
+        models = setup.models
         assert models.ref_policy is not models.policy
         same_bits(weights_of(models.ref_policy), weights_of(load_policy(str(make_model("llama")))))
         assert not any(p.requires_grad for p in models.ref_policy.parameters())

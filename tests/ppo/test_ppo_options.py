@@ -28,14 +28,15 @@ from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo import report as figures
-from rlhf_cli.ppo import setup
+from rlhf_cli.ppo.kl_note import kl_note
+from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
+from rlhf_cli.ppo.setup import load_setup
+from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.optimizer import Stepper
 from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
 from support.compare import close
-from support.learner import config_of, learning, said, weights_of
 from support.oracles import (
     check_update_batch,
     chosen,
@@ -48,17 +49,17 @@ from support.oracles import (
     weighted_scores,
 )
 from support.paths import TESTS
+from support.setup import config_of, learning, said, weights_of
 from support.tiny import STOP, encoder, merged, read_jsonl
 
 # --------------------------------------------------------------------------------- what rewards are given
 
 
-def judged_by(learner):
-    """A rollout of the learner as its rewards see it: (prompts, texts, responses, what `total_score` makes of it)."""
-    rollout = ppo_stage._rollout(learner, 0)
-    texts = [figures.response_text(learner.tokenizer, r, learner.sampling) for r in rollout.responses]
-    judged = figures.judged(learner, rollout.prompts, texts, rollout.responses)
-    return rollout, texts, figures.total_score(learner.rewards, judged)
+def judged_by(setup):
+    """A rollout and what the rewards give it: (rollout, texts, scores)."""
+    rollout = ppo_stage._rollout(setup, 0)
+    texts = texts_of(setup, rollout.responses)
+    return rollout, texts, ask_rewards(setup, rollout.prompts, texts, rollout.responses)
 
 
 def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pipeline):
@@ -67,9 +68,9 @@ def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pip
     reward = {"type": "reward_model", "path": path, "normalize": False}
     found = {}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
-        with start(rewards=[{**reward, "reads": reads, "output": output}]) as learner:
-            assert learner.rewards[0].reads_policy_tokens
-            rollout, _, scores = judged_by(learner)
+        with start(rewards=[{**reward, "reads": reads, "output": output}]) as setup:
+            assert setup.rewards[0].reads_policy_tokens
+            rollout, _, scores = judged_by(setup)
         plain = AutoModelForSequenceClassification.from_pretrained(f"{path}/model")
         wanted = []
         for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
@@ -88,8 +89,8 @@ def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path)
     model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "good", "weight": -2.0}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
-        with start(rewards=[{**reward, "reads": reads, "output": output}]) as learner:
-            rollout, texts, scores = judged_by(learner)
+        with start(rewards=[{**reward, "reads": reads, "output": output}]) as setup:
+            rollout, texts, scores = judged_by(setup)
         for prompt, text, score, total in zip(
             rollout.prompts, texts, scores.each["reward_model"], scores.total, strict=True
         ):
@@ -105,12 +106,12 @@ def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
     """The tokens join to the decoded response, and the rest of the score stands at the last token alone."""
     rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
     run = watch(rewards=rewards, ppo={"num_iterations": 1, "kl_coef": 0.0, "missing_eos_penalty": 0.0})
-    (asked,), rollout, learner = said(run.learner), run.rollouts[0], run.learner
+    (asked,), rollout, setup = said(run.setup), run.rollouts[0], run.setup
     for row, response in zip(asked["rows"], rollout.responses, strict=True):
-        assert row["tokens"] == [learner.tokenizer.decode([i]) for i in response.ids]
+        assert row["tokens"] == [setup.tokenizer.decode([i]) for i in response.ids]
     returns = [[sum(row[t:]) for t in range(len(row))] for row in asked["dense"]]
-    own = run.learner.config.ppo.model_copy(update={"gae_lambda": 1.0})
-    found = slow_advantages(run.learner.config.model_copy(update={"ppo": own}), asked["dense"], returns)[1]
+    own = run.setup.config.ppo.model_copy(update={"gae_lambda": 1.0})
+    found = slow_advantages(run.setup.config.model_copy(update={"ppo": own}), asked["dense"], returns)[1]
     close(padded(found), padded(returns), 1e-9)
     assert run.metrics[0]["objective/reward"] == pytest.approx(statistics.fmean(map(sum, asked["dense"])), abs=1e-5)
     assert run.metrics[0]["objective/score"] == run.metrics[0]["reward/tokens"]
@@ -120,7 +121,7 @@ def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
     ("body", "message"),
     [
         ("[[0.5] for row in rows]", "returned 1 numbers for"),
-        ("[0.5 for row in rows]", "a list of numbers is needed"),
+        ("[0.5 for row in rows]", "must be a list with one number for each"),
         ("[[float('nan')] * len(row['tokens']) for row in rows]", "it must be a finite number"),
     ],
 )
@@ -135,21 +136,22 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     """Over ref_policy's own samples, on training prompts; not the policy's, where that is another."""
     ref = str(pipeline("llama") / "sft")
     ppo = {"score_normalization": "reference", "num_reference_samples": 20}
-    with start(ref_policy={"path": ref}, ppo=ppo) as learner:
-        figures.measure_reference(learner)
-        calls = list(said(learner))
+    with start(ref_policy={"path": ref}, ppo=ppo) as setup:
+        scale = ScoreScale(setup.config.ppo)
+        measure_reference(setup, scale)
+        calls = list(said(setup))
     raw = torch.tensor([x for call in calls for x in call["values"]])
     assert [len(call["values"]) for call in calls] == [8, 8, 4]
-    normalised = learner.scale.apply(raw)
+    normalised = scale.apply(raw)
     assert normalised.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert normalised.std().item() == pytest.approx(1.0, abs=1e-5)
     table = draw_uniforms(0, "ppo reference", 0, 20, 8)
-    order = stream(len(learner.train), 20, 0, 0, "ppo reference prompts")
+    order = stream(len(setup.train), 20, 0, 0, "ppo reference prompts")
     own = load_policy(str(Path(ref) / "model"))
-    by_ref = sample(own, [learner.train[i].ids for i in order], table, learner.sampling)
-    texts = [learner.tokenizer.decode(r.ids, skip_special_tokens=True) for r in by_ref]
+    by_ref = sample(own, [setup.train[i].ids for i in order], table, setup.sampling)
+    texts = [setup.tokenizer.decode(r.ids, skip_special_tokens=True) for r in by_ref]
     assert [text for call in calls for text in call["responses"]] == texts
-    assert [p for call in calls for p in call["prompts"]] == [learner.train[i].text for i in order]
+    assert [p for call in calls for p in call["prompts"]] == [setup.train[i].text for i in order]
 
 
 def test_scores_without_spread_are_only_shifted(watch, tmp_path):
@@ -173,7 +175,7 @@ def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data
     run = watch(rewards=rewards, data=test, ppo={"num_iterations": 1})
     found = json.loads((run.place / "evaluation.json").read_text())
     for side, call in (("sft", 0), ("ppo", 2)):
-        whole, dense = weighted_scores(run.learner.config, run.learner, call)
+        whole, dense = weighted_scores(run.setup.config, run.setup, call)
         wanted = [a + sum(b) for a, b in zip(whole, dense, strict=True)]
         assert [example[side]["score"] for example in found["examples"]] == pytest.approx(wanted, abs=1e-5)
 
@@ -182,10 +184,10 @@ def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data
 
 
 @torch.no_grad()
-def ranks(learner):
+def ranks(setup):
     """How many tokens are likelier than each one that was drawn, by plain forwards."""
-    rollout = ppo_stage._rollout(learner, 0)
-    plain, found = plain_copy(learner.models.policy), []
+    rollout = ppo_stage._rollout(setup, 0)
+    plain, found = plain_copy(setup.models.policy), []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
         logits = plain(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1]
         drawn = logits.gather(1, torch.tensor(response.ids)[:, None])
@@ -200,10 +202,10 @@ def ranks(learner):
 )
 def test_each_filter_reaches_the_sampler(start, narrow, left):
     """At its narrowest each leaves the likeliest token, or the two likeliest; without it others come too."""
-    with start(rollout=narrow) as learner:
-        assert set(ranks(learner)) == set(range(left))
-    with start() as learner:
-        assert max(ranks(learner)) > left
+    with start(rollout=narrow) as setup:
+        assert set(ranks(setup)) == set(range(left))
+    with start() as setup:
+        assert max(ranks(setup)) > left
 
 
 def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
@@ -231,24 +233,24 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     assert max(lengths) == 12
     assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
     assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters leave fewer"
-    assert not any(i in run.learner.sampling.stop for r in responses for i in r.ids[:3])
+    assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
     check_update_batch(run)
 
 
 def test_stop_tokens_end_a_response(start, tokenizer):
     names = tokenizer.convert_ids_to_tokens(sorted(STOP))
-    with start(rollout={"stop_tokens": names}) as learner:
-        assert learner.sampling.stop == STOP | {tokenizer.eos_token_id}
-        stopped = ppo_stage._rollout(learner, 0).responses
-    with start(rollout={"stop_tokens": []}) as learner:
-        assert learner.sampling.stop == {tokenizer.eos_token_id}
-        free = ppo_stage._rollout(learner, 0).responses
+    with start(rollout={"stop_tokens": names}) as setup:
+        assert setup.sampling.stop == STOP | {tokenizer.eos_token_id}
+        stopped = ppo_stage._rollout(setup, 0).responses
+    with start(rollout={"stop_tokens": []}) as setup:
+        assert setup.sampling.stop == {tokenizer.eos_token_id}
+        free = ppo_stage._rollout(setup, 0).responses
     assert any(r.ended for r in stopped)
     for response, whole in zip(stopped, free, strict=True):
         at = [t for t, i in enumerate(whole.ids) if i in STOP]
         assert response.ids == (whole.ids[: at[0] + 1] if at else whole.ids)
         assert response.ended == (bool(at) or whole.ended)
-    with pytest.raises(ConfigError, match=r"rollout\.stop_tokens: 'help\? no!' is no single token"):
+    with pytest.raises(ConfigError, match=r"rollout\.stop_tokens: 'help\? no!' is not a single token"):
         with start(rollout={"stop_tokens": ["help? no!"]}):
             pass
 
@@ -256,9 +258,9 @@ def test_stop_tokens_end_a_response(start, tokenizer):
 def test_stop_strings_end_a_response_and_are_not_shown(watch):
     """What is scored and kept as a sample ends before the string; the ids that are learnt hold it."""
     run = watch(rollout={"stop_strings": ["e", "zz"], "stop_tokens": []}, num_logged_samples=8)
-    tokenizer, ended_by_string = run.learner.tokenizer, 0
+    tokenizer, ended_by_string = run.setup.tokenizer, 0
     samples = read_jsonl(run.place / "samples.jsonl")
-    for i, (rollout, asked) in enumerate(zip(run.rollouts, said(run.learner), strict=True)):
+    for i, (rollout, asked) in enumerate(zip(run.rollouts, said(run.setup), strict=True)):
         assert [row["response"] for row in samples[8 * i : 8 * i + 8]] == asked["responses"]
         for response, text, row in zip(rollout.responses, asked["responses"], asked["rows"], strict=True):
             whole = tokenizer.decode(response.ids, skip_special_tokens=True)
@@ -273,8 +275,8 @@ def test_stop_strings_end_a_response_and_are_not_shown(watch):
 
 @pytest.mark.parametrize("least", [0, 5, 8])
 def test_min_and_max_new_tokens(start, least):
-    with start(rollout={"min_new_tokens": least}) as learner:
-        lengths = [len(r.ids) for i in range(3) for r in ppo_stage._rollout(learner, i).responses]
+    with start(rollout={"min_new_tokens": least}) as setup:
+        lengths = [len(r.ids) for i in range(3) for r in ppo_stage._rollout(setup, i).responses]
     assert min(lengths) == max(1, least)
     assert max(lengths) == 8
 
@@ -282,10 +284,10 @@ def test_min_and_max_new_tokens(start, least):
 @pytest.mark.parametrize("n", [1, 4])
 def test_an_iteration_takes_new_prompts_and_n_responses_to_each(start, n):
     """[15, 27, 38] Every prompt once an epoch, and no two responses from the same draws."""
-    with start(rollout={"samples_per_prompt": n}) as learner:
-        rollouts = [ppo_stage._rollout(learner, i) for i in range(3 * n)]
+    with start(rollout={"samples_per_prompt": n}) as setup:
+        rollouts = [ppo_stage._rollout(setup, i) for i in range(3 * n)]
     prompts = [prompt.text for rollout in rollouts for prompt in rollout.prompts]
-    assert Counter(prompts) == {p.text: n for p in learner.train}
+    assert Counter(prompts) == {p.text: n for p in setup.train}
     assert len(prompts) == 24 * n
     for rollout in rollouts:
         texts = [prompt.text for prompt in rollout.prompts]
@@ -299,7 +301,7 @@ def test_logged_samples(watch):
     rows = read_jsonl(run.place / "samples.jsonl")
     assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
     for i, row in enumerate(rows):
-        rollout, asked = run.rollouts[i // 3], said(run.learner)[i // 3]
+        rollout, asked = run.rollouts[i // 3], said(run.setup)[i // 3]
         assert (row["prompt"], row["response"]) == (asked["prompts"][i % 3], asked["responses"][i % 3])
         assert row["score"] == pytest.approx(asked["values"][i % 3], abs=1e-6)
         kl = (rollout.logprobs - rollout.ref_logprobs)[i % 3].sum().item()
@@ -332,12 +334,12 @@ def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
         assert torch.equal(held.after[0][name], weight), name
     assert held.metrics[0]["policy/stopped_early"] == 1.0
     for run in (free, held):
-        for stepper in (run.learner.policy_stepper, run.learner.value_stepper):
+        for stepper in (run.setup.policy_stepper, run.setup.value_stepper):
             assert stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
 
     twice = watch("twice", **learning(max_approx_kl=limit, num_iterations=2))
     assert twice.moves[24] == ("policy", True)
-    assert twice.learner.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
+    assert twice.setup.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
 
 
 def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
@@ -371,7 +373,7 @@ def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
     assert moved == [(False, True)] * len(moved)
     assert run.metrics[0]["policy/skipped_steps"] == len(skipped) / 2
     assert free.metrics[0]["policy/skipped_steps"] == 0.0
-    assert run.learner.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
+    assert run.setup.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
 
 
 def test_max_ratio_of_null_never_skips(watch):
@@ -384,7 +386,7 @@ def test_max_ratio_of_null_never_skips(watch):
 def after_update_kl(run, i):
     """KL(old, new) of iteration i a token: from plain forwards of the policies before and behind its update."""
     rollout = run.rollouts[i]
-    asked = (rollout.prompts, rollout.responses, run.learner.sampling)
+    asked = (rollout.prompts, rollout.responses, run.setup.sampling)
     old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *asked))) for j in (i, i + 1))
     terms = [math.exp(b - a) - 1 - (b - a) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
     return statistics.fmean(terms)
@@ -422,8 +424,8 @@ def test_the_learning_rates_and_their_ends(watch):
     )
     counts = Counter(which for which, _ in run.moves)
     assert counts == {"value": 4 + 8 + 8, "policy": 8 + 8}
-    assert run.learner.policy_stepper.learning_rate == pytest.approx(1e-3, rel=1e-6)
-    assert run.learner.value_stepper.learning_rate == pytest.approx(2.5e-4, rel=1e-6)
+    assert run.setup.policy_stepper.learning_rate == pytest.approx(1e-3, rel=1e-6)
+    assert run.setup.value_stepper.learning_rate == pytest.approx(2.5e-4, rel=1e-6)
     wanted = [4e-3, 4e-3, (4e-3 + 1e-3) / 2]
     assert [row["policy/learning_rate"] for row in run.metrics] == pytest.approx(wanted, rel=1e-6)
     wanted = [1e-3 - 7.5e-4 * done / 20 for done in (0, 4, 12)]
@@ -453,18 +455,18 @@ def test_what_a_value_model_starts_from(start, pipeline):
     policy = {"policy": {"path": str(root / "sft")}}
     rm, sft = (load_file(root / f"{stage}/model/model.safetensors") for stage in ("rm", "sft"))
     for init, source in (("auto", rm), ("reward_model", rm), ("policy", sft)):
-        with start(value_model={"init": init}, **model_reward, **policy) as learner:
-            found = learner.models.value_model.base_model.state_dict()
-            assert learner.models.value_model.score.weight.abs().max() == 0
+        with start(value_model={"init": init}, **model_reward, **policy) as setup:
+            found = setup.models.value_model.base_model.state_dict()
+            assert setup.models.value_model.score.weight.abs().max() == 0
         for name, weight in found.items():
             assert torch.equal(weight, source[f"model.{name}"]), (init, name)
-    with start(**policy) as learner:
-        found = learner.models.value_model.base_model.state_dict()
+    with start(**policy) as setup:
+        found = setup.models.value_model.base_model.state_dict()
     assert all(torch.equal(weight, sft[f"model.{name}"]) for name, weight in found.items()), "no reward model"
-    with start(value_model={"init": "shared"}, **policy) as learner:
-        assert learner.models.value_model is None
-        assert learner.models.value_head.weight.abs().max() == 0
-        assert list(learner.value_stepper.model.parameters()) == [learner.models.value_head.weight]
+    with start(value_model={"init": "shared"}, **policy) as setup:
+        assert setup.models.value_model is None
+        assert setup.models.value_head.weight.abs().max() == 0
+        assert list(setup.value_stepper.model.parameters()) == [setup.models.value_head.weight]
 
 
 # ------------------------------------------------------------------------------------- rollouts used again
@@ -491,7 +493,7 @@ def test_older_rollouts_are_weighed_by_their_importance(watch, kept, cap, values
             rows, width = slice(8 * part, 8 * part + 8), run.rollouts[when].response_mask.shape[1]
             sampled = run.rollouts[when]
             assert batch.responses[rows] == sampled.responses
-            asked = (sampled.prompts, sampled.responses, run.learner.sampling)
+            asked = (sampled.prompts, sampled.responses, run.setup.sampling)
             with torch.no_grad():
                 then, now = (
                     padded(chosen(distributions(plain_copy(run.models[j].policy).double(), *asked))) for j in (when, i)
@@ -522,14 +524,14 @@ def test_older_rollouts_are_weighed_by_their_importance(watch, kept, cap, values
 
 
 def test_every_row_of_every_kept_rollout_is_seen_once_an_epoch(watch, monkeypatch):
-    seen, real = [], ppo_stage._own_rows
+    seen, real = [], ppo_stage.own_rows
 
     def spy(minibatch, *rest):
         rows = real(minibatch, *rest)
         seen.append(rows)
         return rows
 
-    monkeypatch.setattr(ppo_stage, "_own_rows", spy)
+    monkeypatch.setattr(ppo_stage, "own_rows", spy)
     watch(ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2})
     flat = list(itertools.chain(*seen))
     assert all(len(rows) == 4 for rows in seen)
@@ -549,18 +551,18 @@ def test_a_kl_whose_optimum_is_another_than_one_would_think_is_said(write_config
     reward, loss = ("k1", "k2", "k3", "abs", "full"), ("k2", "k3", "abs", "full", "k2_sequence")
     for kl_in, estimator in [("reward", e) for e in (None, *reward)] + [("loss", e) for e in (None, *loss)]:
         ppo = {"kl_in": kl_in, "kl_estimator": estimator}
-        note = setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo))
+        note = kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo))
         if estimator in (None, "k1", "k2_sequence"):
             assert note is None
         else:
             assert note.startswith("ppo.kl_estimator: ")
         ppo["kl_coef"] = 0.0
-        assert setup._kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)) is None
+        assert kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)) is None
     # Beside advantages that are divided by their own spread a KL in the loss fades, whatever its estimator.
     for estimator, whiten in (("gae", True), ("reinforce_pp", None), ("grpo", None)):
         ppo = {"kl_in": "loss", "advantage_estimator": estimator, "whiten_advantages": whiten}
         config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo, rollout={"samples_per_prompt": 2})
-        assert "divided by their standard deviation" in setup._kl_note(config)
+        assert "divided by their standard deviation" in kl_note(config)
 
 
 def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, capsys):
@@ -584,21 +586,21 @@ def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, caps
     ppo_stage.run(config, quiet=False)
     out = capsys.readouterr().out
     with StageRun("ppo", config, quiet=True) as stage:
-        learner = setup.load_learner(config, stage)
-    tokens = statistics.fmean(len(p.ids) for p in learner.train)
+        setup = load_setup(config, stage)
+    tokens = statistics.fmean(len(p.ids) for p in setup.train)
     assert "ppo: plan\n" in out
     for line in (
         f"  prompts        24 of {tokens:.0f} tokens on average; 0.50 epochs",
         "  rollouts       3 iterations x 4 prompts x 2 = 24 responses of at most 8 tokens (at most 192 tokens)",
-        "  minibatches    2 ppo_epochs x 2 minibatches x 2 rollouts of 4 responses, 3 at a time = 8 optimizer steps "
-        "an iteration",
-        "  at a time      at most 2,048 tokens (ppo.tokens_per_microbatch)",
-        "  steps          20 in all, the first 5 of warm-up",
-        "  value warm-up  1 iterations before the policy moves",
+        "  minibatches    2 ppo_epochs x 2 minibatches x 2 rollouts of 4 responses, 3 per microbatch = 8 optimizer "
+        "steps per iteration",
+        "  microbatches   at most 2,048 tokens (ppo.tokens_per_microbatch)",
+        "  steps          20 in total, the first 5 of them warm-up",
+        "  value warm-up  1 iterations before the policy trains",
     ):
         assert line in out
     # No step of the 4 in the warm-up takes any: 16 * 6 / 24.
-    assert "  ptx            6 rows a step = 4.00 epochs over 24 rows" in out
+    assert "  ptx            6 rows per step = 4.00 epochs over 24 rows" in out
     assert "processes" not in out
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_cli.metrics import OF_THE_MACHINE
 from support.compare import same_weights
-from support.learner import learning
 from support.runs import run_processes
+from support.setup import learning
 from support.tiny import merged, read_jsonl
 
 # ------------------------------------------------------------------------------------------ two processes

@@ -12,12 +12,11 @@ import torch
 from rlhf_cli.errors import RunError
 from rlhf_cli.models import load
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo import setup
 from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.training.optimizer import Stepper
 from stages import ppo as ppo_stage
-from support.learner import weights_of
 from support.runs import digests
+from support.setup import weights_of
 from support.tiny import merged, read_jsonl
 
 # ------------------------------------------------------------------------------- what cannot be learnt from
@@ -37,11 +36,11 @@ def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path,
     assert not (tmp_path / "run/ppo").exists()
 
 
-def weight_of_nan(learner, iteration):
+def weight_of_nan(setup, iteration):
     """Between the first iteration and the second."""
     if iteration == 1:
         with torch.no_grad():
-            learner.models.policy.base_model.norm.weight[3] = math.nan
+            setup.models.policy.base_model.norm.weight[3] = math.nan
 
 
 @pytest.mark.parametrize("how", ["weights", "learning_rate"])
@@ -49,12 +48,12 @@ def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path
     """Nothing is stepped from there on, the batch is kept beside the stage, and the finished stage stands."""
     run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
     before = digests(tmp_path / "run/ppo")
-    learners = []
+    setups = []
 
-    def ruin(learner, iteration):
+    def ruin(setup, iteration):
         if how == "weights":
-            weight_of_nan(learner, iteration)
-        learners.append(learner)
+            weight_of_nan(setup, iteration)
+        setups.append(setup)
 
     changes = {"optimizer": {"learning_rate": 1e30}} if how == "learning_rate" else {}
     moves, real = [], Stepper.advance
@@ -75,7 +74,7 @@ def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path
     assert len(moves) == 2 * (step - 1)
     rows = read_jsonl(place)
     assert len(rows) == 4
-    prompts = {tuple(p.ids): p.text for p in learners[0].train}
+    prompts = {tuple(p.ids): p.text for p in setups[0].train}
     for row in rows:
         assert row["prompt"] == prompts[tuple(row["prompt_ids"])]
         length = len(row["response_ids"])
@@ -116,7 +115,12 @@ def stopped(root):
 
 def test_another_temperature_in_training_than_in_sampling_stops_the_run(watch, tmp_path, monkeypatch):
     """[13] Before anything is published."""
-    monkeypatch.setattr(ppo_stage, "_how", lambda learner: (replace(learner.sampling, temperature=0.7), "float32"))
+    real = ppo_stage.score_tokens
+
+    def colder(models, prompts, responses, sampling, precision, **options):
+        return real(models, prompts, responses, replace(sampling, temperature=0.7), precision, **options)
+
+    monkeypatch.setattr(ppo_stage, "score_tokens", colder)
     with pytest.raises(RunError, match=r"ppo step 1: ratio_not_one: .*temperature"):
         watch()
     assert stopped(tmp_path / "run") == ["ratio_not_one"]
@@ -139,7 +143,9 @@ def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monke
 def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch):
     """[14] GPT-2's config files have it; here nobody turns it off, and the policy is in train mode."""
     monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
-    monkeypatch.setattr(setup, "load_policy", lambda path, revision=None: load_policy(path, revision).train())
+    monkeypatch.setattr(
+        "rlhf_cli.ppo.setup.load_policy", lambda path, revision=None: load_policy(path, revision).train()
+    )
     with pytest.raises(RunError, match=r"ppo step 1: ratio_not_one: .*[Dd]ropout"):
         watch(policy={"path": str(make_model("gpt2"))}, rollout={"stop_tokens": []})
     assert not (tmp_path / "run/ppo").exists()

@@ -35,8 +35,10 @@ from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, 
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.ppo.kl_control import KLCoefs
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import score_sequences
+from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
@@ -46,7 +48,7 @@ from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.compare import close, grads, same_gradients
-from support.learner import ALONE, BUDGETS, LARGE, Recorder, config_of, learner_of
+from support.setup import ALONE, BUDGETS, LARGE, Recorder, config_of, setup_of
 from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, write_jsonl
 
 # ----------------------------------------------------------------------------------------- before the first step
@@ -244,8 +246,8 @@ def update(rollout_and_models, write_config, root, advantages=None, returns=None
         usual_advantages if advantages is None else advantages,
         usual_returns if returns is None else returns,
     )
-    learner = learner_of(config, Models(policy, None, value_model), (), *steppers)
-    stats = ppo_stage._update(learner, batch, 0)
+    setup = setup_of(config, Models(policy, None, value_model), (), *steppers)
+    stats = ppo_stage._update(setup, batch, 0, KLCoefs(config.ppo.kl_coef, config.ppo.policy_kl_coef))
     return steppers[0].steps, steppers[1].steps, stats
 
 
@@ -481,8 +483,7 @@ def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_pat
     scores = total_score([Fixed([1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], []))
     close(scores.total, raw)
     close(scores.each["fixed"], raw)
-    learner = learner_of(config, models=None)
-    score, dense = ppo_stage._score(learner, scores, responses)
+    score, dense = ppo_stage._score(scores, responses, ScoreScale(config.ppo), config, ALONE)
     close(score, torch.tensor([1.0, 2.0 - 0.7, -2.0]))
     assert dense is None
 

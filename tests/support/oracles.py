@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import sample
 from support.compare import close
-from support.learner import said
+from support.setup import said
 from support.tiny import PROMPTS, STOP
 
 
@@ -112,7 +112,7 @@ class Case:
 
 
 KL_COEF, POLICY_KL_COEF = 0.4, 0.7
-"""The learner's current coefficients; they differ from those of the config."""
+"""The coefficients of the update under test; they differ from those of the config."""
 
 
 def slow_losses(case, config, *, shared=False, learns_policy=True):
@@ -298,21 +298,21 @@ def slow_advantages(config, rewards, values):
     return advantages, returns
 
 
-def weighted_scores(config, learner, call):
+def weighted_scores(config, setup, call):
     """From call number `call` of the reward functions: (weighted sum of scores, weighted sum of dense rewards)."""
     sums, dense = None, None
     for number, reward in enumerate(config.rewards):
         function = reward.function.rpartition(":")[2]
         if reward.per_token:
-            rows = [[reward.weight * x for x in row] for row in said(learner, number)[call]["dense"]]
+            rows = [[reward.weight * x for x in row] for row in said(setup, number)[call]["dense"]]
             old = dense or [[0.0] * len(row) for row in rows]
             dense = [[a + b for a, b in zip(*two, strict=True)] for two in zip(old, rows, strict=True)]
             continue
-        asked = said(learner)[call]
+        asked = said(setup)[call]
         values = asked["values"] if function == "letters" else [0.5 + row["ended"] for row in asked["rows"]]
         values = [reward.weight * x for x in values]
         sums = values if sums is None else [a + b for a, b in zip(sums, values, strict=True)]
-    num_rows = len(said(learner)[call]["responses"])
+    num_rows = len(said(setup)[call]["responses"])
     return sums if sums is not None else [0.0] * num_rows, dense
 
 
@@ -322,12 +322,12 @@ def check_update_batch(run, num_reference_calls=0):
 
     Returns the results of the slow loops by iteration.
     """
-    learner, config = run.learner, run.learner.config
+    setup, config = run.setup, run.setup.config
     ppo, kl_coef = config.ppo, config.ppo.kl_coef
     so_far, found = [], []
     for i, (rollout, models, batch) in enumerate(zip(run.rollouts, run.models, run.batches, strict=True)):
         here, there = plain_copy(models.policy), plain_copy(models.ref_policy)
-        asked = (rollout.prompts, rollout.responses, learner.sampling)
+        asked = (rollout.prompts, rollout.responses, setup.sampling)
         p, q = distributions(here, *asked), distributions(there, *asked)
         logprobs, ref_logprobs = numbers(chosen(p)), numbers(chosen(q))
         kl_full = [[float(full_kl(a[0], b[0])) for a, b in zip(*two, strict=True)] for two in zip(p, q, strict=True)]
@@ -339,13 +339,13 @@ def check_update_batch(run, num_reference_calls=0):
                 backbone = plain_copy(models.value_model).base_model
             states = hidden_states(backbone, *asked[:2])
             values = [[float(linear(state, weight)[0]) for state in row] for row in states]
-        raw, dense = weighted_scores(config, learner, num_reference_calls + i)
+        raw, dense = weighted_scores(config, setup, num_reference_calls + i)
         so_far += raw
         mean, std = 0.0, 1.0
         if ppo.score_normalization == "running":
             mean, std = mean_std(so_far)
         elif ppo.score_normalization == "reference":
-            samples = [weighted_scores(config, learner, call)[0] for call in range(num_reference_calls)]
+            samples = [weighted_scores(config, setup, call)[0] for call in range(num_reference_calls)]
             mean, std = mean_std(list(itertools.chain(*samples)))
         score = slow_score(config, raw, rollout.responses, mean, std)
         unwhitened = slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl_coef)

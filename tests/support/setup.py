@@ -1,14 +1,14 @@
-"""A learner for one update of PPO outside its loop, with steppers that record gradients."""
+"""A setup for one update of PPO outside its loop, with steppers that record gradients."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.models.cost import Work
-from rlhf_cli.ppo.setup import Learner
-from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.speed import Speed
@@ -46,10 +46,10 @@ class Recorder:
         self.model.zero_grad()
 
 
-def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
-    """The learner that the functions of the stage read, on one process."""
+def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
+    """A Setup of one process without data, for single functions of the stage."""
     tokens = config.ppo.tokens_per_microbatch
-    return Learner(
+    return Setup(
         config=config,
         stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE)),
         tokenizer=None,
@@ -62,11 +62,11 @@ def learner_of(config, models, rewards=(), policy_stepper=None, value_stepper=No
         policy_stepper=policy_stepper,
         value_stepper=value_stepper,
         average=None,
-        scale=ScoreScale(config.ppo),
-        kl_coef=config.ppo.kl_coef,
-        policy_kl_coef=config.ppo.policy_kl_coef,
         budget=Budget(LARGE if tokens == "auto" else tokens, config.ppo.microbatch_size),
         policy_work=Work(1, 1, 1, 1, 1),
+        value_work=None,
+        mean_prompt_length=math.nan,
+        compile_s=0.0,
     )
 
 
@@ -77,9 +77,9 @@ def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def said(learner, number=0):
+def said(setup, number=0):
     """The calls of reward function `number` of a run: arguments and answers."""
-    return learner.rewards[number].function.__globals__["SEEN"]
+    return setup.rewards[number].function.__globals__["SEEN"]
 
 
 def learning(**ppo):

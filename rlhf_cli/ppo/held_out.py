@@ -1,0 +1,101 @@
+"""SFT against PPO on the held-out prompts: before training, during it, and at the end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.ppo.evaluation import Evaluation, evaluate, load_gold
+from rlhf_cli.ppo.saving import save_policy
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.training.best import Best
+from rlhf_cli.training.health import Health
+
+
+class HeldOut:
+    """The held-out figures of a run. Without held-out prompts it does nothing.
+
+    Creating it measures the policy before PPO, so that a judge that fails does so before training.
+    """
+
+    def __init__(self, setup: Setup, health: Health):
+        self.setup, self.health = setup, health
+        self.gold = load_gold(setup)
+        self.before = self._measure(0) if setup.test else None
+        if self.before is None:
+            setup.stage.display.note("no held-out prompts, so SFT and PPO are not compared")
+        else:
+            health.check_evaluation(0, self.before.scores, self.before.gold_scores)
+        self.best = best_of(setup.config.evaluation.best_metric, self.before)
+        self.last_step = 0
+        """The iteration of the latest figures; a checkpoint keeps it."""
+
+    def measure_if_due(self, iteration: int) -> None:
+        """Measure the policy before this iteration if `evaluation.every_iterations` says so, and keep the best."""
+        every = self.setup.config.evaluation.every_iterations
+        if self.before is None or every is None or iteration % every or iteration <= self.last_step:
+            return
+        self._keep_if_best(iteration, self._measure_and_report(iteration))
+        self.last_step = iteration
+
+    def compare(self) -> dict[str, float]:
+        """Measure the final policy, show it beside SFT, write evaluation.json; returns the figures of both."""
+        if self.before is None:
+            return {}
+        setup, config, stage = self.setup, self.setup.config, self.setup.stage
+        after = self._measure_and_report(config.ppo.num_iterations)
+        self._keep_if_best(config.ppo.num_iterations, after)
+        sides = {"sft": self.before, "ppo": after}
+        examples = [
+            {"prompt": setup.test[i].text, **{name: side.example(i) for name, side in sides.items()}}
+            for i in range(min(config.evaluation.num_examples, len(setup.test)))
+        ]
+        report: dict[str, Any] = {"num_prompts": len(setup.test)}
+        report |= {"sft": self.before.metrics, "ppo": after.metrics, "examples": examples}
+        if self.best.metric is not None:
+            metric = config.evaluation.best_metric
+            report["best"] = {"step": self.best.step, "metric": metric, "value": self.best.value}
+            stage.display.note(f"best_model is the policy of iteration {self.best.step}, by {metric}")
+        stage.display.before_and_after(report)
+        if stage.world.is_main:
+            text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+            (stage.directory / "evaluation.json").write_text(text, encoding="utf-8")
+        return {f"{name}/{key}": v for name, side in sides.items() for key, v in side.metrics.items()}
+
+    def _measure(self, step: int) -> Evaluation:
+        """The figures after `step` iterations. If a reward fails, save a checkpoint of that step before raising."""
+        try:
+            with self.setup.stage.speed.phase("evaluation"):
+                return evaluate(self.setup, self.gold)
+        except RewardError:
+            self.setup.stage.save_what_stands(step)
+            raise
+
+    def _measure_and_report(self, step: int) -> Evaluation:
+        """Measure, write a row of evaluations.jsonl if requested, and check the run's health."""
+        now, stage = self._measure(step), self.setup.stage
+        if self.setup.config.evaluation.every_iterations is not None:
+            stage.record("evaluations", {"step": step, **now.metrics})
+        stage.report(step, self.health.check_evaluation(step, now.scores, now.gold_scores), None)
+        return now
+
+    def _keep_if_best(self, step: int, now: Evaluation) -> None:
+        """Save `best_model` if these figures are the best so far."""
+        if self.best.is_better(step, now.metrics) and self.setup.world.is_main:
+            save_policy(self.setup, "best_model")
+
+
+def best_of(key: str | None, before: Evaluation | None) -> Best:
+    """The figure that `evaluation.best_metric` names: the highest is the best, or the lowest after a minus sign.
+
+    `before` is the evaluation of the policy before PPO. Raises ConfigError if it lacks that figure.
+    """
+    if key is None:
+        return Best(None, lower=False)
+    if before is None:
+        raise ConfigError("evaluation.best_metric: no held-out prompts. Set data.test or data.test_fraction")
+    metric = key.removeprefix("-")
+    if metric not in before.metrics:
+        raise ConfigError(f"evaluation.best_metric: found {key}, the figures are {', '.join(before.metrics)}")
+    return Best(metric, lower=key.startswith("-"))

@@ -1,0 +1,74 @@
+"""The batch of an update: the newest rollout, and older ones brought up to date (`num_rollouts_per_update`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.policy import truncated_importance
+from rlhf_cli.ppo.batch import UpdateBatch, merge
+from rlhf_cli.ppo.processes import from_all_processes
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rollout.rollout import cut_responses, padded_rows
+from rlhf_cli.rollout.scoring import score_tokens
+
+Recent = deque[tuple[int, UpdateBatch]]
+"""The rollouts that an update trains on, each with its iteration."""
+
+
+def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration: int) -> UpdateBatch:
+    """Add the newest rollout to the recent ones; returns all their rows, of all processes."""
+    one = setup.config.ppo.num_rollouts_per_update == 1
+    recent.append((iteration, newest if one else newest.to("cpu")))
+    parts = []
+    for made_in, batch in recent:
+        batch = batch.to(setup.world.device)
+        if made_in < iteration:
+            batch = refreshed(setup, batch)
+        parts.append(from_all_processes(batch, setup.world, setup.together))
+    return merge(parts)
+
+
+@torch.no_grad()
+def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
+    """A batch of an older policy, with the log-probabilities and values of the current one.
+
+    The ratio and the value clip then start from the current policy. The advantages are multiplied by the truncated
+    importance weight of the current policy against the one that sampled (Hilton et al. 2021).
+    """
+    logprobs, values = current_scores(setup, batch)
+    importance = truncated_importance(
+        logprobs, batch.logprobs, batch.response_mask, cap=setup.config.ppo.importance_ratio_cap
+    )
+    return replace(
+        batch,
+        logprobs=logprobs,
+        values=values if values is not None else batch.values,
+        advantages=batch.advantages * importance,
+    )
+
+
+@torch.no_grad()
+def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities, values), [B, R] each, of a batch under the current models; values None without any."""
+    prompts, responses = batch.prompts, batch.responses
+    cut = cut_responses(setup.budget, setup.models.policy, prompts, responses)
+    scores = [
+        score_tokens(
+            setup.models,
+            [prompts[i] for i in rows],
+            [responses[i] for i in rows],
+            setup.sampling,
+            setup.config.precision,
+        )
+        for rows in cut
+    ]
+    lengths = [len(r.ids) for r in responses]
+    values = [part.values for part in scores if part.values is not None]
+    return (
+        padded_rows([part.logprobs for part in scores], cut, lengths),
+        padded_rows(values, cut, lengths) if values else None,
+    )

@@ -1,0 +1,45 @@
+"""The models that a PPO run publishes, as plain Hugging Face directories."""
+
+from __future__ import annotations
+
+import shutil
+
+from rlhf_cli.models.adapters import merged
+from rlhf_cli.models.load import save, shared_value_model
+from rlhf_cli.ppo.setup import Setup
+
+
+def save_models(setup: Setup) -> None:
+    """Write `model`, `value_model` if there are values, and `ema_model` if requested; the first process only."""
+    if not setup.world.is_main:
+        return
+    save_policy(setup, "model")
+    _save_value_model(setup)
+    if setup.average is not None:
+        with setup.average.applied():
+            save_policy(setup, "ema_model")
+
+
+def save_policy(setup: Setup, name: str) -> None:
+    """Write the policy, with a generation config that samples as in training."""
+    policy, sampling, directory = merged(setup.models.policy), setup.sampling, setup.stage.directory / name
+    policy.generation_config.update(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        min_new_tokens=sampling.min_new_tokens or None,
+        eos_token_id=sorted(sampling.stop),
+    )
+    shutil.rmtree(directory, ignore_errors=True)
+    save(policy, setup.tokenizer, directory)
+
+
+def _save_value_model(setup: Setup) -> None:
+    """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
+    models, directory = setup.models, setup.stage.directory / "value_model"
+    if models.value_model is not None:
+        save(merged(models.value_model), setup.tokenizer, directory)
+    elif models.value_head is not None:
+        save(shared_value_model(merged(models.policy), models.value_head), setup.tokenizer, directory)

@@ -1,0 +1,110 @@
+"""What the rewards are asked and answer, and the scores of ref_policy that scores may be normalised by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.errors import RewardError
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rewards.base import Samples, Scores
+from rlhf_cli.rewards.functions import PythonFunction
+from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.rewards.sources import total_score
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import RolloutBatch, collect
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.tensor_ops import pad_rows
+
+
+def texts_of(setup: Setup, responses: Sequence[Response]) -> list[str]:
+    """The responses as text."""
+    return [response_text(setup.tokenizer, response, setup.sampling) for response in responses]
+
+
+def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Scores:
+    """The weighted sum of the rewards, and each reward's own score. Raises RewardError."""
+    dense = any(isinstance(source, PythonFunction) and source.per_token for source in setup.rewards)
+    tokens = [[str(setup.tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None
+    samples = Samples(
+        [p.text for p in prompts],
+        texts,
+        [p.ids for p in prompts],
+        [r.ids for r in responses],
+        [r.ended for r in responses],
+        [p.row.columns for p in prompts],
+        tokens,
+        [p.row.where for p in prompts],
+        [p.row.prompt for p in prompts],
+        [p.row.messages for p in prompts],
+    )
+    return total_score(setup.rewards, samples)
+
+
+def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
+    """The responses as text, and their scores.
+
+    If a reward fails on any process, a checkpoint of the last finished iteration is saved before RewardError is raised.
+    """
+    texts = texts_of(setup, rollout.responses)
+    scores, failure = None, ""
+    try:
+        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
+    except RewardError as error:
+        failure = str(error)
+    if first := setup.world.first_failure(failure):
+        setup.stage.save_what_stands(iteration)
+        raise RewardError(first)
+    assert scores is not None
+    return texts, scores
+
+
+def note_reward_errors(setup: Setup) -> None:
+    """Tell the user how many scores each reward failed to give during the run."""
+    for line in dict.fromkeys(source.report() for source in setup.rewards):
+        if line:
+            setup.stage.display.note(line)
+
+
+def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """(score, dense): the part of the scores for the last token, [B], and the rewards of single tokens, [B, R]."""
+    if scores.dense is None:
+        return scores.total, None
+    dense = pad_rows(torch.tensor([x for row in scores.dense for x in row]), lengths)
+    return scores.total - torch.tensor([sum(row) for row in scores.dense]), dense.to(device)
+
+
+def measure_reference(setup: Setup, scale: ScoreScale) -> None:
+    """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts."""
+    config, world = setup.config, setup.world
+    total = config.ppo.num_reference_samples
+    numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
+    uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
+    # Before training the policy is its own reference, unless the config names another.
+    models = replace(setup.models, policy=setup.models.ref_policy or setup.models.policy)
+    for rows in chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size):
+        rollout = collect(
+            [setup.train[numbers[i]] for i in rows],
+            uniforms[list(rows)],
+            models,
+            sampling=setup.sampling,
+            tokenizer=setup.tokenizer,
+            budget=setup.budget,
+            precision=config.precision,
+            recompute=False,
+            max_live_rows=config.rollout.max_live_rows,
+            with_values=False,
+        )
+        texts = texts_of(setup, rollout.responses)
+        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
+        score, _ = split_dense(scores, [len(r.ids) for r in rollout.responses], world.device)
+        scale.take(score, world)
+    setup.stage.display.note(
+        f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
+        f"standard deviation {scale.moments.std:.3g}"
+    )

@@ -1,0 +1,146 @@
+"""docs/extending.md: its diffs apply and run, and a name without them fails type checking and at run time."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+PAGE = ROOT / "docs/extending.md"
+CHECKED = ("stages/ppo.py", "rlhf_cli/algorithms", "rlhf_cli/config/ppo.py", "rlhf_cli/config/ppo_update.py")
+"""What mypy reads: every dispatch over a name of names.py is in here or in FURTHER."""
+FURTHER = (
+    "rlhf_cli/config/base.py",
+    "rlhf_cli/ppo/setup.py",
+    "rlhf_cli/ppo/kl_control.py",
+    "rlhf_cli/rewards/score.py",
+)
+
+NEW_NAMES = {
+    "AdvantageEstimator": {"rlhf_cli/algorithms/names.py", "stages/ppo.py"},
+    "GroupBaseline": {"rlhf_cli/algorithms/advantages.py"},
+    "KLPlace": {"stages/ppo.py"},
+    "TokenKL": {"rlhf_cli/algorithms/kl.py"},
+    "KLEstimator": {"stages/ppo.py"},
+    "KLController": {"rlhf_cli/ppo/kl_control.py"},
+    "Objective": {"stages/ppo.py"},
+    "LossAggregation": {"rlhf_cli/algorithms/aggregation.py"},
+    "ScoreNormalization": {"rlhf_cli/rewards/score.py"},
+    "PtxMode": {"rlhf_cli/algorithms/policy.py"},
+    "PairwiseLoss": {"rlhf_cli/algorithms/reward_model.py"},
+}
+"""Each Literal of names.py, and the files that mypy must report if a name is added to it and nowhere else."""
+
+
+def copy_of_code(folder: Path) -> Path:
+    for package in ("rlhf_cli", "stages"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def apply(diff: str, folder: Path, only: str = "") -> None:
+    """Apply a unified diff: each hunk's old lines must be in the file exactly once. `only`: the files to change."""
+    for part in re.split(r"^--- a/\S+\n", diff, flags=re.M)[1:]:
+        name = part.split("\n", 1)[0].removeprefix("+++ b/")
+        if only not in name:
+            continue
+        text = (folder / name).read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@ .*\n", part, flags=re.M)[1:]:
+            lines = [line or " " for line in hunk.rstrip("\n").split("\n")]
+            old, new = ("\n".join(x[1:] for x in lines if x[0] in kept) + "\n" for kept in (" -", " +"))
+            assert text.count(old) == 1, f"a hunk of docs/extending.md does not fit {name}:\n{old}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def diffs() -> list[str]:
+    return re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def mypy(folder: Path, cache: Path) -> list[str]:
+    """The errors that mypy reports."""
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", "--follow-imports=skip"]
+    options = ["--ignore-missing-imports", "--check-untyped-defs", "--no-namespace-packages", f"--cache-dir={cache}"]
+    result = subprocess.run([*command, *options, *CHECKED, *FURTHER], cwd=folder, capture_output=True, text=True)
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    return [line for line in result.stdout.splitlines() if ": error:" in line]
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    # The current directory comes first on sys.path, so this is the copy.
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env={})
+
+
+ESTIMATOR = """
+import torch
+from types import SimpleNamespace
+from rlhf_cli.training.distributed import World
+import stages.ppo
+assert stages.ppo.__file__.startswith({folder!r}), stages.ppo.__file__
+ppo = SimpleNamespace(advantage_estimator="median", gamma=1.0, whitens_advantages=False)
+config = SimpleNamespace(ppo=ppo, num_prompts=1, rollout=SimpleNamespace(samples_per_prompt=3))
+rewards = torch.tensor([[1.0, 1.0], [5.0, 0.0], [90.0, 0.0]])
+mask = torch.tensor([[True, True], [True, False], [True, False]])
+world = World(0, 1, torch.device("cpu"))
+print(stages.ppo._advantages(rewards, torch.zeros(3, 2), mask, config, world)[0].tolist())
+"""
+KL = """
+import torch
+from rlhf_cli.algorithms.kl import kl_estimate
+print(kl_estimate(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 9.0]), estimator="k3_clamped").tolist())
+"""
+EXAMPLES = {
+    "an estimator": (0, ESTIMATOR, "[[-3.0, -3.0], [0.0, 0.0], [85.0, 0.0]]"),
+    "a KL": (1, KL, "[0.0, 10.0]"),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("mypy")
+
+
+def test_the_page_has_two_diffs():
+    assert len(diffs()) == 2
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_of_the_page_applies_type_checks_and_runs(example, tmp_path, cache):
+    number, code, expected = EXAMPLES[example]
+    diff = diffs()[number]
+    folder = copy_of_code(tmp_path)
+    code = code.format(folder=str(folder)) if "{folder" in code else code
+
+    # The names alone: everything else that the diff changes is what mypy reports, and running it raises.
+    apply(diff, folder, only="names.py")
+    changed = set(re.findall(r"^\+\+\+ b/(\S+)", diff, flags=re.M)) - {"rlhf_cli/algorithms/names.py"}
+    assert {error.split(":")[0] for error in mypy(folder, cache)} == changed
+    result = run(folder, code)
+    assert result.returncode != 0
+    assert "Expected code to be unreachable" in result.stderr
+
+    shutil.rmtree(folder / "rlhf_cli")
+    shutil.rmtree(folder / "stages")
+    apply(diff, copy_of_code(folder))
+    assert mypy(folder, cache) == []
+    result = run(folder, code)
+    assert result.stdout.strip() == expected, result.stderr
+
+
+def test_a_name_that_is_added_alone_fails_type_checking(tmp_path):
+    """One new name in every Literal: mypy reports every file that dispatches over it."""
+    folder = copy_of_code(tmp_path)
+    path = folder / "rlhf_cli/algorithms/names.py"
+    text = path.read_text(encoding="utf-8")
+    names = re.findall(r"^(\w+) = Literal\[", text, flags=re.M)
+    assert set(names) == {*NEW_NAMES, "RewardModelLoss"}, "the last one is PairwiseLoss and mse: the RM stage reads it"
+    path.write_text(re.sub(r"^(\w+) = Literal\[", r'\1 = Literal["new \1", ', text, flags=re.M), encoding="utf-8")
+    errors = mypy(folder, tmp_path / "cache")
+    for name, files in NEW_NAMES.items():
+        assert files <= {line.split(":")[0] for line in errors if f"'new {name}'" in line}, name
