@@ -1,7 +1,7 @@
-"""Masked sums, log-probabilities of tokens, and the way between packed and padded rows.
+"""Masked sums, log-probabilities of tokens, and conversion between packed and padded rows.
 
-A mask is bool, True on real tokens, and is applied before anything is added up: whatever stands under
-padding (1e6, inf, nan) reaches neither a result nor a gradient. Float64 in gives float64 out.
+A mask is bool, True on real tokens, and is applied before any sum: padding (1e6, inf, NaN) reaches neither a result nor
+a gradient. Float64 inputs give float64 results.
 """
 
 import math
@@ -19,11 +19,11 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     ``sum(x[i] for i where mask[i])``
 
     Args:
-        x: any shape; under padding anything at all, inf and nan included.
+        x: any shape; padding may hold anything, inf and NaN included.
         mask: the same shape, bool, True on real tokens.
 
     Returns:
-        A scalar tensor; 0 where no token is real.
+        A scalar tensor; 0 without real tokens.
 
     >>> x, mask = torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([True, True, False])
     >>> masked_sum(x, mask)
@@ -33,15 +33,15 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the real tokens, each token with the same weight whatever row it is in.
+    """Mean of x over the real tokens; every token has the same weight, whatever its row.
 
     ``masked_sum(x, mask) / mask.sum()``
 
-    The mean over the tokens of a batch isn't the mean of the means of its parts: parts that are to be
-    added up want ``masked_sum`` and one divisor for all. Where no token is real there is no mean: nan.
+    The mean over the tokens of a batch is not the mean of the means of its parts. To add up parts, use ``masked_sum``
+    with one divisor for all of them. Without real tokens the result is NaN.
 
     Args:
-        x: any shape; under padding anything at all.
+        x: any shape; padding may hold anything.
         mask: the same shape, bool, True on real tokens.
 
     Returns:
@@ -59,14 +59,14 @@ def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
     ``sum(part[name] for part in parts)``
 
-    A number that is read after every microbatch makes the host wait for the device each time, and the device for the
-    host after that; here all of them are read at once, when the last microbatch is on its way.
+    Reading a number after every microbatch would make the host wait for the device each time, and then the device for
+    the host. Here all numbers are read together, after the last microbatch has been launched.
 
     Args:
-        parts: of each microbatch the same names, in the same order, each a scalar tensor.
+        parts: one per microbatch, each with the same names in the same order, mapped to scalar tensors.
 
     Returns:
-        Name to sum; empty where there are no parts.
+        Name to sum; empty without parts.
 
     >>> half, quarter = torch.tensor(0.5), torch.tensor(0.25)
     >>> totals([{"loss": half, "n": torch.tensor(3.0)}, {"loss": quarter, "n": torch.tensor(4.0)}])
@@ -80,26 +80,26 @@ def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each token under the distribution that it was, or would be, sampled from.
+    """Log-probability of each token under the tempered distribution.
 
     ``logits[ids] / temperature - logsumexp(logits / temperature)``
 
-    Nothing is shifted in here: ``logits[..., t, :]`` must be those that predict ``ids[..., t]``, that is,
-    the model's output one position earlier. Give the temperature of the sampling, or the ratio of new to
-    old probabilities speaks of two policies that nobody sampled from.
+    Nothing is shifted: ``logits[..., t, :]`` must predict ``ids[..., t]``, so they are the model's output one position
+    earlier. Pass the sampling temperature; with another one the ratio of new to old probabilities compares two policies
+    that were not sampled from.
 
     Args:
         logits: [..., V], any float type; computed in float32, or float64 if they are float64.
         ids: [...], int64, in 0..V-1.
-        temperature: above 0; 1 is the model itself, towards 0 is greedy.
+        temperature: above 0; 1 is the model's own distribution, and it becomes greedy towards 0.
 
     Returns:
-        [...], nats, at most 0. Beside the logits, one [..., V] tensor is made: their gradient.
+        [...], nats, at most 0. The only other [..., V] tensor that is allocated is the gradient of the logits.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     >>> token_logprobs(logits, torch.tensor([0, 1]))  # log(1/2)
     tensor([-0.6931, -0.6931])
-    >>> logits = torch.tensor([0.0, 3.0]).log()  # odds 0 : 3, an impossible token and a certain one
+    >>> logits = torch.tensor([0.0, 3.0]).log()  # odds 0 : 3, an impossible token and a certain token
     >>> token_logprobs(logits, torch.tensor(1), temperature=0.5)
     tensor(0.)
     """
@@ -108,11 +108,11 @@ def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> 
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs` of [n, V], a chunk of rows at a time: 3 to 4 times as fast on a CPU as logsumexp and gather.
+    """`token_logprobs` of [n, V], in chunks of rows: 3 to 4 times as fast on a CPU as logsumexp and gather.
 
-    Autograd of those keeps exp(logits - max) beside the logits, and adds up two [n, V] gradients, of which the
-    gather's is zeros but for a number a row. Here the gradient, onehot(ids) - softmax(logits), is written once. Powers
-    are those of two, for torch takes exp from MKL, which is a quarter as fast on processors that are not Intel's.
+    Their autograd keeps exp(logits - max) beside the logits and adds two [n, V] gradients; the one of gather is zero
+    except for one number per row. Here the gradient, onehot(ids) - softmax(logits), is written once. It uses exp2
+    because torch takes exp from MKL, which runs at a quarter of the speed on processors that are not Intel's.
     """
 
     @staticmethod
@@ -135,12 +135,12 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, ids, logsumexp = ctx.saved_tensors
         grad = grad / ctx.temperature
-        found = torch.empty_like(logits)
-        for part, total, of_row, out in _chunks(logits, logsumexp, -grad, found):
+        result = torch.empty_like(logits)
+        for part, total, of_row, out in _chunks(logits, logsumexp, -grad, result):
             room = out if out.dtype == total.dtype else None
             p = _exp_(torch.sub(part.to(total.dtype), total[:, None] * ctx.temperature, out=room), ctx.temperature)
             out.copy_(p.mul_(of_row[:, None]))
-        return found.scatter_add_(1, ids[:, None], grad[:, None].to(found.dtype)), None, None
+        return result.scatter_add_(1, ids[:, None], grad[:, None].to(result.dtype)), None, None
 
 
 def _exp_(x: Tensor, temperature: float) -> Tensor:
@@ -149,12 +149,12 @@ def _exp_(x: Tensor, temperature: float) -> Tensor:
 
 
 def _rows_at_a_time(logits: Tensor) -> int:
-    """On a CPU as many as stay in its cache."""
+    """Rows per chunk: on a CPU as many as fit into its cache."""
     return max(1, (1 << 18 if logits.device.type == "cpu" else 1 << 26) // logits.shape[-1])
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of each at a time."""
+    """The tensors in chunks of rows."""
     yield from zip(*(tensor.split(_rows_at_a_time(logits)) for tensor in (logits, *others)), strict=True)
 
 
@@ -164,11 +164,11 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     ``-sum(p * log(p))`` over V, ``p = softmax(logits / temperature)``,
     computed as ``logsumexp(logits / temperature) - sum(p * logits / temperature)``
 
-    A token that can't be sampled (logit -inf) adds 0, not nan.
+    A token that cannot be sampled (logit -inf) adds 0, not NaN.
 
     Args:
         logits: [..., V], any float type; computed in float32, or float64 if they are float64.
-        temperature: above 0; the entropy is that of the tempered distribution.
+        temperature: above 0; divides the logits.
 
     Returns:
         [...], nats, from 0 to log(V).
@@ -184,19 +184,19 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in float32 or float64, without a copy where nothing changes."""
+    """logits / temperature in float32 or float64, without a copy if nothing changes."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits / temperature
 
 
 def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Tensor:
-    """The mask of rows that start at the left edge and have the given lengths.
+    """The mask of left-aligned rows with the given lengths.
 
     ``mask[b, t] = t < lengths[b]``
 
     Args:
         lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
-        width: number of columns R, by default the largest length; a row longer than it is True throughout.
+        width: number of columns R, by default the largest length; a longer row is True throughout.
 
     Returns:
         [B, R] bool, on the device of lengths (the CPU for a sequence).
@@ -213,20 +213,20 @@ def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Te
 
 
 def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.0) -> Tensor:
-    """Packed rows, one after the other, to a padded batch with every row at the left edge.
+    """Convert packed rows to a padded batch with left-aligned rows.
 
-    ``padded[b, t] = flat[sum(lengths[:b]) + t]`` for ``t < lengths[b]``, value for the rest
+    ``padded[b, t] = flat[sum(lengths[:b]) + t]`` for ``t < lengths[b]``, otherwise value
 
     Args:
         flat: [N, ...], the rows end to end, N = sum(lengths).
         lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
-        value: what stands in the padding.
+        value: of the padding.
 
     Returns:
         [B, max(lengths), ...], the type and device of flat; gradients pass through to flat.
 
     Raises:
-        ValueError: the lengths don't add up to N.
+        ValueError: the lengths do not add up to N.
 
     >>> pad_rows(torch.tensor([1, 2, 3]), [2, 1])
     tensor([[1, 2],
@@ -234,7 +234,7 @@ def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.
     """
     mask = length_mask(lengths).to(flat.device)
     num_tokens = int(mask.sum())
-    if num_tokens != flat.shape[0]:  # else a flat of one token would be broadcast to all of them
+    if num_tokens != flat.shape[0]:  # otherwise a flat tensor of one token would be broadcast
         raise ValueError(f"the lengths add up to {num_tokens} but there are {flat.shape[0]} tokens")
     padded = flat.new_full((*mask.shape, *flat.shape[1:]), value)
     padded[mask] = flat
@@ -242,12 +242,12 @@ def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.
 
 
 def flatten_rows(padded: Tensor, mask: Tensor) -> Tensor:
-    """A padded batch to packed rows: the real tokens, row after row.
+    """Convert a padded batch to packed rows: the real tokens, row after row.
 
     ``flatten_rows(pad_rows(flat, lengths), length_mask(lengths)) == flat``
 
     Args:
-        padded: [B, R, ...]; under padding anything at all.
+        padded: [B, R, ...]; padding may hold anything.
         mask: [B, R] bool, True on real tokens.
 
     Returns:
