@@ -1,4 +1,4 @@
-"""The mathematics against slow, obvious loops in plain Python floats, and the properties it must have."""
+"""Formulas against slow, obvious loops over Python floats, and the properties that they must have."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def weight_of(batch, index, num_tokens):
 
 
 def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, dual_clip=math.inf):
-    """The loss and stats of a batch, and its gradient: -A * ratio times the weight where nothing cuts it."""
+    """Loss, stats and gradient of a batch: the gradient is -A * ratio times the weight unless it is clipped."""
     high = clip_range if clip_range_high is None else clip_range_high
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
     loss = kl = clipped = capped = ratios = 0.0
@@ -412,7 +412,7 @@ def test_a_token_loss_has_the_gradient_of_finite_differences(token_loss):
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_padding_changes_no_token_loss_nor_its_stats_nor_its_gradient(token_loss, garbage):
+def test_padding_changes_neither_loss_nor_stats_nor_gradient(token_loss, garbage):
     loss, names, _ = token_loss
     batch, mask = response_batch(names)
     wanted = loss_and_gradient(loss, batch, mask)
@@ -469,7 +469,7 @@ def test_a_token_loss_without_real_tokens_is_0_with_num_tokens_and_nan_without(t
         (0.0, 1.5, 0.0, 0.0),
     ],
 )
-def test_ppo_cuts_the_gradient_on_one_side_only(advantage, ratio, wanted_loss, wanted_gradient):
+def test_the_clip_acts_on_one_side_only(advantage, ratio, wanted_loss, wanted_gradient):
     mask = torch.tensor([[True]])
     batch = {
         "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
@@ -500,7 +500,7 @@ def test_ppo_cuts_the_gradient_on_one_side_only(advantage, ratio, wanted_loss, w
         (0.0, 4.0, 0.0, 0.0, None),
     ],
 )
-def test_the_wider_range_upwards_and_the_dual_clip(advantage, ratio, wanted_loss, wanted_gradient, cut_by):
+def test_clip_range_high_and_dual_clip(advantage, ratio, wanted_loss, wanted_gradient, cut_by):
     mask = torch.tensor([[True]])
     batch = {
         "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
@@ -517,7 +517,7 @@ def test_the_wider_range_upwards_and_the_dual_clip(advantage, ratio, wanted_loss
         assert stats[key] == (key == cut_by)
 
 
-def test_a_range_upwards_of_0_is_not_taken_for_none():
+def test_clip_range_high_of_0_is_not_none():
     mask, zero = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
     loss, _ = policy_loss(zero + 0.1, zero, zero + 1, mask, clip_range=0.2, clip_range_high=0.0)
     assert loss == -1.0
@@ -601,7 +601,7 @@ def test_explained_variance(garbage):
     )
 
 
-def test_explained_variance_of_equal_returns_or_of_none_is_0():
+def test_explained_variance_is_0_for_equal_returns_or_without_tokens():
     values, mask = draw(2, 3, seed=1).float(), length_mask([3, 2])
     equal = torch.full((2, 3), 0.1)  # their float32 mean isn't exactly 0.1
     assert explained_variance(values, equal, mask) == 0

@@ -1,4 +1,4 @@
-"""What is said of PPO's formulas, by loops, by hand, and by adding up over everything that could be sampled."""
+"""The claims about PPO's formulas: by loops, by hand, and by summing over everything that could be sampled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NUM_STATES = int(STATES.max()) + 1
 
 
 def logprobs_of(table):
-    """[Y, R]: of each token of each response, by a policy with a row of logits for each state; nan under padding."""
+    """[Y, R] log-probabilities of all responses under a policy with one row of logits per state; NaN under padding."""
     return torch.where(MASK, table.log_softmax(-1)[STATES, IDS], torch.nan)
 
 
@@ -88,13 +88,13 @@ def score():
     return draw(len(IDS), seed=13)
 
 
-def test_the_responses_are_all_there_are(table):
+def test_the_enumerated_responses_have_probability_1_in_total(table):
     assert len({tuple(row.tolist()) for row in IDS}) == len(IDS) == 1 + 2 + 4 + 8
     close(probabilities(table).sum(), 1.0)
 
 
 def reach(table):
-    """[S]: how often each state comes up in a response of the policy."""
+    """[S] expected number of visits to each state in one response of the policy."""
     weights = expected_weights(table)
     return torch.zeros(NUM_STATES, dtype=torch.float64).index_put((STATES[MASK],), weights[MASK], accumulate=True)
 
@@ -118,13 +118,13 @@ def test_k1_and_k3_add_up_to_the_kl_of_whole_responses_on_average(table, ref_tab
 
 
 @pytest.mark.parametrize("estimator", ["k2", "abs"])
-def test_k2_and_abs_do_not(table, ref_table, estimator):
+def test_k2_and_abs_are_biased(table, ref_table, estimator):
     kl = kl_estimate(logprobs_of(table), logprobs_of(ref_table), estimator=estimator)
     assert abs(kl_loss(kl, MASK, weights=expected_weights(table))[0] - sequence_kl(table, ref_table)) > 0.1
 
 
 def expected_kl_gradient(table, ref_table, estimator):
-    """Of the loss of the KL, on average over responses of the policy, with respect to its logits."""
+    """The expected gradient of the KL loss with respect to the logits, over responses of the policy."""
 
     def loss(table):
         if estimator == "full":
@@ -198,7 +198,7 @@ def test_policy_gradient_by_gae_with_the_right_values_is_that_of_the_score_less_
 
 
 def best_table(ref_table, score, kl_coef):
-    """Logits of ref_policy * exp(score / kl_coef) / Z, token by token: what can follow each token, added up."""
+    """Logits of ref_policy * exp(score / kl_coef) / Z per token, by summing over everything that can follow it."""
     weights = probabilities(ref_table) * (score / kl_coef).exp()
     table = torch.zeros(NUM_STATES, V, dtype=torch.float64)
     table.index_put_((STATES[MASK], IDS[MASK]), weights.unsqueeze(-1).expand(MASK.shape)[MASK], accumulate=True)
@@ -531,7 +531,7 @@ def test_group_advantages(baseline, n):
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("value", [0.1, -7.3, 1e6, 0.0])
 @pytest.mark.parametrize("n", [3, 7])
-def test_a_group_of_equal_totals_has_no_advantage_at_all(baseline, value, n):
+def test_a_group_of_equal_totals_has_advantage_0(baseline, value, n):
     for dtype in (torch.float32, torch.float64):
         totals = torch.cat([torch.full((n,), value, dtype=dtype), torch.arange(n, dtype=dtype)])
         found = group_advantages(totals, samples_per_prompt=n, baseline=baseline)
@@ -540,7 +540,7 @@ def test_a_group_of_equal_totals_has_no_advantage_at_all(baseline, value, n):
         assert found.dtype == dtype
 
 
-def test_groups_that_are_no_groups_are_refused():
+def test_invalid_groups_are_refused():
     with pytest.raises(ValueError, match="samples_per_prompt is 1"):
         group_advantages(torch.zeros(4), samples_per_prompt=1, baseline="rloo")
     with pytest.raises(ValueError, match="4 responses cannot be split into groups of 3"):
@@ -620,7 +620,7 @@ def test_overlong_penalty(max_new_tokens, buffer):
     assert overlong_penalty(beyond, max_new_tokens=max_new_tokens, buffer=buffer, penalty=0.5) == 0.5
 
 
-def test_a_buffer_of_no_tokens_is_refused():
+def test_an_overlong_buffer_of_0_is_refused():
     with pytest.raises(ValueError, match="buffer is 0"):
         overlong_penalty(torch.tensor([1]), max_new_tokens=10, buffer=0, penalty=1.0)
 

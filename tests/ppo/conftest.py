@@ -21,7 +21,7 @@ SEEN = []
 
 
 def letters(prompts, responses, rows):
-    """Of either sign, unlike for almost every response; what it was asked and said is kept."""
+    """Scores of both signs, different for almost every response. Calls and answers are recorded."""
     values = [len(r) % 7 - 3.0 + 0.25 * r.count("e") for r in responses]
     SEEN.append({"prompts": prompts, "responses": responses, "rows": rows, "values": values})
     return values
@@ -52,7 +52,7 @@ def functions(tmp_path_factory):
 
 @pytest.fixture
 def base(make_model, tokenizer, functions):
-    """A run of PPO that needs no stage before it; about one token in six ends a response."""
+    """A PPO run that needs no earlier stage. About one token in six ends a response."""
     return {
         "policy": {"path": str(make_model("llama"))},
         "rewards": [{"type": "function", "function": f"{functions}:letters"}],
@@ -65,7 +65,7 @@ def base(make_model, tokenizer, functions):
 
 @pytest.fixture
 def start(write_config, base, tmp_path):
-    """A function: changes to a loaded Setup, whose stage is open for a while."""
+    """A function from config changes to a loaded Setup whose stage is open inside the context."""
 
     @contextmanager
     def begin(**changes):
@@ -78,7 +78,7 @@ def start(write_config, base, tmp_path):
 
 @pytest.fixture
 def watch(monkeypatch, run_stage, base, tmp_path):
-    """A function: run PPO and keep what passed between its steps.
+    """A function that runs PPO and records what passed between its steps.
 
     setup; rollouts, and models as they were at each; batches, what each update learnt from; steps, the
     statistics of each minibatch; moves, whether each call of `advance` stepped, by (name of the model); after,

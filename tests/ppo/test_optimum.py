@@ -1,4 +1,4 @@
-"""Without noise: every loss leads to the policy that it ought to lead to, and the classic bugs lead elsewhere.
+"""Exact gradients: every loss ends at its optimum, and classic bugs end elsewhere.
 
 The task has 40 responses to each of two prompts, so nothing need be sampled. A policy is a table of logits, one row
 for each state, and a rollout is every response there is, each weighing as much as the policy would sample it, pi(y|x).
@@ -164,7 +164,7 @@ def advantages_and_returns(
 
 
 def whiten(x: Tensor, weight: Tensor) -> Tensor:
-    """What `masked_whiten` gives for infinitely many samples."""
+    """The limit of `masked_whiten` for infinitely many samples."""
     deviation = x - (weight * x).sum() / weight.sum()
     return deviation / ((weight * deviation.square()).sum() / weight.sum() + 1e-8).sqrt()
 

@@ -1,4 +1,4 @@
-"""With noise: the PPO stage, on responses that a Llama samples, comes to pi*; with a bug in it, it goes elsewhere.
+"""Sampled gradients: the PPO stage with a tiny Llama ends at pi*; with a bug in it, it ends elsewhere.
 
 The task is that of optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a model, prompts
 and a reward function as it would from a user, and what it has learnt is compared with pi* over all responses, exactly.
@@ -91,7 +91,7 @@ def logits_of(model: PreTrainedModel, task: Task) -> Tensor:
 
 
 def reference_policy(task: Task, seed: int) -> LlamaForCausalLM:
-    """A Llama near the random reference of the task: as far from uniform, but one that a Llama can be."""
+    """A Llama trained towards the random reference of the task."""
     config = LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=32,
@@ -392,7 +392,7 @@ def test_a_bug_ends_far_from_it(runs, table, name, seed):
 
 
 def test_a_ratio_against_the_reference_stops_the_run(tmp_path, monkeypatch):
-    """It would end far from pi* too; but the second iteration's first ratio is not 1, and the run says so."""
+    """It would end far from pi* too, but the first ratio of the second iteration is not 1 and health stops it."""
     write_task(tmp_path, seed=0)
     monkeypatch.setattr("stages.ppo.UpdateBatch", ratio_to_ref)
     with pytest.raises(RunError, match="ratio_not_one"):

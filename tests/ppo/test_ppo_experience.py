@@ -79,7 +79,7 @@ EXPERIENCES = {
 
 
 @pytest.mark.parametrize("name", EXPERIENCES)
-def test_what_an_update_learns_from_is_what_the_slow_loop_makes_of_raw_scores(name, watch, pipeline, functions):
+def test_an_update_trains_on_what_slow_loops_compute_from_raw_scores(name, watch, pipeline, functions):
     """[1, 2, 3, 17, 20, 33, 42] Two iterations, from a policy that is not ref_policy."""
     changes = {key: value for key, value in EXPERIENCES[name].items() if key != "rewards"}
     own = {"ref_policy": {"path": str(pipeline("llama") / "sft")}}

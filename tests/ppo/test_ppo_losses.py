@@ -48,7 +48,7 @@ LEAST = Sampling(temperature=0.8, min_new_tokens=5, stop=STOP)
 
 @pytest.fixture(scope="module")
 def case_of(make_model):
-    """A function: sampling to a Case, made once."""
+    """A function from a sampling to its Case, which is built once."""
     made = {}
     path = str(make_model("llama"))
 
@@ -178,14 +178,14 @@ LOSSES = {
 
 
 def split(options):
-    """Options of `ppo` beside ptx, which has a section of its own (with as many rows as one step takes)."""
+    """Options of `ppo`, and of the section ptx, with the number of rows of one step."""
     ptx = {"ptx": {**options["ptx"], "minibatch_size": 3}} if "ptx" in options else {}
     return {"ppo": {k: v for k, v in options.items() if k != "ptx"}, **ptx}
 
 
 @pytest.fixture(scope="module")
 def usual_gradients():
-    """A function: those of the slow loop without any option, (of the policy, of the values), computed once."""
+    """A function: the gradients (policy, values) of the slow loop without options, computed once."""
     made = {}
 
     def make(case, config, shared):
@@ -260,8 +260,8 @@ def test_a_mean_over_responses_is_one_over_the_minibatch(case_of, write_config, 
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own value model", "shared"])
-def test_in_the_warm_up_only_values_learn(case_of, write_config, tmp_path, shared):
-    """The policy gets no gradient at all, from no loss; the head's is the slow loop's."""
+def test_only_the_value_model_trains_during_its_warm_up(case_of, write_config, tmp_path, shared):
+    """The policy gets no gradient from any loss. The gradient of the head equals that of the slow loop."""
     case = case_of(PLAIN)
     value_model = {"value_model": {"warmup_iterations": 1, **({"init": "shared"} if shared else {})}}
     ptx = {"ptx": {**PTX, "coef": 0.6, "minibatch_size": 3}}
@@ -298,7 +298,7 @@ def test_without_values_there_is_no_value_loss(case_of, write_config, tmp_path):
 
 
 def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, monkeypatch):
-    """[35] Every row once in an epoch of steps, whatever the iteration; the mean is over the step's own tokens."""
+    """[35] Every row comes once per epoch, whatever the iteration. The mean is over the tokens of the step."""
     case = case_of(PLAIN)
     rows = [Example(ids, [False, *[True] * (len(ids) - 1)], "row") for ids in random_ids(*range(3, 15), seed=12)]
     monkeypatch.setattr(case, "ptx", rows)

@@ -43,13 +43,13 @@ def causal(path):
 
 @torch.no_grad()
 def logprobs_by(model, rollout, sampling):
-    """Of the rollout's tokens, by plain forwards: [B, R] float64."""
+    """Log-probabilities of the rollout's tokens by plain forward passes: [B, R] float64."""
     return padded(chosen(distributions(plain_copy(model), rollout.prompts, rollout.responses, sampling)))
 
 
 @torch.no_grad()
 def values_by(classifier, rollout):
-    """Of the rollout's states, by a plain sequence classifier's backbone and head: [B, R] float64."""
+    """Values of the rollout's states by a plain sequence classifier: [B, R] float64."""
     model = plain_copy(classifier)
     states = hidden_states(model.base_model, rollout.prompts, rollout.responses)
     return padded([[linear(state, model.score.weight)[0] for state in row] for row in states])
@@ -161,7 +161,7 @@ def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
 
 @torch.no_grad()
 def mean_full_kl(policy, ref_policy, rollout, sampling):
-    """Mean over the tokens of the exact KL, by plain forwards."""
+    """Mean over tokens of the exact KL, by plain forward passes."""
     asked = (rollout.prompts, rollout.responses, sampling)
     here, there = distributions(plain_copy(policy), *asked), distributions(plain_copy(ref_policy), *asked)
     pairs = [(a[0], b[0]) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True)]
@@ -188,7 +188,7 @@ def test_the_full_kl_of_a_lora_policy_is_to_its_base(watch, make_model, kl_in):
 
 
 def test_lora_with_a_ref_policy_of_its_own(watch, make_model, pipeline):
-    """The adapters are then no reference: it is the other model from the first iteration on."""
+    """The reference is the other model from the first iteration on, not the policy without adapters."""
     ref = pipeline("llama") / "sft"
     run = watch(policy={"path": str(make_model("llama")), "lora": {"r": 2}}, ref_policy={"path": str(ref)})
     for rollout in run.rollouts:
@@ -198,7 +198,7 @@ def test_lora_with_a_ref_policy_of_its_own(watch, make_model, pipeline):
     assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_lora_says_how_much_it_trains_and_refuses_names_that_are_none(start, make_model):
+def test_lora_reports_its_size_and_refuses_unknown_module_names(start, make_model):
     with start(policy={"path": str(make_model("llama")), "lora": {"r": 2, "target_modules": ["q_proj"]}}) as setup:
         trained = sum(p.numel() for p in setup.models.policy.parameters() if p.requires_grad)
         assert trained == 2 * (2 * 32 + 32 * 2), "two layers, A and B each"
@@ -222,7 +222,7 @@ def test_lora_without_peft_says_what_to_install(start, make_model, monkeypatch):
     [("llama", ["q_proj"], ("q_proj",)), ("llama", None, LLAMA_LAYERS), ("gpt2", None, GPT2_LAYERS)],
 )
 def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, architecture, targets, adapted):
-    """The head is trained whole, and the policy as ever; what is saved is a plain classifier with its values."""
+    """The head is trained in full, the policy as usual. The saved classifier computes the same values."""
     path = make_model(architecture)
     run = watch(
         policy={"path": str(path)},
@@ -246,8 +246,8 @@ def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, a
     assert all(not torch.equal(policy[name], before[name]) for name in before if "proj.weight" in name)
 
 
-def test_lora_of_both_at_once(watch, make_model):
-    """With the first update's steps taken by both."""
+def test_lora_of_policy_and_value_model_together(watch, make_model):
+    """Both take the steps of the first update."""
     run = watch(
         policy={"path": str(make_model("llama")), "lora": {"r": 2}},
         value_model={"lora": {"r": 2, "target_modules": ["q_proj"]}},
@@ -261,8 +261,8 @@ def test_lora_of_both_at_once(watch, make_model):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
-def test_a_shared_value_model_is_saved_as_one_of_its_own(watch, make_model, architecture):
-    """Plain transformers reads it; its values are those of the policy's backbone and the head."""
+def test_a_shared_value_model_is_saved_as_a_separate_model(watch, make_model, architecture):
+    """transformers loads it, and its values equal those of the policy's backbone with the head."""
     run = watch(
         policy={"path": str(make_model(architecture))},
         rollout={"stop_tokens": []},
@@ -290,14 +290,14 @@ def test_a_shared_value_model_is_saved_as_one_of_its_own(watch, make_model, arch
 
 @torch.no_grad()
 def shared_values(run, i):
-    """Of iteration i, by plain forwards of the models as they were."""
+    """Values of iteration i, by plain forward passes of the models of that iteration."""
     models, rollout = run.models[i], run.rollouts[i]
     states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
     return padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
 
 
 def test_a_shared_head_on_adapters(watch, make_model):
-    """The value loss reaches the adapters, and what is saved is merged."""
+    """The value loss reaches the adapters, and the saved models are merged."""
     run = watch(
         policy={"path": str(make_model("llama")), "lora": {"r": 2}},
         value_model={"init": "shared"},
@@ -313,8 +313,8 @@ def test_a_shared_head_on_adapters(watch, make_model):
 
 
 @pytest.mark.parametrize("init", ["auto", "shared"])
-def test_going_on_from_a_finished_run(watch, init):
-    """Policy and values begin where the old run ended, and the KL is still to the old ref_policy."""
+def test_continuing_from_a_finished_run(watch, init):
+    """Policy and value model start where the old run ended. The KL is still measured to the old ref_policy."""
     value_model = {"init": init, "learning_rate": 2e-2}
     old = watch("old", value_model=value_model, ppo={"kl_coef": 0.1})
     sft = old.setup.config.policy.path
@@ -433,7 +433,7 @@ FIGURES = {figures}
 
 
 def judge(prompts, responses, rows):
-    """The next figure for every reply: how good a policy is, is decided before it is there."""
+    """The next figure for every reply: the test decides in advance how good each policy is."""
     value = FIGURES.pop(0)
     return [{{"craft": value, "characters": float(len(text))}} for text in responses]
 '''
@@ -441,7 +441,7 @@ def judge(prompts, responses, rows):
 
 @pytest.fixture
 def judged(data, tmp_path):
-    """A function: the judge's figures, evaluation by evaluation, to the changes of a run that is judged."""
+    """A function from the judge's figures, one per evaluation, to the config changes of a judged run."""
 
     def changes(figures, **evaluation):
         path = tmp_path / "judge.py"
@@ -467,7 +467,7 @@ def judged(data, tmp_path):
     ],
 )
 def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric, figures, step, value):
-    """Of those that PPO made: the one before is none of them. Of equals the first; the number is the figure's."""
+    """The policy before PPO does not count. The first of equal figures wins; evaluation.json has its value."""
     run = watch(**judged(figures, best_metric=metric))
     same_bits(saved(run.place, "best_model"), run.after[step - 1])
     rows = read_jsonl(run.place / "evaluations.jsonl")
@@ -491,7 +491,7 @@ def test_the_best_model_by_our_own_figures(watch, judged, metric):
 
 
 def test_evaluations_on_the_way(watch, judged):
-    """Every so many iterations and at the end, on the same prompts and draws, of the policy as it is then."""
+    """Every `every_iterations` iterations and at the end: the current policy on the same prompts and draws."""
     run = watch(**judged([0.0, 1.0, 2.0], every_iterations=2, num_prompts=4, num_examples=3))
     rows = read_jsonl(run.place / "evaluations.jsonl")
     assert [row["step"] for row in rows] == [2, 3]
@@ -538,7 +538,7 @@ def test_only_the_end_is_evaluated_by_default(watch, judged):
         ({"evaluation": {"best_metric": "beauty"}}, "found beauty, the figures are score_mean, score_median, craft"),
     ],
 )
-def test_a_best_metric_that_there_is_not_is_refused_before_training(watch, judged, changes, message):
+def test_an_unknown_best_metric_is_refused_before_training(watch, judged, changes, message):
     whole = judged([0.0] * 4, best_metric="craft")
     for key, value in changes.items():
         whole[key] = {**whole[key], **value}
@@ -568,15 +568,15 @@ def test_everything_that_is_saved_generates_as_it_was_trained_to(watch, judged, 
 
 
 def test_the_judge_and_the_rewards_see_the_same_replies(watch, judged):
-    """And health reads both: no finding where nothing is wrong."""
+    """Health reads both and reports nothing, because nothing is wrong."""
     run = watch(**judged([0.0, 1.0, 2.0, 3.0]))
     rows = read_jsonl(run.place / "health.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert not list(itertools.chain(*[row["findings"] for row in rows]))
 
 
-def test_ref_policy_of_null_is_the_policy_of_the_start(start, make_model):
-    """A second model with the same weights, which nothing trains."""
+def test_ref_policy_null_is_the_initial_policy(start, make_model):
+    """It is a second model with the same weights, which is not trained."""
     with start() as setup:
         models = setup.models
         assert models.ref_policy is not models.policy

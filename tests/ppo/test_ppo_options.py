@@ -1,4 +1,4 @@
-"""PPO's options that are not in the losses: what rewards are given, sampling, schedules, older rollouts, the plan.
+"""PPO's options outside the losses: what rewards receive, sampling, schedules, older rollouts, the plan.
 
 What PPO saves is in test_ppo_models.py. Numbers in brackets are rows of the list of bugs found in other
 implementations (docs of the project).
@@ -63,7 +63,7 @@ def judged_by(setup):
 
 
 def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pipeline):
-    """The ids as they are, with the prompt or without it; the probability is the sigmoid of its one score."""
+    """It reads the sampled ids, with or without the prompt. The probability is the sigmoid of its one score."""
     path = str(pipeline("llama") / "rm")
     reward = {"type": "reward_model", "path": path, "normalize": False}
     found = {}
@@ -85,7 +85,7 @@ def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pip
 
 
 def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path):
-    """The text, with the prompt or without it; the probability is the label's softmax."""
+    """It reads the text, with or without the prompt. The probability is the softmax of the label."""
     model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "good", "weight": -2.0}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
@@ -103,7 +103,7 @@ def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path)
 
 
 def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
-    """The tokens join to the decoded response, and the rest of the score stands at the last token alone."""
+    """The tokens join to the decoded response. The rest of the score is placed at the last token only."""
     rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
     run = watch(rewards=rewards, ppo={"num_iterations": 1, "kl_coef": 0.0, "missing_eos_penalty": 0.0})
     (asked,), rollout, setup = said(run.setup), run.rollouts[0], run.setup
@@ -125,7 +125,7 @@ def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
         ("[[float('nan')] * len(row['tokens']) for row in rows]", "it must be a finite number"),
     ],
 )
-def test_a_dense_reward_that_is_none_is_refused(watch, tmp_path, body, message):
+def test_an_invalid_dense_reward_is_refused(watch, tmp_path, body, message):
     path = tmp_path / "bad.py"
     path.write_text(f"def bad(prompts, responses, rows):\n    return {body}\n", encoding="utf-8")
     with pytest.raises(RunError, match=message):
@@ -133,7 +133,7 @@ def test_a_dense_reward_that_is_none_is_refused(watch, tmp_path, body, message):
 
 
 def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
-    """Over ref_policy's own samples, on training prompts; not the policy's, where that is another."""
+    """Over samples of ref_policy on training prompts, even if the policy is another model."""
     ref = str(pipeline("llama") / "sft")
     ppo = {"score_normalization": "reference", "num_reference_samples": 20}
     with start(ref_policy={"path": ref}, ppo=ppo) as setup:
@@ -155,7 +155,7 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
 
 
 def test_scores_without_spread_are_only_shifted(watch, tmp_path):
-    """A constant reward is normalised to 0, and not to nan."""
+    """A constant reward is normalised to 0, not to NaN."""
     path = tmp_path / "constant.py"
     path.write_text("def constant(prompts, responses, rows):\n    return [7.5] * len(rows)\n", encoding="utf-8")
     rewards = [{"type": "function", "function": f"{path}:constant"}]
@@ -185,7 +185,7 @@ def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data
 
 @torch.no_grad()
 def ranks(setup):
-    """How many tokens are likelier than each one that was drawn, by plain forwards."""
+    """The number of tokens that are likelier than each drawn token, by plain forward passes."""
     rollout = ppo_stage._rollout(setup, 0)
     plain, found = plain_copy(setup.models.policy), []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
@@ -201,7 +201,7 @@ def ranks(setup):
     ids=["top_k", "top_p", "min_p", "temperature"],
 )
 def test_each_filter_reaches_the_sampler(start, narrow, left):
-    """At its narrowest each leaves the likeliest token, or the two likeliest; without it others come too."""
+    """At its narrowest, each filter keeps the one or two likeliest tokens. Without it other tokens are drawn too."""
     with start(rollout=narrow) as setup:
         assert set(ranks(setup)) == set(range(left))
     with start() as setup:
@@ -209,7 +209,7 @@ def test_each_filter_reaches_the_sampler(start, narrow, left):
 
 
 def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
-    """[13, 14] To the last bit, since the chunks are the same; and what follows is the slow loop's."""
+    """[13, 14] To the last bit, because the microbatches are the same. The rest equals the slow loop."""
     rollout = {
         "max_new_tokens": 12,
         "min_new_tokens": 4,
@@ -256,7 +256,7 @@ def test_stop_tokens_end_a_response(start, tokenizer):
 
 
 def test_stop_strings_end_a_response_and_are_not_shown(watch):
-    """What is scored and kept as a sample ends before the string; the ids that are learnt hold it."""
+    """The scored and logged text ends before the string; the ids that are trained on contain it."""
     run = watch(rollout={"stop_strings": ["e", "zz"], "stop_tokens": []}, num_logged_samples=8)
     tokenizer, ended_by_string = run.setup.tokenizer, 0
     samples = read_jsonl(run.place / "samples.jsonl")
@@ -283,7 +283,7 @@ def test_min_and_max_new_tokens(start, least):
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_an_iteration_takes_new_prompts_and_n_responses_to_each(start, n):
-    """[15, 27, 38] Every prompt once an epoch, and no two responses from the same draws."""
+    """[15, 27, 38] Every prompt comes once per epoch, and no two responses share their draws."""
     with start(rollout={"samples_per_prompt": n}) as setup:
         rollouts = [ppo_stage._rollout(setup, i) for i in range(3 * n)]
     prompts = [prompt.text for rollout in rollouts for prompt in rollout.prompts]
@@ -313,12 +313,12 @@ def test_logged_samples(watch):
 
 
 def peaks(values):
-    """Places from the third on where a value is above all before it by a tenth."""
+    """Indices from 2 on whose value exceeds all earlier ones by a tenth."""
     return [i for i in range(2, len(values)) if values[i] > 1.1 * max(values[:i])]
 
 
 def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
-    """[25] The next iteration begins anew, and both schedules end where they were to end."""
+    """[25] The next iteration updates again, and both schedules end where they should."""
     free = watch("free", **learning())
     kl = [step["policy/approx_kl"] for step in free.steps]
     end = peaks(kl)[1]
@@ -343,7 +343,7 @@ def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
 
 
 def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
-    """Neither weights nor Adam's state change; the schedule goes on; the number is in the metrics."""
+    """Neither the weights nor Adam's state change, the schedule advances, and the metrics count it."""
     free = watch("free", **learning())
     limit = sorted(step["policy/ratio"] for step in free.steps)[8]
     skipped, moved = [], []
@@ -376,7 +376,7 @@ def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
     assert run.setup.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
 
 
-def test_max_ratio_of_null_never_skips(watch):
+def test_max_ratio_null_never_skips(watch):
     run = watch(**learning(max_ratio=None))
     assert run.metrics[0]["policy/skipped_steps"] == 0.0
     assert all(move for _, move in run.moves)
@@ -384,7 +384,7 @@ def test_max_ratio_of_null_never_skips(watch):
 
 @torch.no_grad()
 def after_update_kl(run, i):
-    """KL(old, new) of iteration i a token: from plain forwards of the policies before and behind its update."""
+    """KL(old, new) per token of iteration i, by plain forward passes of the policies before and after its update."""
     rollout = run.rollouts[i]
     asked = (rollout.prompts, rollout.responses, run.setup.sampling)
     old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *asked))) for j in (i, i + 1))
@@ -393,7 +393,7 @@ def after_update_kl(run, i):
 
 
 def test_policy_kl_coef_follows_its_target(watch):
-    """[33] It doubles above 1.5 times the target, halves below 1/1.5 of it, and stays between."""
+    """[33] It doubles above 1.5 times the target, halves below target / 1.5, and otherwise stays."""
 
     def run_with(target):
         ppo = {"objective": "penalty", "policy_kl_coef": 0.5, "policy_kl_target": target, "num_iterations": 3}
@@ -435,7 +435,7 @@ def test_the_learning_rates_and_their_ends(watch):
 
 
 @pytest.mark.parametrize("init", ["policy", "shared"])
-def test_the_policy_does_not_move_a_bit_while_the_values_warm_up(watch, make_model, init):
+def test_the_policy_does_not_change_during_the_value_warm_up(watch, make_model, init):
     start_weights = weights_of(load_policy(str(make_model("llama"))))
     run = watch(value_model={"init": init, "warmup_iterations": 1}, ppo={"num_iterations": 2, "entropy_coef": 0.1})
     for name, weight in start_weights.items():
@@ -546,8 +546,8 @@ def test_every_row_of_every_kept_rollout_is_seen_once_an_epoch(watch, monkeypatc
 # -------------------------------------------------------------------------------------------- the plan
 
 
-def test_a_kl_whose_optimum_is_another_than_one_would_think_is_said(write_config, tmp_path):
-    """All but the two that null stands for, and none where the KL has no weight."""
+def test_a_kl_with_an_unexpected_optimum_gets_a_note(write_config, tmp_path):
+    """All estimators except the two defaults get a note; none does if the KL has weight 0."""
     reward, loss = ("k1", "k2", "k3", "abs", "full"), ("k2", "k3", "abs", "full", "k2_sequence")
     for kl_in, estimator in [("reward", e) for e in (None, *reward)] + [("loss", e) for e in (None, *loss)]:
         ppo = {"kl_in": kl_in, "kl_estimator": estimator}
@@ -634,7 +634,7 @@ UNUSUAL = {
 
 
 def files_of(place):
-    """Everything that does not tell the time."""
+    """All metrics except times."""
     found = {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.suffix == ".safetensors"}
     found["samples.jsonl"] = (place / "samples.jsonl").read_bytes()
     found["metrics"] = [
@@ -646,7 +646,7 @@ def files_of(place):
 
 
 def test_an_exact_rerun_with_everything_unusual_gives_the_same_bits(watch, data):
-    """Where the global generators stand has no say."""
+    """The state of the global random generators does not matter."""
     ptx = {"ptx": {"train": str(data["demonstrations"]), "coef": 0.3, "mode": "convex", "max_length": 96}}
     torch.manual_seed(1)
     first = files_of(watch("first", **UNUSUAL, **ptx).place)
@@ -661,7 +661,7 @@ def test_an_exact_rerun_with_everything_unusual_gives_the_same_bits(watch, data)
 
 
 def test_every_option_is_named_in_a_test():
-    """One that is added without a test is found here."""
+    """An option without a test fails here."""
     text = "".join(path.read_text("utf-8") for path in (TESTS / "ppo").glob("test_ppo_*.py"))
     for section in (PPO, Rollout, ValueModel, Lora, Ptx, PPOEvaluation):
         missing = [key for key in section.model_fields if not re.search(rf"\b{key}\b", text)]

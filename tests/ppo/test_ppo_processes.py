@@ -16,7 +16,7 @@ from support.tiny import merged, read_jsonl
 
 
 def two_as_one(watch, write_config, base, tmp_path, changes):
-    """A run on one process and the same on two: weights and the metrics that both have; returns the first."""
+    """Compare weights and common metrics of a run on one process and on two; returns the first."""
     changes = merged({"optimizer": {"eps": 1e-3}}, changes)
     one = watch("one", **changes)
     run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
@@ -29,7 +29,7 @@ def two_as_one(watch, write_config, base, tmp_path, changes):
 
 
 def limits(run):
-    """(a max_approx_kl and a max_ratio that some steps of this run are clearly above, and some below)."""
+    """(max_approx_kl, max_ratio): limits that some steps of this run clearly exceed, and others do not."""
     found = []
     for key in ("policy/approx_kl", "policy/ratio"):
         values = sorted(step[key] for step in run.steps)
@@ -40,7 +40,7 @@ def limits(run):
 
 
 def test_groups_split_over_processes_and_stops_taken_by_all(watch, write_config, base, tmp_path, data):
-    """[37] Prompts with three responses each, of which a process has one or two; nobody waits for ever."""
+    """[37] Three responses per prompt, one or two of them on each process. No process waits forever."""
     changes = {
         "rollout": {"samples_per_prompt": 3},
         "ppo": {
@@ -114,7 +114,7 @@ def test_skips_are_taken_by_all_processes(watch, write_config, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_stops_all_processes(write_config, base, tmp_path):
+def test_a_nan_loss_stops_all_processes(write_config, base, tmp_path):
     changes = merged(base, {"optimizer": {"learning_rate": 1e30}})
     with pytest.raises(AssertionError, match=r"ppo iteration 1, step 2: .*failed_batch\.jsonl"):
         run_processes(2, "ppo", write_config("ppo", tmp_path, **changes))

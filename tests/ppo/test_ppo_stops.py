@@ -44,8 +44,8 @@ def weight_of_nan(setup, iteration):
 
 
 @pytest.mark.parametrize("how", ["weights", "learning_rate"])
-def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path, how):
-    """Nothing is stepped from there on, the batch is kept beside the stage, and the finished stage stands."""
+def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, how):
+    """No further step is taken, the batch is saved beside the stage, and the finished stage is intact."""
     run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
     before = digests(tmp_path / "run/ppo")
     setups = []
@@ -89,8 +89,8 @@ def test_a_loss_that_is_no_number_stops_the_run(watch, run_stage, base, tmp_path
     assert not (tmp_path / "run/.ppo.partial/model").exists()
 
 
-def test_filters_of_a_policy_that_is_no_number(watch, tmp_path):
-    """No token is likelier than another, so that none is left to draw: one line too, and no traceback."""
+def test_filters_with_a_nan_policy_end_in_one_line(watch, tmp_path):
+    """No token can be kept, because NaN compares as false: one line is printed, not a traceback."""
     rollout = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
     with pytest.raises(RunError) as error:
         watch(before_rollout=weight_of_nan, rollout=rollout, ppo={"num_iterations": 3})
@@ -141,7 +141,7 @@ def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monke
 
 
 def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch):
-    """[14] GPT-2's config files have it; here nobody turns it off, and the policy is in train mode."""
+    """[14] GPT-2's config enables it. Here it is not switched off and the policy is in train mode."""
     monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
     monkeypatch.setattr(
         "rlhf_cli.ppo.setup.load_policy", lambda path, revision=None: load_policy(path, revision).train()

@@ -52,8 +52,8 @@ def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, resp
             close(torch.tensor(part.logprobs), torch.tensor(whole.logprobs))
 
 
-def test_other_prompts_beside_change_nothing(policy, table, responses):
-    """A prompt of 60 tokens pads all others by as many."""
+def test_other_prompts_in_the_batch_change_nothing(policy, table, responses):
+    """A prompt of 60 tokens adds padding to all others."""
     strangers = random_ids(60, 1, 30, seed=9)
     longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
     beside = sample(policy, strangers + PROMPTS, longer, Sampling(stop=STOP))
@@ -61,7 +61,7 @@ def test_other_prompts_beside_change_nothing(policy, table, responses):
 
 
 def test_responses_end_with_the_first_stop_token(policy, table, responses):
-    """The same draws without any stop token, cut by hand."""
+    """Compare with the same draws without stop tokens, truncated by hand."""
     free = sample(policy, PROMPTS, table, Sampling())
     assert all(len(r.ids) == LONGEST and not r.ended for r in free)
     for prompt_free, response in zip(free, responses, strict=True):
@@ -71,7 +71,7 @@ def test_responses_end_with_the_first_stop_token(policy, table, responses):
         assert len(response.logprobs) == len(response.ids)
 
 
-def test_each_of_several_stop_tokens_ends(policy, table):
+def test_each_of_several_stop_tokens_ends_a_response(policy, table):
     free = ids_of(sample(policy, PROMPTS, table, Sampling()))
     first, second = free[0][3], free[2][5]
     one = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first})))
@@ -83,7 +83,7 @@ def test_each_of_several_stop_tokens_ends(policy, table):
     assert both[0] == one[0]
 
 
-def test_a_stop_token_in_the_prompt_is_no_stop(policy, table):
+def test_a_stop_token_in_the_prompt_ends_nothing(policy, table):
     """[36]"""
     stop = frozenset(range(VOCAB, 300))
     prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]

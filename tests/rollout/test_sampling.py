@@ -1,4 +1,4 @@
-"""Filters, stop strings and least lengths, against a slow oracle in float64 and against whole decodings.
+"""Filters, stop strings and minimum lengths, against a slow float64 oracle and against decoding the whole text.
 
 Nothing here is scripted: where a test needs a certain response, it looks up the uniforms at which the model's
 own distribution gives it, and the real sampler draws it.
@@ -52,13 +52,13 @@ PROMPTS = random_ids(1, 7, 3, 12, 5, 2, 9, 4, seed=1)
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "gpt_neox"])
 def arch(request):
-    """Two that are sampled by the fast tier, and one by the general one."""
+    """Two models that the fast decoder supports, and one that it does not."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def plain(arch, make_model):
-    """As transformers loads it."""
+    """The model as transformers loads it."""
     return load_policy(str(make_model(arch))).eval()
 
 
@@ -86,12 +86,12 @@ def table():
 
 @torch.no_grad()
 def logits_of(model, prompt, ids):
-    """[len(ids), V], the logits that each of ids was drawn from, by one forward of the whole."""
+    """[len(ids), V] logits that each of ids was drawn from, by one forward pass over the sequence."""
     return model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
 
 
 def oracle(logits, t, how):
-    """The ids that the token at place t could be and their probabilities, step by step, in float64."""
+    """The ids that token t could be, with their probabilities, step by step in float64."""
     left = {v: x / how.temperature for v, x in enumerate(logits.double().tolist()) if x > -math.inf}
     if t + 1 < how.min_new_tokens:
         left = {v: x for v, x in left.items() if v not in how.stop}
@@ -190,8 +190,8 @@ def test_the_trainer_sees_the_sampled_logprobs(policy, plain, table, name):
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_new_tokens", "all"])
-def test_another_policy_is_held_to_what_the_rollout_kept(policy, plain, table, name):
-    """Not to what its own probabilities would keep; and it adds up to 1 over that."""
+def test_another_policy_uses_the_tokens_that_the_rollout_kept(policy, plain, table, name):
+    """Its own probabilities would keep other tokens. Its probabilities sum to 1 over the kept ones."""
     how = FILTERS[name]
     responses = sample(policy, PROMPTS, table, how)
     other = copy.deepcopy(plain)
@@ -245,7 +245,7 @@ def test_gradients_are_finite_and_zero_on_what_was_not_allowed(policy, plain, ta
     assert name == "greedy" or of_entropy.abs().max() > 1e-3
 
 
-def test_restrictions_speak_of_the_right_number_of_tokens():
+def test_allowed_logits_checks_the_number_of_tokens():
     how = Sampling(top_k=2)
     response = Response([1, 2], [0.0, 0.0], False, [[1, 3], [0, 2]])
     with pytest.raises(ValueError, match="found 1 rows of logits for 2 response tokens"):
@@ -255,7 +255,7 @@ def test_restrictions_speak_of_the_right_number_of_tokens():
 
 
 def random_restriction(rng, odds):
-    """Of weights that are whole numbers, with a top_p that no sum of them hits, so that rounding can't matter."""
+    """Random filters over integer weights. No sum of weights equals top_p, so rounding cannot matter."""
     top_k = rng.choice([None, 1, 2, 5, len(odds), len(odds) + 3])
     ranked = sorted(odds, reverse=True)[:top_k]
     top_p = rng.choice([None, 1.0, (rng.randrange(sum(ranked)) + 0.5) / sum(ranked)])
@@ -265,7 +265,7 @@ def random_restriction(rng, odds):
 
 @pytest.mark.parametrize("first_look", [1, 3, 1024])
 def test_filters_keep_what_the_slow_filter_keeps(monkeypatch, first_look):
-    """Few different probabilities, so nearly every cut goes through tokens that are equally likely."""
+    """There are few distinct probabilities, so nearly every cut goes through equally likely tokens."""
     monkeypatch.setattr(distribution, "FIRST_LOOK", first_look)
     rng = random.Random(0)
     cut_in_a_tie = 0
@@ -285,7 +285,7 @@ def test_filters_keep_what_the_slow_filter_keeps(monkeypatch, first_look):
 @pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 9000])
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.999])
 def test_top_p_looks_as_far_as_it_must(vocabulary, top_p):
-    """A peaked row beside a flat one, whose set is thousands of tokens."""
+    """A peaked row beside a flat row whose nucleus has thousands of tokens."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(2, vocabulary, generator=generator) * torch.tensor([[5.0], [0.1]])
     keep = kept_tokens(logits, Sampling(top_p=top_p))
@@ -310,7 +310,7 @@ def test_the_likeliest_token_is_always_kept():
     assert kept_tokens(equal, Sampling(top_k=1)).nonzero().tolist() == [[0, 0]], "the lowest id of equals"
 
 
-def test_filters_that_leave_out_nothing_change_nothing(policy, table):
+def test_filters_that_keep_everything_change_nothing(policy, table):
     free = sample(policy, PROMPTS, table, Sampling())
     assert sample(policy, PROMPTS, table, Sampling(top_p=1.0)) == free
     for how in (Sampling(top_k=10_000), Sampling(min_p=1e-30)):
@@ -322,7 +322,7 @@ def test_filters_that_leave_out_nothing_change_nothing(policy, table):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_rounding_draws_what_was_not_kept(dtype):
-    """The smallest and the largest uniforms, also those that become 1 in float32."""
+    """The smallest and the largest uniforms, including those that round to 1 in float32."""
     ends = [0.0, 2.0**-24, 1 - 2.0**-24] + ([1 - 2.0**-40] if dtype == torch.float64 else [])
     for vocabulary in (5, 300, 20_000):
         for seed in range(4):
@@ -348,7 +348,7 @@ def test_greedy_is_greedy_whatever_the_uniforms(policy, double):
 
 @pytest.mark.parametrize("least", [0, 1, 2, 6, LONGEST, LONGEST + 3])
 def test_no_response_ends_before_min_new_tokens(policy, table, least):
-    """Nearly every token is a stop token, so a response ends as soon as it may."""
+    """Nearly every token is a stop token, so a response ends as early as possible."""
     stop = frozenset(range(30, 300))
     responses = sample(policy, PROMPTS, table, Sampling(stop=stop, min_new_tokens=least))
     lengths = [len(r.ids) for r in responses]
@@ -360,7 +360,7 @@ def test_no_response_ends_before_min_new_tokens(policy, table, least):
     assert any(r.ended for r in responses) == (least <= LONGEST)
 
 
-def test_a_stop_id_that_the_logits_have_no_column_for_is_no_trouble(policy, table):
+def test_a_stop_id_beyond_the_vocabulary_is_ignored(policy, table):
     how = Sampling(min_new_tokens=3, stop=frozenset({5, 100_000}))
     responses = sample(policy, PROMPTS, table, how)
     assert all(len(r.ids) >= 3 for r in responses)
@@ -399,7 +399,7 @@ def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, tok,
     same(parts, everything)
 
 
-def test_other_prompts_beside_change_nothing(policy, table, tok, everything):
+def test_other_prompts_in_the_batch_change_nothing(policy, table, tok, everything):
     longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
     beside = sample(policy, random_ids(60, 1, 30, seed=9) + PROMPTS, longer, EVERYTHING, tok)
     same(beside[3:], everything)
@@ -416,7 +416,7 @@ def test_when_finished_rows_leave_changes_nothing(policy, table, tok, everything
 
 
 def forced(model, prompt, ids, how):
-    """Uniforms [1, len(ids)] at which the model says ids: the middle of each token's share of the cdf."""
+    """Uniforms [1, len(ids)] that make the model draw ids: the middle of each token's interval of the CDF."""
     logits = logits_of(model, prompt, ids).double()
     logits[: max(0, how.min_new_tokens - 1), sorted(how.stop)] = -math.inf
     p = logits.softmax(1)
@@ -432,7 +432,7 @@ def encoded(tok, text):
 
 
 def said(model, tok, ids, prompt=(7, 8, 9), **how):
-    """The response where the model means to say ids."""
+    """The response with the uniforms that make the model draw ids."""
     how = Sampling(**{name: tuple(x) if name == "stop_strings" else x for name, x in how.items()})
     (response,) = sample(model, [list(prompt)], forced(model, list(prompt), ids, how), how, tok)
     assert response.ids == ids[: len(response.ids)]
@@ -456,7 +456,7 @@ TALK = "please send\nthe lamp\n\nHuman: thank you\n\nHuman: sorry"
         (["p\n", "lamp\n"], "please send\nthe "),
     ],
 )
-def test_a_stop_string_ends_whatever_tokens_it_is_made_of(plain, tok, stop_strings, shown):
+def test_a_stop_string_ends_a_response_however_it_is_tokenised(plain, tok, stop_strings, shown):
     ids = encoded(tok, TALK)
     response, text = said(plain, tok, ids, stop_strings=stop_strings)
     assert text == shown
@@ -466,7 +466,7 @@ def test_a_stop_string_ends_whatever_tokens_it_is_made_of(plain, tok, stop_strin
     assert len(response.ids) == len(response.logprobs) == first, "the token that completes it is the last"
 
 
-def test_a_token_that_goes_on_after_the_stop_string_is_kept(plain, tok):
+def test_a_token_that_continues_after_the_stop_string_is_kept(plain, tok):
     ids = encoded(tok, " please")
     assert len(ids) == 1, "one token of the fixtures"
     response, text = said(plain, tok, [*ids, *ids], stop_strings=["le"])
@@ -493,12 +493,12 @@ def test_characters_of_several_tokens(plain, tok, stop):
 
 
 def test_half_a_character_is_not_the_character(plain, tok):
-    """🙃 begins with the bytes of 🙂."""
+    """🙃 and 🙂 begin with the same bytes."""
     ids = encoded(tok, "ab🙃ab")
     assert not said(plain, tok, ids, stop_strings=["🙂"])[0].ended
 
 
-def test_a_stop_string_in_the_prompt_or_begun_there_is_none(plain, tok):
+def test_a_stop_string_in_the_prompt_or_begun_there_ends_nothing(plain, tok):
     prompt = encoded(tok, "lamp\n\nHuman: a\n\nHu")
     ids = encoded(tok, "man: map")
     response, text = said(plain, tok, ids, prompt, stop_strings=["\n\nHuman:", "lamp"])
@@ -506,8 +506,8 @@ def test_a_stop_string_in_the_prompt_or_begun_there_is_none(plain, tok):
 
 
 @pytest.mark.parametrize("between", [1, 40])
-def test_special_tokens_in_between_are_no_text(plain, tok, between):
-    """Forty tokens that decode to nothing: no number of tokens is enough to read back."""
+def test_special_tokens_inside_a_stop_string_are_ignored(plain, tok, between):
+    """Forty tokens decode to nothing, so no fixed number of tokens is enough to look back."""
     a, b = encoded(tok, "a"), encoded(tok, "b")
     ids = [*encoded(tok, "map"), *a, *[tok.pad_token_id] * between, *b, *a]
     response, text = said(plain, tok, ids, stop_strings=["ab"])
@@ -515,7 +515,7 @@ def test_special_tokens_in_between_are_no_text(plain, tok, between):
     assert text == "map"
 
 
-def test_min_new_tokens_lets_stop_strings_pass(plain, tok):
+def test_a_stop_string_before_min_new_tokens_ends_nothing(plain, tok):
     ids = encoded(tok, TALK)
     texts = [tok.decode(ids[:n]) for n in range(len(ids) + 1)]
     first = next(n for n, text in enumerate(texts) if "Human:" in text)
@@ -529,7 +529,7 @@ def test_min_new_tokens_lets_stop_strings_pass(plain, tok):
     assert (response.ids, text, response.ended) == (ids, TALK, False)
 
 
-def test_a_stop_token_behind_a_passed_stop_string_cuts_nothing(plain, tok):
+def test_a_stop_string_that_ended_nothing_stays_in_the_text(plain, tok):
     ids = [*encoded(tok, "the map is"), tok.eos_token_id]
     stop = frozenset({tok.eos_token_id})
     response, text = said(plain, tok, ids, stop_strings=["map"], min_new_tokens=len(ids), stop=stop)
@@ -538,7 +538,7 @@ def test_a_stop_token_behind_a_passed_stop_string_cuts_nothing(plain, tok):
     assert text == "the "
 
 
-def test_the_end_of_the_room_at_a_stop_string_is_an_end(plain, tok):
+def test_a_stop_string_at_the_last_possible_token_ends_the_response(plain, tok):
     ids = encoded(tok, "the map")
     assert said(plain, tok, ids, stop_strings=["map"])[0].ended
     assert said(plain, tok, ids, stop_strings=["map "])[0].ended is False
@@ -550,7 +550,7 @@ def test_stop_strings_need_a_tokenizer(plain, table):
 
 
 def test_free_responses_end_where_their_text_first_holds_a_stop_string(policy, tok):
-    """The same draws without stop strings, cut by hand."""
+    """Compare with the same draws without stop strings, truncated by hand."""
     strings = ("e", "th", " re", "o")
     longer = draw_uniforms(3, "free", 0, len(PROMPTS), 40)
     free = sample(policy, PROMPTS, longer, Sampling())
@@ -569,7 +569,7 @@ def test_free_responses_end_where_their_text_first_holds_a_stop_string(policy, t
     assert len(lengths) > 3
 
 
-def test_response_text_leaves_special_tokens_out_and_other_stop_tokens_in(tok):
+def test_response_text_drops_special_tokens_and_keeps_other_stop_tokens(tok):
     ids = [*encoded(tok, "thank you"), *encoded(tok, "\n")]
     how = Sampling(stop=frozenset({ids[-1], tok.eos_token_id}))
     assert response_text(tok, Response(ids, [0.0] * len(ids), True), how) == "thank you\n"
@@ -602,7 +602,7 @@ def word_piece_tokenizer():
 
 
 def pool_of(name, tok):
-    """Token ids from which texts of a few letters, of broken bytes and of nothing are made."""
+    """Token ids that decode to a few letters, to broken bytes, or to nothing."""
     if name == "word_piece_tokenizer":
         return list(range(len(tok)))
     special = [tok.eos_token_id] * 3
@@ -613,8 +613,8 @@ def pool_of(name, tok):
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "byte_fallback_tokenizer", "word_piece_tokenizer"])
-def test_a_tail_finds_what_the_whole_text_has(request, name):
-    """Random tokens, among them broken characters and none at all; with stop strings from their own texts."""
+def test_the_tail_finds_the_same_stop_string_as_the_whole_text(request, name):
+    """Random tokens, some of which are broken characters or decode to nothing. Stop strings come from their text."""
     tok = request.getfixturevalue(name)
     pool, rng = pool_of(name, tok), random.Random(3)
     found = 0
@@ -644,7 +644,7 @@ def test_a_tail_finds_what_the_whole_text_has(request, name):
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "byte_fallback_tokenizer"])
 @pytest.mark.parametrize("stop", ["終わり", "わり", "り"])
 def test_a_tail_that_starts_inside_a_character_is_not_trusted(request, name, stop):
-    """A long run of bytes: from the middle of a character on, some tokenizers can't read any of it."""
+    """A long run of bytes: some tokenizers cannot decode it from the middle of a character."""
     tok = request.getfixturevalue(name)
     for start in ("", "a", "ab", "abc"):
         text = start + "日本語文字" * 6 + "終わり"
@@ -666,8 +666,8 @@ class Counting:
         return self.tokenizer.decode(ids, **settings)
 
 
-def test_what_has_ended_is_not_read_on(policy, table, tok, monkeypatch):
-    """Also where it stays in the batch; the long string keeps reading to one look a token."""
+def test_an_ended_response_is_not_decoded_again(policy, table, tok, monkeypatch):
+    """Also while it stays in the batch. The long stop string limits decoding to one call per token."""
     for tier in (FastDecoder, PlainDecoder):
         monkeypatch.setattr(tier, "leaves_below", 0.0)
     counting = Counting(tok)
@@ -676,8 +676,8 @@ def test_what_has_ended_is_not_read_on(policy, table, tok, monkeypatch):
     assert counting.num_calls == 2 * sum(len(r.ids) for r in responses)
 
 
-def test_long_responses_are_not_read_whole_for_every_token(tokenizer):
-    """What keeps sampling linear in the length."""
+def test_a_long_response_is_not_decoded_whole_at_every_token(tokenizer):
+    """Otherwise sampling would not be linear in the length."""
     counting, ids = Counting(tokenizer), encoded(tokenizer, TALK * 40)
     assert len(ids) > 1000
     for n in range(len(ids) - 200, len(ids)):
