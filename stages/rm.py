@@ -33,10 +33,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
-from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
+from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, TargetScale, answer_encoder
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.tokens import tokenise
@@ -57,7 +56,7 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
-from rlhf_cli.rewards.agreement import gold_gap, longer_wins, margins, scores_of_rows
+from rlhf_cli.rewards.agreement import gold_gap, margins, ranking_figures, score_figures, scores_of_rows
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rewards.normalization import score_statistics
 from rlhf_cli.rollout.distribution import Response, Sampling
@@ -78,17 +77,6 @@ SHOWN_OF_SCORES = ("loss/rm", "rm/mse", "speed/step_tokens_per_s")
 Item = RankedIds | ScoredIds
 """A training row: the sequences of a ranking, or one with its score."""
 Items = Sequence[RankedIds] | Sequence[ScoredIds]
-
-
-@dataclass(frozen=True)
-class TargetScale:
-    """Brings the scores of `loss: mse` to mean 0 and standard deviation 1."""
-
-    mean: float
-    std: float
-
-    def target(self, score: float) -> float:
-        return (score - self.mean) / self.std
 
 
 @dataclass(frozen=True)
@@ -169,7 +157,8 @@ def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     """Rankings for the pairwise losses, or scored answers for mse; and the probes."""
     spec = rm_rows(config)
     encoder = answer_encoder(tokenizer, spec, reads_last_token=reads_last_token(model))
-    found = tokenise(encoder)
+    longest = longest_input(model, tokenizer)
+    found = tokenise(encoder, longest=longest)
     display.about_rows(found.lines, found.warnings)
     train: Items = found.train
     test: Items = found.test
@@ -185,7 +174,8 @@ def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         display.note(f"{len(train):,} training pairs of a text with a higher and one with a lower label")
     probes: Sequence[RankedIds] = []
     if (probe_spec := probe_rows(config)) is not None:
-        probed = tokenise(answer_encoder(tokenizer, probe_spec, reads_last_token=reads_last_token(model)))
+        reads_last = encoder.reads_last_token
+        probed = tokenise(answer_encoder(tokenizer, probe_spec, reads_last_token=reads_last), longest=longest)
         display.about_rows(probed.lines, probed.warnings)
         probes = probed.train
     return TokenRows(train, test[: config.evaluation.max_rows], probes, scale, encoder)
@@ -289,31 +279,10 @@ def _evaluate(
         rows = [item for item in test if isinstance(item, ScoredIds)]
         predicted = scores_of_rows(model, [[item.ids] for item in rows], budget, config.precision, world).double()
         predicted = predicted * scale.std + scale.mean
-        target = torch.tensor([item.score for item in rows], dtype=torch.float64)
-        metrics = {
-            "eval/mse": (predicted - target).square().mean().item(),
-            "eval/target_variance": target.var(correction=0).item(),
-            "eval/pearson": pearson(predicted, target),
-            "eval/spearman": spearman(predicted, target),
-            "eval/pair_accuracy": pair_accuracy(predicted, target),
-        }
+        metrics = score_figures(predicted, torch.tensor([item.score for item in rows], dtype=torch.float64))
     else:
         rankings = [item for item in test if isinstance(item, RankedIds)]
-        margin, accuracy = margins(model, rankings, budget, config.precision, world)
-        # The pairs of a ranking are not independent, so a ranking counts as one trial.
-        low, high = wilson_interval(accuracy.sum().item(), len(rankings))
-        baseline = [longer_wins(item) for item in rankings]
-        metrics = {
-            "eval/accuracy": accuracy.mean().item(),
-            "eval/accuracy_low95": low,
-            "eval/accuracy_high95": high,
-            "eval/margin": margin.mean().item(),
-            "eval/length_baseline": sum(baseline) / len(baseline),
-        }
-        gold = [gold_gap(item.row) for item in rankings]
-        if all(gap is not None for gap in gold):
-            agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
-            metrics["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
+        metrics = ranking_figures(rankings, *margins(model, rankings, budget, config.precision, world))
     model.train()
     return metrics
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
-from rlhf_cli.data.encode import Example, before_answer, encode_rows, prompt_text, require_eos
+from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration
@@ -48,8 +48,7 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
+from rlhf_cli.rollout.questions import answer, first_questions
 from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
@@ -75,17 +74,18 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
-        data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)))
+        data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)), longest=positions(model))
         display.about_rows(data.lines, data.warnings)
         train, test = data.train, data.test[: config.evaluation.max_rows]
-        questions = _questions(config, model, tokenizer, stage) if test else []
+        held_out = _demonstrations(config, "test")
+        questions = first_questions(held_out, model, tokenizer, config, display) if test else []
 
         # 3. Training.
         passes = set_up_training(model, config, world.device, world.size)
 
         def evaluate(step: int) -> dict[str, float]:
             figures = _evaluate(model, test, passes.budget, config.precision, world)
-            _answer(questions, model, tokenizer, config, stage, step)
+            answer(questions, model, tokenizer, config, stage, step)
             return figures
 
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
@@ -205,60 +205,6 @@ def _evaluate(
         "eval/perplexity": math.exp(min(loss, 700.0)),  # exp overflows a float above 709
         "eval/token_accuracy": sums["correct"] / sums["tokens"],
     }
-
-
-@dataclass(frozen=True)
-class Question:
-    """A held-out prompt that the model answers at each evaluation, for you to read."""
-
-    text: str
-    ids: list[int]
-
-
-def _questions(
-    config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> list[Question]:
-    """The first held-out prompts that leave room for an answer in the model's positions."""
-    settings, template = config.evaluation, config.data.prompt_template
-    room = positions(model) - settings.max_new_tokens
-    found: list[Question] = []
-    for row in _demonstrations(config, "test"):
-        if len(found) == settings.num_samples:
-            return found
-        ids = encode_rows(tokenizer, [row], template)[0]
-        if len(ids) <= room:
-            found.append(Question(prompt_text(row.prompt, template, tokenizer, before_answer(row)), ids))
-    if settings.num_samples and not found:
-        stage.display.note(f"no held-out prompt leaves room for {settings.max_new_tokens} tokens, so no samples")
-    return found
-
-
-@torch.no_grad()
-def _answer(
-    questions: list[Question],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SFTConfig,
-    stage: StageRun,
-    step: int,
-) -> None:
-    """Sample an answer to each question on the first process: to samples.jsonl and the screen."""
-    if not questions or not stage.world.is_main:
-        return
-    settings = config.evaluation
-    model.eval()
-    with autocast(stage.world.device, config.precision):
-        responses = sample(
-            model,
-            [question.ids for question in questions],
-            draw_uniforms(config.seed, "sft samples", step, len(questions), settings.max_new_tokens),
-            Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(model, tokenizer))),
-        )
-    model.train()
-    for question, response in zip(questions, responses, strict=True):
-        text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
-        stage.sample({"step": step, "prompt": question.text, "response": text, "ended": response.ended})
-        stage.display.exchange(question.text, {f"step {step}": text})
 
 
 # --------------------------------------------------------------------------------- 1. model and tokenizer

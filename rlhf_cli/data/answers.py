@@ -45,6 +45,17 @@ class ScoredIds:
         return [self.ids]
 
 
+@dataclass(frozen=True)
+class TargetScale:
+    """Brings the scores of `loss: mse` to mean 0 and standard deviation 1, which the head learns as targets."""
+
+    mean: float
+    std: float
+
+    def target(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
 class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
     """What rankings and scored answers share: each answer becomes one sequence, prompt, answer and EOS.
 

@@ -1,4 +1,4 @@
-"""Which rows make which batch, which process computes them, and how many at a time."""
+"""Which rows make a batch, which process computes them, and how they are cut into microbatches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def stream(num_rows: int, batch_size: int, step: int, seed: int, purpose: str) -> list[int]:
-    """The row numbers of optimizer step `step` (from 0), over an endless stream of shuffled epochs.
+    """The row numbers of optimizer step `step` (from 0), from an endless stream of shuffled epochs.
 
-    Every row is taken once an epoch; a batch may span two epochs, so no row is dropped at an epoch's end.
+    Every epoch takes each row once. A batch may span two epochs, so no row is dropped at the end of an epoch.
     """
     rows: list[int] = []
     at = step * batch_size
@@ -30,12 +30,12 @@ def stream(num_rows: int, batch_size: int, step: int, seed: int, purpose: str) -
 
 @functools.lru_cache(maxsize=8)
 def _order(num_rows: int, seed: int, purpose: str, epoch: int) -> torch.Tensor:
-    """An epoch's order, kept for its other steps: over millions of rows it takes longer than a small model's step."""
+    """The order of an epoch, cached for its steps: for millions of rows it takes longer than a small model's step."""
     return torch.randperm(num_rows, generator=generator(seed, purpose, epoch))
 
 
 def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:
-    """Consecutive pieces of at most `size` items (one piece where size is None)."""
+    """Consecutive chunks of at most `size` items, or one chunk if size is None."""
     step = size or max(1, len(items))
     for at in range(0, len(items), step):
         yield items[at : at + step]
@@ -43,14 +43,14 @@ def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a process computes at a time: microbatches of at most so many tokens, and rows."""
+    """The largest microbatch that a process computes."""
 
     tokens: int
-    """A row that is longer makes a microbatch by itself."""
+    """Maximum tokens. A longer row makes a microbatch by itself."""
     rows: int | None = None
-    """At most so many rows, however short."""
+    """Maximum rows, however short. None sets no limit."""
     padded: bool = False
-    """The model runs on padded batches: a microbatch's tokens are its rows times its longest one."""
+    """The model runs on padded batches: a microbatch costs its number of rows times its longest row."""
 
     def cut(
         self, lengths: Sequence[int], groups: Sequence[Hashable] | None = None, shared: Sequence[int] | None = None
@@ -70,20 +70,20 @@ def token_chunks(
 ) -> list[list[int]]:
     """Cut rows into chunks of at most `budget` tokens, the longest rows first.
 
-    The first chunk is then about the largest one: what does not fit into memory says so at once. The same lengths
-    always give the same chunks, and rows that are of one chunk come in the same order whatever else is cut with them.
+    The first chunk is then about the largest, so a lack of memory shows in the first chunk. The same lengths always
+    give the same chunks. Rows of one chunk keep their order, whatever other rows are cut with them.
 
     Args:
         lengths: [B] tokens of each row.
-        budget: tokens of a chunk; a row that is longer is a chunk by itself.
-        max_rows: rows of a chunk, at most; None sets no limit.
-        groups: [B] a name for each row: rows of one name stay beside each other, and in one chunk where they fit into
-            one. None: each row stands for itself.
-        shared: [B] tokens that a row has in common with all rows of its group; a chunk computes them once.
-        padded: a chunk of n rows counts n times its longest row.
+        budget: maximum tokens of a chunk. A longer row is a chunk by itself.
+        max_rows: maximum rows of a chunk. None sets no limit.
+        groups: [B] a name for each row. Rows with the same name stay together, in one chunk if they fit. None: each row
+            is its own group.
+        shared: [B] tokens that a row has in common with all rows of its group. A chunk computes them once.
+        padded: a chunk of n rows costs n times its longest row.
 
     Returns:
-        The row numbers of each chunk, [] for no rows. `in_order` puts what was computed back into the rows' order.
+        The row numbers of each chunk, [] for no rows. `in_order` restores the order of the rows.
 
     >>> token_chunks([3, 9, 4, 2], 7)
     [[1], [2, 0], [3]]
@@ -99,17 +99,16 @@ def token_chunks(
     tokens = longest = 0
 
     def fits(num_rows: int, num_tokens: int) -> bool:
-        whole = len(cut[-1]) + num_rows
-        return (max_rows is None or whole <= max_rows) and (
-            whole * longest if padded else tokens + num_tokens
-        ) <= budget
+        total_rows = len(cut[-1]) + num_rows
+        total_tokens = total_rows * longest if padded else tokens + num_tokens
+        return (max_rows is None or total_rows <= max_rows) and total_tokens <= budget
 
     for rows in sorted(members.values(), key=lambda rows: -max(lengths[row] for row in rows)):
         once = shared[rows[0]] if shared is not None else 0
         for row in rows:
             is_first = row == rows[0]
             own = lengths[row] - (0 if is_first else once)
-            # A group begins where all of it fits, and is cut only if that is nowhere.
+            # A group starts in a chunk that has room for all of it, and is cut only if no chunk has.
             if not cut or not (
                 fits(len(rows), sum(lengths[r] for r in rows) - (len(rows) - 1) * once) if is_first else fits(1, own)
             ):
@@ -121,7 +120,7 @@ def token_chunks(
 
 
 def in_order(parts: Iterable[Iterable[T]], cut: Sequence[Sequence[int]]) -> list[T]:
-    """The items of `parts`, which are those of the rows of `cut` chunk by chunk, in the order of the rows.
+    """The items of `parts`, chunk by chunk as in `cut`, in the order of the rows.
 
     >>> in_order([["b"], ["c", "a"]], [[1], [2, 0]])
     ['a', 'b', 'c']
@@ -133,9 +132,9 @@ def in_order(parts: Iterable[Iterable[T]], cut: Sequence[Sequence[int]]) -> list
 
 
 def deal(lengths: Sequence[int], num_processes: int) -> list[list[int]]:
-    """The row numbers of each process: as many rows as can be alike, and about as many tokens.
+    """The row numbers of each process: equal numbers of rows up to one, and about equal numbers of tokens.
 
-    The rows are dealt from the longest to the shortest, to the processes there and back again.
+    Rows are dealt from the longest to the shortest, to the processes in order and then in reverse order.
 
     >>> deal([5, 9, 2, 7, 1], 2)  # 9, then 7 and 5, then 2 and 1
     [[1, 2, 4], [3, 0]]

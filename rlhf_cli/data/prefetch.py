@@ -1,4 +1,4 @@
-"""The next step's batch, read and decoded while this step computes."""
+"""Read and decode the next step's batch while this step computes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 def ahead(make: Callable[[int], T], first: int, last: int, device: torch.device) -> Iterator[tuple[int, T]]:
-    """`(step, make(step))` for each step from `first` to before `last`; on a GPU made in a thread, one step ahead.
+    """`(step, make(step))` for the steps from `first` to `last` - 1. For a GPU, a thread works one step ahead.
 
-    `make` is called for every step once and in order, never for two at a time. What it raises is raised here when its
-    own step is asked for, and not a step too early. The thread ends with the loop over this, however that ends: a
-    `break` or an exception closes the generator, which waits for the call that is under way.
+    `make` is called once per step, in order, and never twice at the same time. An exception from it is raised at its
+    own step. The thread ends with the caller's loop: a `break` or an exception closes the generator, which waits for
+    the call in progress.
 
-    On a CPU a batch is made when it is asked for: the thread would save nothing there, and to hand over to it takes
-    as long as to decode a batch (0.4 ms of a 100 ms step of a model of one million weights). A GPU would wait, and the
-    longer, the more processes there are, as each decodes the whole batch.
+    On a CPU there is no thread. It would save nothing, and handing over to it takes as long as decoding a batch (0.4 ms
+    of a 100 ms step of a model with one million weights). A GPU would have to wait, and longer with more processes,
+    because each of them decodes the whole batch.
 
     >>> list(ahead(lambda step: 10 * step, 2, 5, torch.device("cpu")))
     [(2, 20), (3, 30), (4, 40)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_cli.config.data import Rows
 from rlhf_cli.errors import DataError
@@ -85,12 +86,12 @@ class Report:
             found += [f"{role}.{side}: {n:,} of {total:,} rows skipped: {reason}" for reason, n in reasons.items()]
         return [*found, *(f"skipped: {line}" for line in self.bad)]
 
-    def warnings(self, role: str, length_key: str) -> list[str]:
+    def warnings(self, role: str, length_key: str, longest: int | None = None) -> list[str]:
         """The warnings about skipped rows, one per side."""
-        found = (self.warning(side, f"{role}.{side}", length_key) for side in self.skipped)
+        found = (self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped)
         return [line for line in found if line is not None]
 
-    def warning(self, side: str, name: str, length_key: str) -> str | None:
+    def warning(self, side: str, name: str, length_key: str, longest: int | None = None) -> str | None:
         """A warning if a side lost more than a tenth of its rows, with the length limit that keeps 95 %."""
         total, reasons = self.total(side), self.skipped.get(side, Counter())
         skipped = reasons.total() - reasons[DUPLICATE]
@@ -98,18 +99,47 @@ class Report:
             return None
         return (
             f"{name}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
-            f"{self.kept[side]:,} are used.{self.advice(side, length_key)}"
+            f"{self.kept[side]:,} are used.{self.advice(side, length_key, longest)}"
         )
 
-    def advice(self, side: str, length_key: str) -> str:
+    def advice(self, side: str, length_key: str, longest: int | None) -> str:
         """A sentence that names the length limit for 95 % of the rows; empty if no row was too long."""
         length = self.length_for(side)
-        return "" if length is None else f" {length_key}: {length} would keep {100 * ENOUGH:.0f} %"
+        if length is None:
+            return ""
+        text = f" {length_key}: {length} would keep {100 * ENOUGH:.0f} %"
+        if longest is not None and length > longest:
+            text += f", but the model takes at most {longest} tokens: shorten the rows, or cut them (data.truncation)"
+        return text
 
-    def nothing_left(self, role: str, side: str, length_key: str) -> DataError:
+    def nothing_left(self, role: str, side: str, length_key: str, longest: int | None) -> DataError:
         """The error for a side whose rows were all skipped."""
         reasons = "; ".join(f"{n:,} {reason}" for reason, n in self.skipped.get(side, {}).items())
         return DataError(
             f"{role}.{side}: none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}."
-            f"{self.advice(side, length_key)}"
+            f"{self.advice(side, length_key, longest)}"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as JSON values, for the token cache."""
+        return {
+            "kinds": self.kinds,
+            "rows": self.rows,
+            "kept": self.kept,
+            "skipped": self.skipped,
+            "needs": self.needs,
+            "bad": self.bad,
+        }
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Report:
+        """The report that `facts` described."""
+        return cls(
+            kinds=facts["kinds"],
+            rows=Counter(facts["rows"]),
+            kept=Counter(facts["kept"]),
+            skipped={side: Counter(reasons) for side, reasons in facts["skipped"].items()},
+            # JSON has text keys only.
+            needs={side: Counter({int(n): times for n, times in of.items()}) for side, of in facts["needs"].items()},
+            bad=facts["bad"],
         )

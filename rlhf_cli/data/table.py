@@ -1,4 +1,4 @@
-"""Rows on disk: one Arrow file a side, mapped into memory, so that two million rows cost no more memory than two."""
+"""Rows on disk, one Arrow file per side. The files are memory-mapped: two million rows cost no more memory than two."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TOKENS = {
     "list[list[int]]": pa.list_(pa.list_(pa.int32())),
     "float": pa.float64(),
 }
-"""Fields that Arrow holds as they are, by their annotation; any other goes through JSON."""
+"""Annotations of the fields that Arrow holds directly. Other fields are stored as JSON."""
 BATCH = 1000
-"""Rows of one record batch: what is held in memory while a table is written."""
+"""Rows of one record batch, held in memory while a table is written."""
 
 
 class Table(Sequence[T], Generic[T]):
-    """The rows of an Arrow file as dataclasses of one kind, each made when it is asked for.
+    """The rows of an Arrow file as instances of one dataclass, each made on access.
 
-    What JSON has no word for (dates, decimals of a Parquet file) comes back as text.
+    Values without a JSON type (dates, decimals of a Parquet file) come back as text.
     """
 
     def __init__(self, path: Path, kind: type[T]):
@@ -66,7 +66,7 @@ class Table(Sequence[T], Generic[T]):
         return (self[i] for i in range(len(self)))
 
     def lengths(self, name: str) -> np.ndarray:
-        """How many elements the list `name` of each row has, [len] int64; nothing else is read."""
+        """The number of elements of each row's list `name`, [len] int64. Nothing else is read."""
         parts = [np.diff(_buffer(batch.column(name), np.int32, batch.num_rows + 1)) for batch in self._batches]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
@@ -77,7 +77,7 @@ class Table(Sequence[T], Generic[T]):
 
 
 class TableWriter(Generic[T]):
-    """Writes rows of one dataclass to an Arrow file, a thousand at a time."""
+    """Writes instances of one dataclass to an Arrow file, a thousand at a time."""
 
     def __init__(self, path: Path, kind: type[T]):
         self._adapters = _adapters(kind)
@@ -89,7 +89,7 @@ class TableWriter(Generic[T]):
         self.num_rows = 0
 
     def write(self, rows: Iterable[T]) -> None:
-        """Add rows; they are on disk after `close`."""
+        """Add rows. They are on disk after `close`."""
         for row in rows:
             self._rows.append(row)
             self.num_rows += 1
@@ -108,20 +108,19 @@ class TableWriter(Generic[T]):
         for name, adapter in self._adapters.items():
             values = [getattr(row, name) for row in self._rows]
             if adapter is not None:
-                # Through ASCII: half a character (a lone surrogate) in a row's other columns is no UTF-8.
+                # As ASCII: a lone surrogate in one of a row's other columns cannot be written as UTF-8.
                 values = [json.dumps(adapter.dump_python(value), default=str) for value in values]
             columns.append(_column(values, self._schema.field(name).type))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self._rows = []
 
 
-# Arrow's own `pa.array` and `to_numpy` import pandas first, which takes longer than a small model's first steps. So
-# columns go to and from the memory behind them: null flags (none here), then where each row of a list or a text begins,
-# then the values.
+# Arrow's own `pa.array` and `to_numpy` import pandas, which takes longer than a small model's first steps. So columns
+# are built from and read as their buffers: null flags (none here), the start of each list or text, then the values.
 
 
 def _column(values: list, type_: pa.DataType) -> pa.Array:
-    """What `pa.array(values, type_)` is, of the types that a table has and without nulls."""
+    """The same as `pa.array(values, type_)`, for the types of a table and without nulls."""
     if pa.types.is_list(type_):
         starts = _memory(np.cumsum([0, *map(len, values)]), np.int32)
         flat = [item for row in values for item in row]
@@ -141,14 +140,14 @@ def _memory(values: Any, type_: type[np.generic]) -> pa.Buffer:
 
 
 def _buffer(column: pa.Array, type_: type[np.generic], num: int) -> np.ndarray:
-    """The starts of a column of lists, or the numbers of a column of numbers."""
+    """The starts of the lists in a column, or the numbers of a column."""
     assert column.offset == 0
     assert column.null_count == 0
     return np.frombuffer(column.buffers()[1], type_, num)
 
 
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any] | None]:
-    """For each field what reads it back from JSON, or None where Arrow holds it."""
+    """The JSON adapter of each field, or None for fields that Arrow holds directly."""
     types = get_type_hints(kind)
     return {
         field.name: None if str(field.type) in TOKENS else TypeAdapter(types[field.name])

@@ -56,19 +56,23 @@ class Tokenised(Generic[T]):
     warnings: list[str]
 
 
-def tokenise(encoder: RowEncoder[V, T]) -> Tokenised[T]:
+def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokenised[T]:
     """Encode the rows of a stage, or take them from the cache.
+
+    `longest` is the longest sequence that the model takes, for the advice in warnings.
 
     Raises DataError for rows that cannot be read, if no training row is left, or if the disk is full.
     """
     key = _key(encoder)
     with _entry(key) as entry:
         if not (entry / "facts.json").is_file():
-            _build(entry, encoder)
+            _build(entry, encoder, longest)
         os.utime(entry)
-        facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+        report = Report.from_facts(json.loads((entry / "facts.json").read_text(encoding="utf-8")))
         tables = [Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES]
-    return Tokenised(tables[0], tables[1], facts["lines"], facts["warnings"])
+    spec = encoder.stage_rows
+    warnings = report.warnings(spec.role, spec.length_key, longest)
+    return Tokenised(tables[0], tables[1], report.lines(spec.role), warnings)
 
 
 def cache_directory() -> Path:
@@ -82,17 +86,15 @@ def cache_directory() -> Path:
 # ------------------------------------------------------------------------------------------- writing
 
 
-def _build(entry: Path, encoder: RowEncoder[V, T]) -> None:
+def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> None:
     """Read and encode the rows into the folder `entry`."""
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write_tables(partial, encoder, report)
-        role, length_key = encoder.stage_rows.role, encoder.stage_rows.length_key
-        facts = {"lines": report.lines(role), "warnings": report.warnings(role, length_key)}
-        (partial / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        _write_tables(partial, encoder, report, longest)
+        (partial / "facts.json").write_text(json.dumps(report.facts()), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         partial.rename(entry)
     except OSError as error:
@@ -104,7 +106,7 @@ def _build(entry: Path, encoder: RowEncoder[V, T]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report) -> None:
+def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longest: int | None) -> None:
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
     for side, rows in _by_side(_views(encoder.stage_rows, report)):
@@ -120,7 +122,7 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report) -> No
     for side, writer in writers.items():
         writer.close()
         if report.rows[side] and not writer.num_rows:
-            raise report.nothing_left(spec.role, side, spec.length_key)
+            raise report.nothing_left(spec.role, side, spec.length_key, longest)
 
 
 def _views(spec: StageRows, report: Report) -> Iterator[tuple[str, Viewed]]:

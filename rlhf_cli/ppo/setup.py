@@ -29,7 +29,7 @@ from rlhf_cli.models.cost import (
     work_of,
 )
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed
-from rlhf_cli.models.limits import check_positions
+from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.ppo.kl_note import kl_note
@@ -119,7 +119,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         if line:
             display.note(line)
 
-    train, test = _load_prompts(config, tokenizer, stage)
+    train, test = _load_prompts(config, policy, tokenizer, stage)
     check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
     _check_lengths(models, rewards, train, test, config, stage)
     budget = _budget(config, stage, models, rewards)
@@ -139,7 +139,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         sampling=_sampling(config, policy, tokenizer),
         train=train,
         test=test[: config.evaluation.num_prompts],
-        ptx=_load_ptx_rows(config, tokenizer, stage),
+        ptx=_load_ptx_rows(config, policy, tokenizer, stage),
         policy_stepper=policy_stepper,
         value_stepper=value_stepper,
         average=WeightAverage(policy, decay=ppo.ema_decay) if ppo.ema_decay is not None else None,
@@ -152,20 +152,23 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
 
 
 def _load_prompts(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun
+    config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
 ) -> tuple[Table[PromptRow], Table[PromptRow]]:
     """The training prompts and the held-out prompts."""
-    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)))
+    room = positions(policy) - config.rollout.max_new_tokens
+    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
     stage.display.about_rows(rows.lines, rows.warnings)
     return rows.train, rows.test
 
 
-def _load_ptx_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stage: StageRun) -> Sequence[Example]:
+def _load_ptx_rows(
+    config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
+) -> Sequence[Example]:
     """The rows of the language-model loss, encoded as in the SFT stage; empty without `ptx`."""
     spec = ptx_rows(config)
     if spec is None:
         return []
-    rows = tokenise(DemonstrationEncoder(tokenizer, spec))
+    rows = tokenise(DemonstrationEncoder(tokenizer, spec), longest=positions(policy))
     stage.display.about_rows(rows.lines, rows.warnings)
     return rows.train
 

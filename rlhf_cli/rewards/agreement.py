@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.reward_model import ranking_pairs
+from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking
@@ -40,6 +41,40 @@ def scores_of_rows(
     scores = score_sequences(model, [ids for row in mine for ids in row], precision, budget, groups=groups)
     by_row = [row.tolist() for row in scores.split([len(row) for row in mine])]
     return torch.tensor([score for row in world.interleave(world.gather(by_row)) for score in row])
+
+
+def ranking_figures(rankings: list[RankedIds], margin: torch.Tensor, accuracy: torch.Tensor) -> dict[str, float]:
+    """The held-out figures of rankings, from the margin and accuracy of each.
+
+    The pairs of a ranking are not independent, so a ranking counts as one trial of the 95 % interval.
+    `eval/length_baseline` is the accuracy of a rule that prefers the longer answer. `eval/gold_accuracy` is the share
+    of rankings in whose order of best and worst the model agrees with the gold scores; ties do not count.
+    """
+    low, high = wilson_interval(accuracy.sum().item(), len(rankings))
+    baseline = [longer_wins(item) for item in rankings]
+    figures = {
+        "eval/accuracy": accuracy.mean().item(),
+        "eval/accuracy_low95": low,
+        "eval/accuracy_high95": high,
+        "eval/margin": margin.mean().item(),
+        "eval/length_baseline": sum(baseline) / len(baseline),
+    }
+    gold = [gold_gap(item.row) for item in rankings]
+    if all(gap is not None for gap in gold):
+        agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
+        figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
+    return figures
+
+
+def score_figures(predicted: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
+    """The held-out figures of scored answers: error, correlations, and the share of pairs in the right order."""
+    return {
+        "eval/mse": (predicted - target).square().mean().item(),
+        "eval/target_variance": target.var(correction=0).item(),
+        "eval/pearson": pearson(predicted, target),
+        "eval/spearman": spearman(predicted, target),
+        "eval/pair_accuracy": pair_accuracy(predicted, target),
+    }
 
 
 def longer_wins(item: RankedIds) -> float:

@@ -229,6 +229,22 @@ def test_without_a_row_left_the_error_names_the_length(tmp_path: Path, make_mode
     run_stage("sft", tmp_path, model=model, data=data | {"max_length": length}, evaluation={"num_samples": 0})
 
 
+def test_the_advice_says_where_the_model_ends(
+    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny Llama has 128 positions, also when the tokens come from the cache."""
+    rows = [{"prompt": "radio map " * 100 * (n % 2), "response": f" answer {n}"} for n in range(20)]
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 96}
+    for _ in range(2):
+        run_loudly("sft", write_config, tmp_path, model={"path": str(make_model("llama"))}, data=data)
+        assert re.search(
+            r"data.max_length: \d+ would keep 95 %, but the model takes at most 128 tokens: shorten the rows, or cut "
+            r"them \(data.truncation\)",
+            capsys.readouterr().out,
+        )
+        (tmp_path / "sft" / "manifest.json").unlink()
+
+
 def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, write_config: Any) -> None:
     rows = [{"prompt": "lamp " * n, "response": " answer"} for n in range(60)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 30}
