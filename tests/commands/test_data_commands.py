@@ -65,18 +65,18 @@ PAIRS: list[Any] = [
     pair("a b c", 4, 2),  # the same row again
     pair("a b c", 6, 2),  # the same prompt, another answer; longer
     pair("d", 1, 5),  # shorter
-    pair("", 3, 3),  # no prompt; as long
+    pair("", 3, 3),  # no prompt, equally long
     {"prompt": "e f", "chosen": "same", "rejected": "same"},  # no preference
     {"prompt": "e f", "chosen": "good", "rejected": 7},  # bad
     {"prompt": "e f", "chosen": "good"},  # bad
-    pair("g h", 20, 1),  # longer, and 22 words in all
+    pair("g h", 20, 1),  # longer, 22 words together
 ]
 
 
 # --------------------------------------------------------------------------------------- check: counts
 
 
-def test_every_count_is_that_of_the_hand(tmp_path: Path) -> None:
+def test_every_count_equals_the_hand_count(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
     found = checked(path, "--for", "rm", "--max-length", 21, code=1)
     side = found["sides"]["train"]
@@ -95,13 +95,13 @@ def test_every_count_is_that_of_the_hand(tmp_path: Path) -> None:
     assert "leaks" not in found
 
 
-def test_the_length_limit_is_the_longest_that_is_not_counted(tmp_path: Path) -> None:
+def test_a_row_of_exactly_max_length_is_not_too_long(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIRS[0], PAIRS[-1]])
     for limit, too_long in ((22, 0), (21, 1), (7, 1), (6, 2)):
         assert checked(path, "--for", "rm", "--max-length", limit)["sides"]["train"]["too_long"] == too_long
 
 
-def test_length_bias_is_that_of_the_hand(tmp_path: Path) -> None:
+def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "pairs.jsonl", [row for row in PAIRS if isinstance(row.get("rejected"), str)])
     bias = checked(path, "--for", "rm")["sides"]["train"]["length_bias"]
     low, high = wilson_interval(4.5, 6)
@@ -130,7 +130,7 @@ def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
     assert (side["length_bias"]["chosen_longer"], side["lengths"]["rejected"]["max"]) == (0.5, 5)
 
 
-def test_percentiles_are_lengths_that_occur(tmp_path: Path) -> None:
+def test_percentiles_are_lengths_of_rows(tmp_path: Path) -> None:
     """The smallest length that p per cent of the rows do not exceed, by counting."""
     rng = random.Random(2)
     lengths = [rng.randint(1, 60) for _ in range(207)]
@@ -145,7 +145,7 @@ def test_percentiles_are_lengths_that_occur(tmp_path: Path) -> None:
     assert side["lengths"]["prompt"]["p99"] == 1
 
 
-def test_a_percentile_lies_between_no_two_lengths(tmp_path: Path) -> None:
+def test_a_percentile_is_never_interpolated(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}", "response": words(10 * n)} for n in range(1, 11)]
     side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
     lengths = side["lengths"]["answer"]
@@ -163,14 +163,14 @@ def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
     assert checked(train, "--for", "ppo", "--test", train, "--set", "limit=5")["leaks"]["rows"] == 5
 
 
-def test_empty_prompts_are_no_leak_and_no_repetition(tmp_path: Path) -> None:
+def test_empty_prompts_count_neither_as_leaks_nor_as_repeated(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "response": f"answer {n}"} for n in range(4)])
     found = checked(path, "--for", "sft", "--test", path)
     assert found["leaks"]["rows"] == 0
     assert found["sides"]["train"]["prompts_of_several_rows"]["prompts"] == 0
 
 
-def test_labels_are_counted_and_many_scores_summed_up(tmp_path: Path) -> None:
+def test_labels_are_counted_and_many_scores_are_summarised(tmp_path: Path) -> None:
     labelled = [{"text": f"text {n}", "label": int(n < 3)} for n in range(8)]
     found = checked(write_jsonl(tmp_path / "a.jsonl", labelled), "--for", "rm")
     assert found["for"] == "rm scores"
@@ -188,14 +188,14 @@ def test_labels_are_counted_and_many_scores_summed_up(tmp_path: Path) -> None:
     assert side["scores"]["mean"] == pytest.approx(2.5, rel=1e-12)
 
 
-def test_of_scored_answers_each_is_too_long_by_itself(tmp_path: Path) -> None:
+def test_each_scored_answer_is_measured_by_itself(tmp_path: Path) -> None:
     row = {"prompt": "p", "answers": [words(2), words(5), words(9)], "scores": [1, 2, 3]}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     assert checked(path, "--for", "rm-scores", "--max-length", 5)["sides"]["train"]["too_long"] == 2
     assert checked(path, "--for", "rm", "--max-length", 5)["sides"]["train"]["too_long"] == 1
 
 
-def test_rm_takes_pairs_where_it_can_and_scores_elsewhere(tmp_path: Path) -> None:
+def test_rm_reads_pairs_if_it_can_else_scores(tmp_path: Path) -> None:
     both = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answers": ["a", "b"], "scores": [1, 2]}])
     assert checked(both, "--for", "rm")["for"] == "rm pairs"
     assert checked(both, "--for", "rm-scores")["for"] == "rm scores"
@@ -227,7 +227,7 @@ def test_a_source_without_one_good_row_is_refused_and_its_bad_rows_are_shown(tmp
     assert "no row is left to train on" in result.stderr
 
 
-def test_a_row_that_only_the_stage_refuses_is_bad(tmp_path: Path) -> None:
+def test_a_row_that_only_the_stage_rejects_is_bad(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "response": "r"}, {"prompt": " ", "response": "r"}]
     found = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "ppo", code=1)
     assert "the prompt is empty" in found["bad_rows"]["first"][0]
@@ -259,7 +259,7 @@ def test_a_row_that_only_the_stage_refuses_is_bad(tmp_path: Path) -> None:
         (["--config", "configs/support/sft.yaml", "--max-length", "3"], "--max-length: does not go with --config"),
     ],
 )
-def test_misuse_is_one_line_and_two(arguments: list[str], message: str) -> None:
+def test_misuse_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     result = rlhf("check", *arguments, code=2)
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
@@ -268,7 +268,7 @@ def test_misuse_is_one_line_and_two(arguments: list[str], message: str) -> None:
 # --------------------------------------------------------------------------------- check: what is printed
 
 
-def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) -> None:
+def test_the_report_fits_into_80_columns_and_shows_the_figures(tmp_path: Path) -> None:
     rng = random.Random(1)
     rows = [pair(f"{words(rng.randint(1, 90))} {n}", rng.randint(1, 300), rng.randint(1, 90)) for n in range(150)]
     rows += [rows[3], {"prompt": "p", "chosen": 1, "rejected": 2}]
@@ -288,7 +288,7 @@ def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) 
         line = next(line for line in figures if line.split()[:1] == [{"whole": "together"}.get(name, name)])
         values = side["lengths"][name]
         assert line.split()[1:7] == [str(values[key]) for key in ("p1", "p10", "p50", "p90", "p99", "max")]
-        # The picture stands where the figures say, on one scale from 0 to the largest p99.
+        # The bars agree with the figures, on one scale from 0 to the largest p99.
         scale = max(lengths["p99"] for lengths in side["lengths"].values())
         drawn = line[56:]
         assert drawn.index("┃") == round(values["p50"] / scale * 23)
@@ -306,7 +306,7 @@ def test_the_picture_fits_into_80_columns_and_holds_the_figures(tmp_path: Path) 
     )
 
 
-def test_an_output_of_ascii_alone_loses_nothing(tmp_path: Path) -> None:
+def test_ascii_output_loses_nothing(tmp_path: Path) -> None:
     rows = [{"prompt": "naïve\x1b[31m", "response": "日本"}, {"prompt": "p", "response": 3}]
     path = write_jsonl(tmp_path / "naïve.jsonl", rows)
     for command, code in (("check", 1), ("show", 0)):
@@ -318,7 +318,7 @@ def test_an_output_of_ascii_alone_loses_nothing(tmp_path: Path) -> None:
     assert "\\x1b[31m[[\\u65e5\\u672c]]" in result.stdout
 
 
-def test_a_mean_is_of_all_rows_over_chunks_and_sides(tmp_path: Path) -> None:
+def test_means_cover_all_chunks_and_sides(tmp_path: Path) -> None:
     """More rows than are measured at a time, of two sides in turn."""
     rows = [{"prompt": f"question {n}", "response": words(1 + n % 7)} for n in range(2500)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
@@ -348,7 +348,7 @@ def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
+def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
     values = [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)]
     path = write_jsonl(tmp_path / "a.jsonl", [*values, *values[:7]])
     data = {
@@ -364,14 +364,14 @@ def test_a_config_says_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     found = checked("--config", config)
     train, test = found["sides"]["train"], found["sides"]["test"]
     assert train["read"] + test["read"] == 37
-    # Neither hidden by deduplicate, nor made by a weight that reads the source three times.
+    # `deduplicate` does not hide duplicates, and a weight of 3 does not create any.
     assert train["duplicates"]["rows"] + test["duplicates"]["rows"] == 7
     assert found["unit"] == "tokens"
     rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
     lengths = [len(ids) for ids, _ in encode_answers(tokenizer, rows, "please help: {prompt}")]
     different = lengths[:30]
     assert train["too_long"] + test["too_long"] == sum(length > 12 for length in different) > 0
-    # All are too short, and `deduplicate` skips seven before their lengths are looked at.
+    # All rows are too short, and `deduplicate` skips seven before they are measured.
     assert train["too_short"] + test["too_short"] == 30
     skipped = Counter(train["skipped"]) + Counter(test["skipped"])
     assert skipped == {DUPLICATE: 7, "answers of fewer than 60 tokens": 30}
@@ -389,7 +389,7 @@ def test_without_a_tokenizer_on_disk_lengths_are_words(tmp_path: Path) -> None:
     assert checked("--config", config)["unit"] == "words"
 
 
-def test_probes_and_ptx_are_checked_too(tmp_path: Path) -> None:
+def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair(f"p {n}", 2, 3) for n in range(4)])
     probes = write_jsonl(tmp_path / "probes.jsonl", [{**pair("q", 2, 3), "probe": "length"}, pair("q", 3, 2)])
     rm = sft_config({"train": str(pairs), "test_fraction": 0, "probes": str(probes)}, model={"path": "org/model"})
@@ -419,7 +419,7 @@ def test_probes_and_ptx_are_checked_too(tmp_path: Path) -> None:
     assert list(found["sides"]["train"]["lengths"]) == ["prompt"]
 
 
-def test_a_config_of_mse_reads_scores(tmp_path: Path) -> None:
+def test_loss_mse_reads_scores(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answers": ["a", "b c"], "scores": [1, 2]}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     config = tmp_path / "rm.yaml"
@@ -481,7 +481,7 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "closing_tokenizer", "metaspace_tokenizer"])
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs", "rm scores", "ppo"])
 @pytest.mark.parametrize("template", [None, "help: {prompt}"])
-def test_lengths_in_tokens_are_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
+def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
     tokenizer = request.getfixturevalue(name)
     rows = seen_rows(purpose)
     measure = InTokens(encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x"))  # type: ignore[list-item]
@@ -505,7 +505,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs"])
-def test_of_a_conversation_sft_learns_every_turn_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
+def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
     from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.models.scratch import train_tokenizer
 
@@ -528,7 +528,7 @@ def test_of_a_conversation_sft_learns_every_turn_and_rm_judges_the_last(purpose:
         assert of_answers == [count["thank you<eos>\n"], count["sorry sorry sorry<eos>\n"]]
 
 
-def test_a_tokenizer_without_eos_measures_as_a_classifier_reads() -> None:
+def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
     wordpiece = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}, unk_token="[UNK]"))
     wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
     wordpiece.post_processor = processors.TemplateProcessing(

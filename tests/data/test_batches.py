@@ -1,4 +1,4 @@
-"""The order of batches."""
+"""The order of batches, and batches made one step ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_cli.errors import DataError
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 3), (7, 7), (5, 8), (12, 4)])
-def test_every_row_once_an_epoch(rows: int, batch: int) -> None:
+def test_every_epoch_takes_each_row_once(rows: int, batch: int) -> None:
     epochs = 4
     order = [i for step in range(-(-rows * epochs // batch)) for i in stream(rows, batch, step, 0, "x")]
     for epoch in range(epochs):
@@ -21,7 +21,7 @@ def test_every_row_once_an_epoch(rows: int, batch: int) -> None:
     assert order[:rows] != order[rows : 2 * rows] or rows == 1
 
 
-def test_the_order_depends_on_seed_and_purpose_alone() -> None:
+def test_the_order_depends_only_on_seed_and_purpose() -> None:
     assert stream(50, 8, 3, 0, "a") == stream(50, 8, 3, 0, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 1, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 0, "b")
@@ -40,7 +40,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")  # nothing is computed on i
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_batches_made_ahead_are_the_same_in_the_same_order(device: torch.device) -> None:
+def test_prefetched_batches_are_the_same_in_the_same_order(device: torch.device) -> None:
     calls: list[int] = []
 
     def make(step: int) -> list[int]:
@@ -53,7 +53,7 @@ def test_batches_made_ahead_are_the_same_in_the_same_order(device: torch.device)
     assert threads() == []
 
 
-def test_the_next_batch_is_made_while_this_one_is_used() -> None:
+def test_the_next_batch_is_made_during_this_step() -> None:
     made = [threading.Event() for _ in range(4)]
 
     def make(step: int) -> int:
@@ -68,7 +68,7 @@ def test_the_next_batch_is_made_while_this_one_is_used() -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_a_batch_that_can_not_be_made_fails_at_its_own_step(device: torch.device) -> None:
+def test_an_exception_in_a_batch_is_raised_at_its_own_step(device: torch.device) -> None:
     def make(step: int) -> int:
         if step == 2:
             raise DataError("row 7 is gone")

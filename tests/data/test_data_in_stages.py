@@ -70,7 +70,7 @@ PAIRS = [
         ("left", [0, 2], {"longer than 24 tokens, and so is its answer": 1}),
     ],
 )
-def test_a_pair_whose_difference_was_cut_off_is_dropped_and_counted(
+def test_a_pair_whose_difference_was_cut_off_is_skipped_and_counted(
     encoder: Any, tmp_path: Path, truncation: str, kept: list[int], reason: dict[str, int]
 ) -> None:
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
@@ -91,7 +91,7 @@ def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder: Any, tmp_path: P
     assert len(full) == 3
     cut = list(tokenise(encoder(reads_last_token=False, train=path, max_length=24, truncation="left")).train)
     for item in cut:
-        # Its own first token stays.
+        # A cut text keeps its first token.
         assert item.answers == [ids if len(ids) <= 24 else [ids[0], *ids[-23:]] for ids in full[item.row.where]]
     assert len(cut) == 3
     cut = list(tokenise(encoder(reads_last_token=False, train=path, max_length=24, truncation="right")).train)
@@ -106,14 +106,16 @@ def test_short_answers_are_skipped_if_the_config_says_so(encoder: Any, tmp_path:
     assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
-def test_rm_says_how_it_cut(run_stage: Any, make_model: Any, tmp_path: Path) -> None:
-    """PPO's reward cuts as the training did: that is read from the model's config."""
+def test_rm_stores_its_length_limit_and_truncation_in_the_model(
+    run_stage: Any, make_model: Any, tmp_path: Path
+) -> None:
+    """PPO's reward reads them there and cuts texts as the training did."""
     run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data={"max_length": 40, "truncation": "left"})
     config = json.loads((tmp_path / "rm/model/config.json").read_text())
     assert (config["rlhf_max_length"], config["rlhf_truncation"]) == (40, "left")
 
 
-def test_sft_cuts_and_ppo_cuts(write_config: Any, make_model: Any, run_stage: Any, tmp_path: Path) -> None:
+def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, run_stage: Any, tmp_path: Path) -> None:
     path = str(make_model("llama"))
     tokenizer = load_tokenizer(path)
     rows = [{"prompt": "the tent " * 20 + word, "response": " it is here"} for word in ("now", "then", "later")]
@@ -140,7 +142,7 @@ def test_sft_cuts_and_ppo_cuts(write_config: Any, make_model: Any, run_stage: An
 
 
 def judge(folder: Path) -> Path:
-    """A reward that writes down which prompts it was given."""
+    """A reward function that records the prompts it receives."""
     path = folder / "judge.py"
     path.write_text(
         "from pathlib import Path\n\n\ndef seen(prompts, responses, rows):\n"
@@ -155,7 +157,7 @@ def judge(folder: Path) -> Path:
 
 
 def test_one_dataset_split_over_the_stages(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
-    """`split` alone decides: the three stages together read every row once."""
+    """With `split` the three stages together read every row exactly once."""
     rows = [{"prompt": f"question {i}", "chosen": f" we will {i}", "rejected": " no"} for i in range(120)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     data = {"train": path, "test": None, "test_fraction": 0, "split": [2, 4, 4]}
@@ -201,7 +203,7 @@ def test_a_mixture_of_formats_trains(tmp_path: Path, run_stage: Any, make_model:
 
 
 def test_rankings_train_a_reward_model(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
-    """Four answers, the more often "good" the better: learnt from rankings, and held out it is known in pairs."""
+    """Four answers, better with more "good" in them. The model learns it from rankings and ranks held-out pairs."""
     rows = [
         {"prompt": f"question {i}", "answers": [f" it is{' good' * (4 - k)}{' bad' * k} {i}" for k in range(4)]}
         for i in range(60)
@@ -221,10 +223,10 @@ def test_rankings_train_a_reward_model(tmp_path: Path, run_stage: Any, make_mode
     assert 0.2 < first["rm/accuracy"] < 0.8
 
 
-def test_conversations_as_preferences_read_as_sft_reads_them(
+def test_rm_encodes_a_conversation_as_sft_does(
     encoder: Any, make_model: Any, write_config: Any, tmp_path: Path
 ) -> None:
-    """The chosen answer's ids are those of the same conversation as a demonstration, in the chat template."""
+    """The chosen answer has the same ids as the same conversation given as a demonstration in the chat template."""
     talk = [{"role": "user", "content": "hello there"}]
     good, bad = ({"role": "assistant", "content": text} for text in ("hi", "it is late"))
     pairs = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": talk, "chosen": [good], "rejected": [bad]}]))
@@ -242,7 +244,7 @@ def test_conversations_as_preferences_read_as_sft_reads_them(
     assert item.answers == [e.ids for e in demonstrations(config, own).train]
 
 
-def test_labels_as_pairs_are_whole_texts(encoder: Any, tmp_path: Path) -> None:
+def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:
     rows = [{"text": f"it is {'good' if i % 3 else 'bad'} {i}", "label": i % 3} for i in range(30)]
     encode = encoder(train=str(write_jsonl(tmp_path / "rows.jsonl", rows)))
     labelled: Tokenised[ScoredIds] = tokenise(encode)
@@ -264,10 +266,10 @@ def test_labels_as_pairs_are_whole_texts(encoder: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "rm mse"])
-def test_the_best_model_is_that_of_the_best_held_out_figure(
+def test_best_model_is_the_model_with_the_best_held_out_figure(
     stage: str, tmp_path: Path, run_stage: Any, make_model: Any
 ) -> None:
-    """A learning rate that is far too high in the end: the best is not the last, and is what it was then."""
+    """The learning rate ends far too high, so the best model is not the last. It has the weights of its own step."""
     name, _, kind = stage.partition(" ")
     metric, lower = {"sft": ("eval/loss", True), "rm": ("eval/accuracy", False), "rm mse": ("eval/mse", True)}[stage]
     changes: dict[str, Any] = {
@@ -288,7 +290,7 @@ def test_the_best_model_is_that_of_the_best_held_out_figure(
     wanted = (min if lower else max)(figures, key=lambda step: figures[step])
     assert wanted != 8, figures
     own = json.loads((tmp_path / name / "best_model/config.json").read_text())
-    # The run that is as long as it took gives the very same weights.
+    # A run that stops at the best step has the same weights.
     changes["training"] = {"num_steps": wanted, "minibatch_size": 4}
     run_stage(name, tmp_path / "short", **changes)
     best = (tmp_path / name / "best_model/model.safetensors").read_bytes()
@@ -300,7 +302,7 @@ def test_the_best_model_is_that_of_the_best_held_out_figure(
             assert own[key] == pytest.approx(short[key], rel=1e-4)
 
 
-def test_the_best_model_needs_something_to_tell_it_by(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+def test_keep_best_needs_held_out_rows(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
     changes = {"model": {"path": str(make_model("llama"))}, "data": {"test": None, "test_fraction": 0}}
     with pytest.raises(ConfigError, match="no held-out rows"):
         run_stage("sft", tmp_path, **changes, evaluation={"every_steps": 1, "keep_best": True})
@@ -308,7 +310,7 @@ def test_the_best_model_needs_something_to_tell_it_by(tmp_path: Path, run_stage:
         run_stage("sft", tmp_path, **changes, evaluation={"keep_best": True})
 
 
-def test_the_best_figure_is_carried_through_a_checkpoint() -> None:
+def test_the_best_figure_survives_a_checkpoint() -> None:
     before, after = Best("x", lower=False), Best("x", lower=False)
     after.restore(*before.state())
     assert before.is_better(3, {"x": 1.0})

@@ -1,4 +1,4 @@
-"""Which rows a stage reads, on which side they stand, how they are cut, and what is kept of them on disk."""
+"""Which rows a stage reads, on which side they are, how they are cut, and how tokens are cached on disk."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ def test_skipping_does_not_hide_the_wrong_file(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- cut
 
 
-def test_what_is_cut_is_a_part_and_its_answer_stays_marked() -> None:
-    """Random sequences of prompt, answer and turns; ids are their own places."""
+def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() -> None:
+    """Random sequences of prompts, answers and turns. Each id equals its position."""
     random.seed(0)
     counts: Counter[str] = Counter()
     for _ in range(3000):
@@ -256,7 +256,7 @@ def test_a_short_answer_is_skipped() -> None:
     )
 
 
-def test_prompts_are_cut_on_the_side_that_is_asked_for() -> None:
+def test_prompts_are_cut_on_the_configured_side() -> None:
     assert fit_prompt([5, 6, 7], Limits(3), None) == [5, 6, 7]
     assert fit_prompt([5, 6, 7, 8], Limits(3), None) == Skipped("prompts longer than 3 tokens", needs=4)
     assert fit_prompt([5, 6, 7, 8], Limits(3, "right"), 5) == [5, 6, 7]
@@ -302,7 +302,9 @@ def build(path: Path, rows: Sequence[Any], kind: type) -> Table[Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 1000])
-def test_a_table_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_a_table_returns_the_rows_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     monkeypatch.setattr(table, "BATCH", batch)
     rows = things(25)
     found = build(tmp_path / "a.arrow", rows, Thing)
@@ -327,7 +329,7 @@ def test_a_table_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest
         (pa.large_string(), ["", "caf\u00e9 \u6f22", "a"]),
     ],
 )
-def test_a_column_is_the_one_that_arrow_makes(kind: pa.DataType, values: list) -> None:
+def test_columns_equal_those_of_pyarrow(kind: pa.DataType, values: list) -> None:
     for some in (values, values[1:2]):
         found = table._column(some, kind)
         found.validate(full=True)
@@ -341,8 +343,8 @@ def test_an_empty_table(tmp_path: Path) -> None:
     assert found.lengths("ids").tolist() == []
 
 
-def test_a_table_is_mapped_and_not_read(tmp_path: Path) -> None:
-    """80 MB of tokens: opening it and looking at a hundred rows leaves the process where it was."""
+def test_a_table_is_memory_mapped(tmp_path: Path) -> None:
+    """80 MB of tokens: opening the table and reading a hundred rows adds little to the process's memory."""
     rows = (Example(list(range(2000)), [True] * 2000, "w") for _ in range(10_000))
     build(tmp_path / "a.arrow", rows, Example)  # type: ignore[arg-type]
     assert (tmp_path / "a.arrow").stat().st_size > 80_000_000
@@ -365,7 +367,7 @@ def test_a_table_is_mapped_and_not_read(tmp_path: Path) -> None:
 
 
 class Counting(DemonstrationEncoder):
-    """Encodes demonstrations, and counts the rows."""
+    """Encodes demonstrations and counts the rows."""
 
     num_rows = 0
 
@@ -401,7 +403,7 @@ def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrai
     assert [e.ids for e in first.train] == [e.ids for e in plain]
 
 
-def test_what_decides_the_tokens_makes_a_new_entry(
+def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(
     tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", numbered(20))
@@ -424,7 +426,7 @@ def test_what_decides_the_tokens_makes_a_new_entry(
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "facts"])
-def test_a_damaged_entry_is_made_again(tmp_path: Path, cached: Any, damage: str) -> None:
+def test_a_damaged_cache_entry_is_rebuilt(tmp_path: Path, cached: Any, damage: str) -> None:
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
     first, _ = cached(data)
     rows = list(first.train)
@@ -441,14 +443,14 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, cached: Any, damage: str)
     assert list(again.train) == rows
 
 
-def test_a_bad_row_leaves_nothing_behind(tmp_path: Path, cached: Any) -> None:
+def test_a_bad_row_leaves_no_cache_entry(tmp_path: Path, cached: Any) -> None:
     data = Rows(train=write(tmp_path / "a.jsonl", BAD), test_fraction=0)
     with pytest.raises(DataError):
         cached(data)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_without_a_place_for_the_cache_it_still_runs(
+def test_an_unwritable_cache_does_not_stop_the_run(
     tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -459,7 +461,7 @@ def test_without_a_place_for_the_cache_it_still_runs(
     assert found.train[0].where.endswith(":1")
 
 
-def test_entries_that_nobody_used_for_a_month_go(tmp_path: Path, cached: Any) -> None:
+def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: Any) -> None:
     one = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
     other = Rows(train=write(tmp_path / "b.jsonl", numbered(6)), test_fraction=0)
     cached(one)
@@ -474,8 +476,8 @@ def test_entries_that_nobody_used_for_a_month_go(tmp_path: Path, cached: Any) ->
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 
 
-def test_two_processes_make_one_entry(tmp_path: Path, tokenizer_path: str) -> None:
-    """Both start at once; one of them encodes, the other waits and reads what it made."""
+def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str) -> None:
+    """Both start at the same time. One encodes; the other waits and reads the result."""
     path = write(tmp_path / "a.jsonl", numbered(3000))
     program = (
         "import sys\n"
@@ -504,7 +506,7 @@ def test_two_processes_make_one_entry(tmp_path: Path, tokenizer_path: str) -> No
     assert said[0][1:] == said[1][1:]
 
 
-def test_lengths_are_those_of_the_rows(tmp_path: Path, cached: Any) -> None:
+def test_table_lengths_equal_those_of_the_rows(tmp_path: Path, cached: Any) -> None:
     found, _ = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(30)), test_fraction=0))
     assert found.train.lengths("ids").tolist() == [len(e.ids) for e in found.train]
     assert isinstance(found.train.lengths("ids"), np.ndarray)
