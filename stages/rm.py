@@ -271,7 +271,7 @@ def _evaluate(
     config: RMConfig,
     world: World,
 ) -> dict[str, float]:
-    """Held-out figures over all rows at once, never a mean of batch means."""
+    """Held-out figures over all rows together, never a mean of batch means."""
     if not test:
         return {}
     model.eval()

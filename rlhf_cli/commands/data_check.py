@@ -132,7 +132,7 @@ class InTokens:
         if self.purpose == "ppo":
             return len(sequences[0][0]), []
         if not sequences[0][1]:
-            # An encoder model's sequences have no mask: the answer is everything beyond the prompt by itself.
+            # An encoder model's sequences have no mask: the answer is everything after the prompt.
             tokenizer, record = self.encoder.tokenizer, seen.record
             text = prompt_text(record.prompt, self.encoder.template, tokenizer, record.messages)
             prompt = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -202,7 +202,7 @@ class Side:
         if measured.answers:
             self._length("whole", max(totals))
         if spec.limits is not None:
-            # A ranking is skipped as a whole, of scored answers each by itself.
+            # A ranking is skipped as a whole, scored answers one by one.
             each = spec.purpose == "rm scores"
             long = sum(length > spec.limits.max_length for length in totals)
             short = sum(length < spec.limits.min_response_length for length in measured.answers)
@@ -233,7 +233,7 @@ class Side:
 
 
 class Check(Report):
-    """Everything that is found out about the rows of a stage. Sides are train, test, probes and ptx."""
+    """Everything that `rlhf data check` counts. The sides are train, test, probes and ptx."""
 
     def __init__(self, progress: Callable[[int], object] = lambda _: None) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Record:
     answers: tuple[Answer, ...]
     """Empty for a prompt alone."""
     key: str
-    """What the split of rows goes by: the prompt, or the text if there is no prompt."""
+    """The text that splits hash: the prompt, or the whole text if there is no prompt."""
     ranked: bool = False
     """The answers are in order, best first."""
     undesirable: bool = False
