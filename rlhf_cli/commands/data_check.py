@@ -361,7 +361,8 @@ def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_jso
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(model_directory(tokenizer_path))
+        tokenizer_path = model_directory(tokenizer_path)
+        tokenizer = load_tokenizer(tokenizer_path)
     console = new_console()
     # A line with the count so far, on the error output of a terminal. It disappears at the end.
     status = Console(stderr=True).status("reading")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -252,6 +253,19 @@ def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, wri
     result = CliRunner().invoke(app, ["data", "check", "--config", str(config)])
     assert re.search(r"Warning: train: \d+ of 60 rows \(\d+ %\) are skipped, \d+ are used.", result.stdout)
     assert re.search(r"data.max_length: \d+ would keep 95 %", result.stdout)
+
+
+def test_a_stage_directory_as_tokenizer_measures_as_its_model_reads(tmp_path: Path, word_piece: Any) -> None:
+    """`--tokenizer RUN/rm` finds RUN/rm/model, an encoder with an EOS token: whole texts, in its special tokens."""
+    folder = tmp_path / "rm"
+    tokenizer = copy.deepcopy(word_piece)
+    tokenizer.eos_token = "[SEP]"
+    encoder(folder / "model", tokenizer)
+    (folder / "manifest.json").write_text("{}")
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "chosen": " is late", "rejected": " lamp"}])
+    result = CliRunner().invoke(app, ["data", "check", str(rows), "--for", "rm", "--tokenizer", str(folder), "--json"])
+    side = json.loads(result.stdout)["sides"]["train"]
+    assert side["lengths"]["whole"]["max"] == len(tokenizer("the tent is late")["input_ids"])
 
 
 # --------------------------------------------------------------------------------------- few rows, many times
