@@ -266,6 +266,8 @@ def test_a_stage_directory_as_tokenizer_measures_as_its_model_reads(tmp_path: Pa
     result = CliRunner().invoke(app, ["data", "check", str(rows), "--for", "rm", "--tokenizer", str(folder), "--json"])
     side = json.loads(result.stdout)["sides"]["train"]
     assert side["lengths"]["whole"]["max"] == len(tokenizer("the tent is late")["input_ids"])
+    # A causal model would count [CLS] as a token of the prompt.
+    assert side["lengths"]["prompt"]["max"] == len(tokenizer("the tent", add_special_tokens=False)["input_ids"])
 
 
 # --------------------------------------------------------------------------------------- few rows, many times
