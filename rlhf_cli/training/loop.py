@@ -115,7 +115,9 @@ class Loop(Generic[T]):
     ) -> dict[str, float]:
         """Clip the gradient and step the optimizer, or skip the step if the loss or the gradient is not finite.
 
-        Returns the step's row of metrics. `describe` gives the batch as rows for the file of failed batches.
+        Returns the step's row of metrics: `stats`, and sft/grad_norm, sft/learning_rate and sft/bad_steps, or
+        rm/grad_norm, rm/learning_rate and rm/bad_steps. `describe` gives the batch as rows for the file of failed
+        batches.
         """
         name, learning_rate = self.stage.stage, self.stepper.learning_rate
         loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
