@@ -1,11 +1,11 @@
-"""How long a checkpoint keeps a run waiting: written behind its back, against waiting until it is on the disk.
+"""Measure how long a checkpoint pauses a run, written in the background and in the foreground.
 
     python benchmarks/checkpoint_pause.py --work DIR
 
 For the model of configs/support and two larger Llamas: the size of the state (weights and AdamW's two moments, all
-float32), the pause of a checkpoint as the stages save it, what the pause would be if it were written in the
-foreground (copy, write, digests, fsync), and the seconds that the writer takes by itself. Medians. DIR is on the
-disk to be measured and needs 5 GB.
+float32), the pause of a checkpoint as the stages save it, the pause if it is written in the foreground (copy, write,
+digests, fsync), and the seconds that the writer alone takes. Medians. DIR must be on the disk to measure, with 5 GB
+free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     support = load_config(ROOT / "configs/support/sft.yaml", SFTConfig).model.scratch
     assert support is not None
     sizes = {"configs/support": {**support.config, "vocab_size": support.tokenizer.vocab_size}, **LARGER}
-    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch takes {torch.get_num_threads()}")
+    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}")
     print("| model | parameters | state | pause | in the foreground | the writer takes |")
     print("|---|---|---|---|---|---|")
     for name, settings in sizes.items():
@@ -63,7 +63,7 @@ def measured(name: str, model: LlamaForCausalLM, work: Path, times: int) -> str:
         pauses, wholes = [], []
         for number in range(times + 1):
             started = time.perf_counter()
-            # As StageRun.finish_step does: no state is saved whose weights are no numbers.
+            # As in StageRun.finish_step: a state with NaN or infinite weights is not saved.
             assert checkpoints.not_finite() is None
             checkpoints.save(number)
             pauses.append(time.perf_counter() - started)
@@ -72,14 +72,14 @@ def measured(name: str, model: LlamaForCausalLM, work: Path, times: int) -> str:
         size = sum(path.stat().st_size for path in found(place)[-1].iterdir())
     finally:
         shutil.rmtree(place)
-    # The first one warms up.
+    # The first run is a warm-up.
     pause, whole = statistics.median(pauses[1:]), statistics.median(wholes[1:])
     count = sum(p.numel() for p in model.parameters())
     return f"| {name} | {count:,} | {size / 1e6:,.1f} MB | {pause:.3f} s | {whole:.3f} s | {whole - pause:.3f} s |"
 
 
 def step(model: LlamaForCausalLM, stepper: Stepper) -> None:
-    """One training step, so that the optimizer has its moments."""
+    """Take one training step, so that the optimizer has its moments."""
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
     stepper.advance()

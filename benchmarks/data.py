@@ -1,17 +1,17 @@
-"""How fast, and in how much memory, rows become tokens and are checked: a generated file of 2 million rows.
+"""Measure time and memory of reading, checking and tokenising a generated file of 2 million rows.
 
     .venv/bin/python benchmarks/data.py --work DIR
 
-Needs about 8 GB under DIR for the file, the tokens and the tokenizer, removes them at the end, and writes nothing
-else. Each line is a process of its own:
+Needs about 8 GB under DIR for the file, the tokens and the tokenizer, and removes them at the end. Each line of the
+table is a separate process:
 
-    read             the rows as the stages read them, and nothing else
+    read             read the rows as the stages do, nothing else
     check            `rlhf data check`, lengths in words
     check, tokens    the same with a tokenizer
     tokenise         `rlhf_cli.data.tokens.tokenise` as the SFT stage calls it, into an empty cache
     tokenise again   the same, from the cache
 
-Memory is the largest resident set. CPU / wall is how many cores were at work on average.
+Memory is the largest resident set. CPU / wall is the average number of busy cores.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TASKS = ("read", "check", "check, tokens", "tokenise", "tokenise again")
 
 
 def main() -> None:
-    """Make the files, run each task in a process of its own, print a table."""
+    """Write the files, run each task in its own process and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="an empty folder, or one to be made")
+    parser.add_argument("--work", type=Path, required=True, help="an empty or new folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 2_000_000])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -90,9 +90,9 @@ def _arguments(args: argparse.Namespace, rows: int, task: str) -> list[str]:
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Prompts and responses of made-up sentences: words by Zipf's law, lengths that are nearly log-normal.
+    """Write prompts and responses of random words: word frequencies by Zipf's law, lengths nearly log-normal.
 
-    About 60 words a row at the median, 90 on average, 400 at the 99th percentile.
+    A row has 60 words at the median, 90 on average and 400 at the 99th percentile.
     """
     rng = random.Random(0)
     syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "or")]
@@ -114,7 +114,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def measured(task: str, path: Path, tokenizer: Path) -> dict[str, float]:
-    """Run one task in this process: its seconds without imports, its processor's seconds, its memory in MiB."""
+    """Run one task in this process; returns wall and processor seconds without imports, and memory in MiB."""
     work = prepared(task, path, tokenizer)
     wall, before = time.perf_counter(), time.process_time()
     work()
@@ -123,7 +123,7 @@ def measured(task: str, path: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
-    """What is to be timed; everything is imported and loaded before."""
+    """The function to time; imports and loading are done before."""
     import rlhf_cli.commands.data_check as data_check
     from rlhf_cli.config.data import DataSource, Rows
     from rlhf_cli.config.models import TokenizerTraining
@@ -168,7 +168,7 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
 
 
 def largest_resident_set() -> float:
-    """Of this process, in MiB. What getrusage says may be what the process that started it had."""
+    """Peak memory of this process in MiB. getrusage may report the peak of the parent process instead."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

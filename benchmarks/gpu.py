@@ -1,16 +1,16 @@
-"""Speed on a GPU, in bfloat16: SFT, RM, rollouts and a PPO iteration of a 0.5 B and a 1.5 B model, random weights.
+"""Measure speed on a GPU in bfloat16: SFT, RM, rollouts and a PPO iteration of models with 0.5 B and 1.5 B weights.
 
     python benchmarks/gpu.py --work DIR [--trl-ppo-python PYTHON]      # under 8 minutes
-    python benchmarks/gpu.py --work DIR --device cpu --tiny            # that every line of it runs
+    python benchmarks/gpu.py --work DIR --device cpu --tiny            # check that every line runs
 
-Shapes of Qwen2. For each: model FLOPs utilisation of a training step of SFT and RM against the product of two large
-bfloat16 matrices measured here; rollout tokens a second, against HF `generate` and against what reading weights,
-keys and values at the measured bandwidth allows, the tier that sampled, and what a step of it takes; one PPO iteration
-of the stage as it is, by phase, and, where the python of an environment with TRL 1.12.0 is given, of TRL on the same
-prompts with weights in bfloat16.
+The models have Qwen2's shapes and random weights. For each: model FLOPs utilisation of a training step of SFT and RM,
+relative to a product of large bfloat16 matrices measured here; rollout tokens per second, compared with HF `generate`
+and with the limit of reading weights, keys and values at the measured bandwidth, with the decoder used and the time of
+its steps; one PPO iteration of the stage by phase and, if the Python of an environment with TRL 1.12.0 is given, one of
+TRL on the same prompts with weights in bfloat16.
 
-Writes DIR/results/gpu.json, which speed_report.py makes a part of RESULTS.md. Without a CUDA device: one line, and
-exit code 2.
+Writes DIR/results/gpu.json, which speed_report.py adds to RESULTS.md. Without a CUDA device it prints one line and
+ends with exit code 2.
 """
 
 import argparse
@@ -57,16 +57,16 @@ from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 
 EOS_SCALE = 6.0
-"""EOS's embedding is so many times as large as the others', so that random weights end their responses here and
-there: of logits that vary so much one in some fifty is above all of the vocabulary's."""
+"""EOS's embedding is this many times as large as the others', so that random weights end their responses now and then:
+its logit then varies so much that about one in fifty is above all others."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """The sizes of a run."""
 
     rows: int
-    """Of a training step."""
+    """Rows of a training step."""
     median: int
     longest: int
     rollout_rows: int
@@ -87,10 +87,13 @@ GOALS = {"mfu": 0.5, "limit": 0.5, "ppo": 5.0}
 
 
 def main() -> None:
-    """Measure, print a table, and keep it."""
+    """Measure, print a table and write it."""
     args = parse()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu.py: torch sees no CUDA device here, so nothing is measured (--device cpu --tiny)", file=sys.stderr)
+        print(
+            "gpu.py: torch sees no CUDA device, nothing was measured. To check the script: --device cpu --tiny",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     bench = Bench(torch.device(args.device), TINY if args.tiny else FULL, args.work.resolve(), args.trl_ppo_python)
     began = time.perf_counter()
@@ -119,7 +122,7 @@ def main() -> None:
 
 
 class Bench:
-    """The device, its limits, and what is measured on it."""
+    """The device, its limits and the measurements on it."""
 
     def __init__(self, device: torch.device, plan: Plan, work: Path, trl_python: Path | None):
         self.device, self.plan, self.work, self.trl_python = device, plan, work, trl_python
@@ -129,7 +132,7 @@ class Bench:
     # ------------------------------------------------------------------------------------ measuring
 
     def peak(self) -> tuple[float, float]:
-        """(operations a second of a large bfloat16 product, bytes a second of a copy), the best of some tries."""
+        """(operations per second of a large bfloat16 product, bytes per second of a copy), each the best of several."""
         n, m = (256, 2**20) if self.plan is TINY else (8192, 2**30)
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         source = torch.zeros(m, device=self.device, dtype=torch.uint8)
@@ -139,7 +142,7 @@ class Bench:
         return 2 * n**3 / product, 2 * m / copy
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, all of its kernels included."""
+        """Seconds of one call, including all of its kernels."""
         self.wait()
         began = time.perf_counter()
         call()
@@ -147,7 +150,7 @@ class Bench:
         return time.perf_counter() - began
 
     def median(self, call: Callable[[], Any]) -> float:
-        """Of some calls after one that warms up."""
+        """Seconds of several calls after a warm-up."""
         call()
         return statistics.median(self.seconds(call) for _ in range(self.plan.repeats))
 
@@ -156,7 +159,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Give back what the phase before held."""
+        """Free what the previous phase held."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -187,7 +190,7 @@ class Bench:
         return [self.utilisation("SFT step", self.median(step), work, sum(lengths))]
 
     def rm(self, name: str, size: Size) -> list[list[str]]:  # noqa: ARG002
-        """The same of the RM stage, on pairs whose prompt is half of the text."""
+        """The same for the RM stage, on pairs whose prompt is half of the text."""
         plan, model = self.plan, self.model(Qwen2ForSequenceClassification, size).train()
         lengths = self.lengths(plan.rows // 2)
         row = Ranking("", ("a", "b"), "")
@@ -213,7 +216,7 @@ class Bench:
         return [what, f"{tokens / seconds:,.0f} tokens/s", f"MFU {share:.1%}", f"{GOALS['mfu']:.0%}", how]
 
     def rollouts(self, name: str, size: Size) -> list[list[str]]:  # noqa: ARG002
-        """Sampling without an end, so that both sides make the same number of tokens."""
+        """Sample without EOS, so that both sides generate the same number of tokens."""
         plan, model = self.plan, self.model(Qwen2ForCausalLM, size)
         prompts = [ids(plan.prompt, i, size) for i in range(plan.rollout_rows)]
         table = draw_uniforms(0, "gpu", 0, len(prompts), plan.response)
@@ -264,7 +267,7 @@ class Bench:
 
     @torch.no_grad()
     def step_parts(self, model: PreTrainedModel, prompts: list[list[int]]) -> list[str]:
-        """Where a step of a rollout goes: the graph, the draw, and what it took to record the graph."""
+        """The parts of a rollout step: the graph, the draw, and the recording of the graph."""
         what = "one step of a rollout"
         with autocast(self.device, self.precision):
             try:
@@ -282,7 +285,7 @@ class Bench:
         return [what, f"{1e3 * replayed:.2f} ms", f"the draw {1e3 * drawn:.2f} ms", "", how]
 
     def ppo(self, name: str, size: Size) -> list[list[str]]:
-        """One iteration of the PPO stage as it is, and of TRL's trainer on the same prompts, one after the other."""
+        """One iteration of the PPO stage, then one of TRL's trainer on the same prompts."""
         plan, folder = self.plan, self.work / "gpu" / name.replace(" ", "")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -345,7 +348,7 @@ class Bench:
         return rows
 
     def iterations(self, worker: Worker, count: int) -> list[dict[str, Any]]:
-        """Its steps after the first."""
+        """Run a worker; returns its steps after the first."""
         try:
             worker.wait()
             return [worker.ask("go") for _ in range(count)][1:]
@@ -355,7 +358,7 @@ class Bench:
     # -------------------------------------------------------------------------------------- models
 
     def model(self, kind: Any, size: Size, *, packed: bool = True) -> PreTrainedModel:
-        """Random weights on the device, made there."""
+        """A model with random weights, created on the device."""
         torch.manual_seed(0)
         config = Qwen2Config(
             hidden_size=size.hidden,
@@ -378,7 +381,7 @@ class Bench:
         return model.eval()
 
     def save(self, kind: Any, size: Size, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """A model directory, its weights in bfloat16 to be written and read in half the time."""
+        """Write a model directory; weights in bfloat16 halve the time to write and read them."""
         model = self.model(kind, size, packed=False).to(torch.bfloat16)
         if kind is Qwen2ForCausalLM:
             with torch.no_grad():
@@ -409,19 +412,19 @@ class Bench:
         }
 
     def lengths(self, count: int) -> list[int]:
-        """Lognormal with the plan's median, sigma 0.6."""
+        """Lognormal lengths with the plan's median and sigma 0.6."""
         draw = torch.Generator().manual_seed(0)
         found = (torch.randn(count, generator=draw) * 0.6 + math.log(self.plan.median)).exp()
         return [int(n) for n in found.clamp(8, self.plan.longest)]
 
 
 def ids(count: int, number: int, size: Size) -> list[int]:
-    """Some words' ids, others for each number."""
+    """Random token ids, different for each number."""
     return [4 + (7919 * number + 31 * t) % (size.vocabulary - 4) for t in range(count)]
 
 
 def stage_config(rows: int) -> dict[str, Any]:
-    """The least that a stage's config needs; its paths are not read."""
+    """A minimal config of a stage; its paths are not read."""
     return {
         "artifacts": "unused",
         "model": {"path": "unused"},
@@ -432,12 +435,12 @@ def stage_config(rows: int) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for models and results")
+    parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to see that every line runs")
-    parser.add_argument("--trl-ppo-python", type=Path, help="the python of an environment with TRL 1.12.0")
+    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to check that every line runs")
+    parser.add_argument("--trl-ppo-python", type=Path, help="Python of an environment with TRL 1.12.0")
     return parser.parse_args()
 
 

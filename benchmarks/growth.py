@@ -1,13 +1,14 @@
-"""How the time of a training step, a rollout and scoring grows with batch, response length, model and vocabulary.
+"""Measure how the time of a training step, a rollout and scoring grows with batch, response, model and vocabulary.
 
     python benchmarks/growth.py --work DIR
 
-Each is measured at four points with the other sizes held: processor seconds on one core, the best of several tries,
-in which the points take turns. The slope of the logarithms is the exponent, over all points and between the last two,
-where what grows fastest shows. It stands beside that of the work itself between the last two, its arithmetic, bytes
-and calls at this machine's limits (speed_limits.py): where it is larger, something grows faster than the work does.
+Each size is measured at four points with the others fixed: processor seconds on one core, the minimum of several
+interleaved tries. The exponent is the slope of the logarithms, over all points and between the last two, where the
+fastest growing part shows. The table compares it with the exponent of the work itself between the last two points: its
+arithmetic, bytes and calls at this machine's limits (speed_limits.py). A larger measured exponent means that something
+grows faster than the work.
 
-Writes DIR/results/growth.json, which speed_report.py makes a table of. About two minutes.
+Writes DIR/results/growth.json, which speed_report.py turns into a table. About two minutes.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from rlhf_cli.training.optimizer import build_stepper
 
 @dataclass(frozen=True)
 class Point:
-    """One size of everything."""
+    """The sizes of one point."""
 
     batch: int = 16
     prompt: int = 32
@@ -62,13 +63,13 @@ class Point:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Lengths from one half to one and a half of `prompt`."""
+        """Prompt lengths from 0.5 to 1.5 times `prompt`."""
         lengths = [round(self.prompt * (0.5 + (7 * i % self.batch) / self.batch)) for i in range(self.batch)]
         return [[(31 * i + 7 * t) % self.vocabulary for t in range(n)] for i, n in enumerate(lengths)]
 
     @property
     def responses(self) -> list[list[int]]:
-        """From one half of `response` to all of it."""
+        """Response lengths from half of `response` to all of it."""
         lengths = [round(self.response * (0.5 + (3 * i % self.batch) / self.batch / 2)) for i in range(self.batch)]
         return [[(13 * i + 5 * t) % self.vocabulary for t in range(n)] for i, n in enumerate(lengths)]
 
@@ -85,7 +86,7 @@ ROUNDS = 5
 
 
 def main() -> None:
-    """Measure all curves and write them."""
+    """Measure and write all curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=AXES, default=list(AXES))
@@ -96,7 +97,7 @@ def main() -> None:
     limits = measure()
     rows = []
     for axis in args.only:
-        # Beside a response that grows the prompt is short, or its constant part would flatten the curve.
+        # The prompt is short when the response grows; its constant part would flatten the curve.
         base = Point(prompt=8) if axis == "response" else Point()
         points = [replace(base, **{axis: value}) for value in AXES[axis]]
         for phase, (make, work) in PHASES.items():
@@ -110,7 +111,7 @@ def main() -> None:
                     "seconds": seconds,
                     "exponent": slope(AXES[axis], seconds),
                     "at_the_end": slope(AXES[axis][-2:], seconds[-2:]),
-                    # Of the vocabulary the order is 1, however small its part is.
+                    # Growth in the vocabulary has order 1, however small its share is.
                     "expected": max(
                         1.0,
                         slope(AXES[axis][-2:], [sum(work(point).seconds(limits).values()) for point in points[-2:]]),
@@ -124,7 +125,7 @@ def main() -> None:
 
 
 def best(calls: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """The least processor seconds of each, in turn."""
+    """The minimum processor seconds of each function; they take turns."""
     found = [math.inf] * len(calls)
     for number in range(rounds + 1):
         for i, call in enumerate(calls):
@@ -136,7 +137,7 @@ def best(calls: Sequence[Callable[[], None]], rounds: int) -> list[float]:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the least-squares line through the logarithms.
+    """Slope of the least-squares line through the logarithms.
 
     >>> slope([1, 2, 4, 8], [3, 12, 48, 192])
     2.0
@@ -151,7 +152,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def training(point: Point) -> Callable[[], None]:
-    """A step of the SFT stage: its own backward pass, clipping and optimizer."""
+    """A step of the SFT stage: its backward pass, clipping and optimizer."""
     model = llama(point).train()
     config = SFTConfig.model_validate(
         {
@@ -183,7 +184,7 @@ def training_work(point: Point) -> Work:
 
 
 def rollout(point: Point) -> Callable[[], None]:
-    """Sampling `response` tokens to each prompt; nothing ends before."""
+    """Sample exactly `response` tokens for each prompt."""
     model = llama(point)
     table = draw_uniforms(0, "growth", 0, point.batch, point.response)
 
@@ -198,7 +199,7 @@ def sampling_work(point: Point) -> Work:
 
 
 def scoring(point: Point) -> Callable[[], None]:
-    """ref_policy, value model and reward model over the same responses."""
+    """Run ref_policy, value model and reward model over the same responses."""
     policy, value_model, reward_model = llama(point), classifier(point), classifier(point)
     models = Models(policy, policy, value_model)
     prompts = [PromptRow("", ids, Prompt("", "")) for ids in point.prompts]
@@ -229,7 +230,7 @@ PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point],
 
 
 def automatic_budget(model: PreTrainedModel, device: torch.device, precision: str) -> Budget:
-    """What `tokens_per_microbatch: auto` gives."""
+    """The budget of `tokens_per_microbatch: auto`."""
     return Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model))
 
 

@@ -1,9 +1,9 @@
-"""MKL against oneDNN: float32 products of a linear layer, forward and both of the backward pass, on one core.
+"""Compare MKL and oneDNN: float32 products of a linear layer, forward and backward, on one core.
 
     python benchmarks/linear.py
 
-Prints GFLOPS, best of 20, for the shapes of small models' layers: [rows, in] by [out, in]. Which of the two
-`rlhf_cli.kernels.linear` takes here stands in the last line.
+Prints GFLOPS, best of 20, for the shapes of small models' layers: [rows, in] by [out, in]. The last line says which of
+the two `rlhf_cli.kernels.linear` uses on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHAPES = [(64, 128, 384), (1400, 128, 128), (1400, 128, 344), (700, 128, 2048), 
 
 
 def gflops(product: Callable[[], torch.Tensor], operations: int) -> float:
-    """Best of 20."""
+    """GFLOPS of the best of 20 calls."""
     product()
     best = float("inf")
     for _ in range(20):
@@ -42,7 +42,7 @@ def main() -> None:
         by_onednn = [gflops(lambda a=a, b=b: _product(a, b, None), operations) for a, b in pairs]
         cells = " ".join(f"{' '.join(f'{x:5.0f}' for x in found):>18}" for found in (by_mkl, by_onednn))
         print(f"{rows:>6} x {inside:>4} x {outside:>4} {cells}")
-    print(f"taken here: {'oneDNN' if prefers_onednn() else 'MKL'}")
+    print(f"used here: {'oneDNN' if prefers_onednn() else 'MKL'}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Processor time of a token and peak memory against the tokens of a microbatch, on one core.
+"""Measure processor time per token and peak memory against the tokens per microbatch, on one core.
 
     python benchmarks/microbatches.py               # both models, about 4 minutes
     python benchmarks/microbatches.py --models a
 
-Rows of 90 tokens on average (lognormal, 8 to 400), the second half of each learnt, a forward and backward pass, and a
-forward pass alone. The sizes take turns in one process, and the least of the rounds counts. The memory of a size is
-measured by itself, in a process that gives freed memory back at once; beside it stands what `auto` reckons with.
+Rows have 90 tokens on average (lognormal, 8 to 400), of which the second half is learned. A forward and backward pass
+and a forward pass alone are timed; the sizes take turns in one process, and the minimum over the rounds counts. Memory
+is measured in one process per size, which returns freed memory immediately, and printed beside the cost model of
+`auto`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def compare_times(name: str, rounds: int) -> None:
 
 
 def print_peak(name: str, size: int) -> None:
-    """The most memory of a forward and backward pass over one microbatch, beyond what was there before it (Linux)."""
+    """Peak memory of a forward and backward pass over one microbatch, above that before it (Linux)."""
     model, sequences = new(name), rows(name)
     part = token_chunks([len(ids) for ids in sequences], size)[0]
     some = [sequences[i] for i in part]
@@ -107,11 +108,11 @@ def print_peak(name: str, size: int) -> None:
     num_tokens = sum(map(len, some))
     learnt = sum(len(ids) - len(ids) // 2 for ids in some)
     reckoned = activation_bytes(model, "float32") * num_tokens + LOGITS_COPIES * 4 * SHAPES[name][-1] * learnt
-    print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  reckoned {reckoned / 2**20:.1f} MB")
+    print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  modelled {reckoned / 2**20:.1f} MB")
 
 
 def _status(key: str) -> float:
-    """A figure of this process's memory, in MB."""
+    """A field of /proc/self/status, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peak", nargs=2, metavar=("MODEL", "TOKENS"), help="one figure of memory, and nothing else")
+    parser.add_argument("--peak", nargs=2, metavar=("MODEL", "TOKENS"), help="measure only the memory of this size")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.peak:
@@ -129,7 +130,7 @@ def main() -> None:
     for name in args.models:
         compare_times(name, args.rounds)
         for size in (1024, 2048, 4096):
-            # Freed memory goes back at once, or what was used before would hide what is needed.
+            # Freed memory is returned immediately; otherwise earlier use would hide the need.
             keeps_nothing = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
             command = [sys.executable, __file__, "--peak", name, str(size)]
             subprocess.run(command, env={**os.environ, **keeps_nothing}, check=True)

@@ -1,11 +1,11 @@
-"""What gradient checkpointing, bfloat16 and torch.compile change on this machine: seconds and memory of a step.
+"""Measure what gradient checkpointing, bfloat16 and torch.compile cost on this machine: seconds and memory of a step.
 
     python benchmarks/passes.py
 
-One SFT step (forward and backward, packed, 16 rows of lognormal lengths, all tokens learnt but the first) on one core,
-for the models a (1 million weights) and b (23 million) of benchmarks. A process for each model and choice, alternated,
-medians of `--times` processes of seven steps each; processor seconds. Memory is how far the process's peak rises above
-that of a step on one short row.
+One SFT step (forward and backward, packed, 16 rows of lognormal lengths, all tokens but the first learned) on one core,
+for the models a (1 million weights) and b (23 million). Each model and option has its own processes, which take turns:
+medians over `--times` processes of seven steps each, in processor seconds. Memory is the rise of the process's peak
+above a step on one short row.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         print(json.dumps(measured(*args.one)))
         return
     print(f"bfloat16 in hardware: {has_bfloat16(CPU)}")
-    print("| model | choice | step, s | against float32 | memory, MB | compiling, s |\n|---|---|---|---|---|---|")
+    print("| model | option | step, s | relative to float32 | memory, MB | compiling, s |\n|---|---|---|---|---|---|")
     for model in MODELS:
         runs: dict[str, list[list[float]]] = {choice: [] for choice in CHOICES}
         for _ in range(args.times):

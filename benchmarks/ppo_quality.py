@@ -1,15 +1,15 @@
-"""Our PPO against the PPOTrainer of TRL 1.12.0: the same SFT and reward models, prompts and number of episodes.
+"""Compare our PPO with the PPOTrainer of TRL 1.12.0: same SFT and reward models, prompts and number of episodes.
 
     python benchmarks/ppo_quality.py --work DIR --seeds 0 1 2
 
 For each seed, one process after the other, each on one thread:
 
- 1. `rlhf pipeline configs/support`: SFT, RM and our PPO as they ship, to DIR/seed<N>
- 2. trl_ppo.py in TRL's own environment, from those SFT and RM checkpoints: once for each of TRL_RUNS
- 3. every policy on the held-out prompts by one and the same code with the same uniforms: `measure`
+ 1. `rlhf pipeline configs/support` trains SFT, RM and our PPO with the shipped configs, to DIR/seed<N>
+ 2. trl_ppo.py in TRL's own environment trains from those SFT and RM checkpoints, once for each of TRL_RUNS
+ 3. `measure` evaluates every policy on the held-out prompts, with the same code and the same uniforms
 
-What is finished is kept, so a second call only measures and writes. Writes PPO_QUALITY.md beside this file, and
-every measured reply with its figures to DIR/seed<N>/replies.jsonl.
+Finished parts are kept, so a second call only measures and reports. The report is DIR/PPO_QUALITY.md, or with
+--record the tracked file beside this script. Every measured reply with its figures is in DIR/seed<N>/replies.jsonl.
 """
 
 import argparse
@@ -61,29 +61,29 @@ TRL_RUNS = {
     "TRL, value head from the RM": [],
     "TRL, lr 5e-4, no warm-up, 40 updates": ["--learning-rate", "5e-4", "--warmup-updates", "0", "--updates", "40"],
 }
-"""What each run of trl_ppo.py is called in the report, and its options."""
+"""Name in the report -> options of trl_ppo.py."""
 OURS = "ours, as shipped"
 SFT = "SFT"
 
 MARGIN = 0.15
-"""How much lower than TRL's our score and gold may be, in their own units."""
+"""How far our score and gold may be below TRL's, in their own units."""
 KL_MARGIN = 0.5
-"""How much higher our KL may be, nats a reply."""
+"""How far our KL may be above TRL's, in nats per reply."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Number of seeds -> half width of Student's 95 % interval in standard errors of their mean."""
+"""Number of seeds -> half width of Student's 95 % interval, in standard errors of the mean."""
 
 
 # ------------------------------------------------------------------------------------------ training
 
 
 def train_ours(run: Path, seed: int) -> None:
-    """SFT, RM and PPO of the shipped configs; finished stages that nothing changed for are kept."""
+    """Train SFT, RM and PPO with the shipped configs; finished and unchanged stages are skipped."""
     command = [sys.executable, "-m", "rlhf_cli", "pipeline", CONFIGS]
     execute([*command, "--set", f"seed={seed}", "--set", f"artifacts={run}"], run / "pipeline.log")
 
 
 def train_trl(python: Path, run: Path, out: Path, options: Sequence[str]) -> None:
-    """One run of trl_ppo.py, unless its result stands there, newer than the models that it starts from."""
+    """Run trl_ppo.py, unless its result exists and is newer than the models it starts from."""
     result = out / "result.json"
     made_from = max((run / stage / "manifest.json").stat().st_mtime for stage in ("sft", "rm"))
     if result.is_file() and result.stat().st_mtime > made_from:
@@ -100,9 +100,9 @@ def train_trl(python: Path, run: Path, out: Path, options: Sequence[str]) -> Non
 
 
 def make_trl_environment(folder: Path) -> Path:
-    """The python of a virtual environment with TRL, made if it is not there.
+    """Return the Python of a virtual environment with TRL; create the environment if it does not exist.
 
-    torch goes first and by its exact version, so that TRL's `torch>=...` asks for no other build of it.
+    torch is installed first in its exact version, so that TRL's `torch>=...` does not pull another build.
     """
     python = folder / "bin" / "python"
     if not (folder / "finished").is_file():
@@ -115,7 +115,7 @@ def make_trl_environment(folder: Path) -> Path:
 
 
 def execute(command: Sequence[str], log: Path | None) -> None:
-    """Run a command from the repository's root on one thread; its output goes to the end of `log`."""
+    """Run a command from the repository's root on one thread and append its output to `log`."""
     print(shlex.join(command), flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if log is None:
@@ -126,7 +126,7 @@ def execute(command: Sequence[str], log: Path | None) -> None:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
     if code:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
-        raise SystemExit(f"{tail}\n{log}: the command ended with {code}")
+        raise SystemExit(f"{tail}\n{log}: the command failed with exit code {code}")
 
 
 # --------------------------------------------------------------------------------------- measurement
@@ -134,23 +134,23 @@ def execute(command: Sequence[str], log: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One policy's replies to the held-out prompts; every list is [draws][prompts]."""
+    """A policy's replies to the held-out prompts; every list is [draws][prompts]."""
 
     texts: list[list[str]]
     figures: dict[str, list[list[float]]]
-    """score, kl, length, ended, and the judge's own: gold, right, unique, ..."""
+    """score, kl, length, ended, and those of the judge: gold, right, unique, ..."""
 
     def mean(self, name: str) -> float:
-        """Over all replies."""
+        """The mean over all replies."""
         return statistics.fmean(value for draw in self.figures[name] for value in draw)
 
     def by_prompt(self, name: str) -> list[float]:
-        """[prompts] the mean over draws."""
+        """The mean over draws of each prompt."""
         return [statistics.fmean(values) for values in zip(*self.figures[name], strict=True)]
 
     @property
     def summary(self) -> dict[str, float]:
-        """The columns of the table. Variety falls with the number of replies, so it is taken draw by draw."""
+        """The columns of the table. Distinct-2 falls with the number of replies, so it is computed per draw."""
         return {
             "score": self.mean("score"),
             "median": statistics.fmean(statistics.median(draw) for draw in self.figures["score"]),
@@ -161,10 +161,10 @@ class Measurement:
 
 
 def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
-    """`draws` replies to each held-out prompt; the only function that knows how a policy is measured.
+    """Sample and judge `draws` replies to each held-out prompt.
 
-    The first draw has the uniforms of the ppo stage's own evaluation, so for our policy its figures are those
-    of evaluation.json.
+    The first draw uses the uniforms of the ppo stage's own evaluation, so for our policy its figures are those of
+    evaluation.json.
     """
     config = yaml.safe_load((run / "ppo" / "config.yaml").read_text(encoding="utf-8"))
     device, precision, batch_size = torch.device("cpu"), "float32", config["ppo"]["rollout_batch_size"]
@@ -226,7 +226,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
 
 
 def load_reward(run: Path, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
-    """The run's own reward model as PPO reads it, with its normalisation."""
+    """The run's reward model as PPO uses it, with its normalisation."""
     reward = ModelReward(type="reward_model", path=str(run / "rm"))
     return load_rewards([reward], str(run), tokenizer, torch.device("cpu"), "float32")[0][0]
 
@@ -238,27 +238,27 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def check_same_task(run: Path, config: dict[str, Any], trl: dict[str, Any]) -> None:
-    """Raise SystemExit unless TRL trained on our tokens, its reward model scored as ours and its ratio was 1."""
+    """Raise SystemExit unless TRL trained on our tokens, its reward model gave our scores and its ratio was 1."""
     tokenizer = load_tokenizer(str(run / "sft" / "model"))
     with gzip.open(config["data"]["train"]["path"], "rt", encoding="utf-8") as file:
         rows = [Prompt(json.loads(line)["prompt"], "") for line in file]
     ids = encode_rows(tokenizer, rows, None)
     if hashlib.sha256(json.dumps(ids).encode()).hexdigest() != trl["prompts"]:
-        raise SystemExit(f"{run}: TRL's training prompts have other tokens than ours")
-    # The score of the first prompts, each with an EOS for its reply.
+        raise SystemExit(f"{run}: TRL's training prompts have different tokens from ours")
+    # Scores of the first prompts, each followed by EOS alone.
     some, ends = ids[: len(trl["scores"])], [[int(tokenizer.eos_token_id)]] * len(trl["scores"])
     judged = Samples([], [""] * len(some), some, ends, [True] * len(some), [{}] * len(some))
     gap = (load_reward(run, tokenizer).score(judged) - torch.tensor(trl["scores"])).abs().max().item()
     if gap > 1e-4:
-        raise SystemExit(f"{run}: TRL's reward model gives other scores than ours, the difference is up to {gap:.2g}")
-    # Half of that ratio is the sign of an optimizer that steps half as often as it should.
+        raise SystemExit(f"{run}: TRL's reward model differs from ours by up to {gap:.2g}, at most 1e-4 is allowed")
+    # A ratio of 0.5 means that the optimizer steps half as often as it should.
     ratios = [row["val/ratio"] for row in trl["log"]]
     if min(ratios) < 0.95 or max(ratios) > 1.05:
-        raise SystemExit(f"{run}: TRL's val/ratio is {min(ratios):.3f} to {max(ratios):.3f}, it must be about 1")
+        raise SystemExit(f"{run}: TRL's val/ratio is {min(ratios):.3f} to {max(ratios):.3f}, must be 0.95 to 1.05")
 
 
 def save_replies(path: Path, measured: dict[str, Measurement]) -> None:
-    """Every reply with its figures, one a line."""
+    """Write every reply with its figures, one per line."""
     with path.open("w", encoding="utf-8") as file:
         for name, m in measured.items():
             for draw, texts in enumerate(m.texts):
@@ -273,20 +273,20 @@ def save_replies(path: Path, measured: dict[str, Measurement]) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """What training one policy took."""
+    """Episodes and seconds of one training."""
 
     episodes: int
     seconds: float
-    """Of the loop alone: no loading, no evaluation."""
+    """Of the loop alone, without loading and evaluation."""
 
     @property
     def rate(self) -> float:
-        """Episodes a second."""
+        """Episodes per second."""
         return self.episodes / self.seconds
 
 
 def our_training(run: Path) -> Training:
-    """From the stage's metrics: the begin of the first iteration to the end of the last."""
+    """From the stage's metrics: the start of the first iteration to the end of the last."""
     rows = read_rows(run / "ppo" / "metrics.jsonl")
     config = yaml.safe_load((run / "ppo" / "config.yaml").read_text(encoding="utf-8"))
     first = sum(rows[0][f"time/{part}_s"] for part in ("rollout", "scoring", "reward", "update"))
@@ -296,13 +296,13 @@ def our_training(run: Path) -> Training:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours less TRL's in one figure."""
+    """Ours minus TRL's in one figure."""
 
     seeds: list[float]
-    """Of each seed, the mean over prompts."""
+    """The mean over prompts, per seed."""
     error: float
-    """Standard error of the mean over seeds and prompts, from the spread over prompts: what other prompts
-    and samples would change, with these seeds' models."""
+    """Standard error of the mean over seeds and prompts, from the spread over prompts: the effect of other prompts
+    and samples with the same models."""
 
     @property
     def mean(self) -> float:
@@ -310,12 +310,12 @@ class Difference:
 
     @property
     def seed_error(self) -> float:
-        """Standard error from the spread over seeds: what others would change. 0 (unknown) with one seed."""
+        """Standard error from the spread over seeds: the effect of other seeds. 0 (unknown) with one seed."""
         return statistics.stdev(self.seeds) / len(self.seeds) ** 0.5 if len(self.seeds) > 1 else 0.0
 
     @property
     def half_width(self) -> float:
-        """Of the 95 % interval: the wider of the normal one over prompts and Student's over seeds."""
+        """Half width of the 95 % interval: the wider of the normal one over prompts and Student's over seeds."""
         over_seeds = STUDENT[len(self.seeds)] * self.seed_error if len(self.seeds) > 1 else 0.0
         return max(1.96 * self.error, over_seeds)
 
@@ -324,9 +324,9 @@ class Difference:
 
 
 def paired_difference(ours: Sequence[Measurement], theirs: Sequence[Measurement], name: str) -> Difference:
-    """The same prompts and uniforms on both sides, one pair of measurements for each seed.
+    """The paired difference over the same prompts and uniforms, with one pair of measurements per seed.
 
-    The draws of a prompt are averaged before anything else, then its seeds: prompts are the independent units.
+    Draws of a prompt are averaged first, then seeds: prompts are the independent units.
 
     >>> def one(score): return Measurement([["", ""]], {"score": [score]})
     >>> paired_difference([one([1.0, 2.0]), one([2.0, 5.0])], [one([1.0, 1.0]), one([1.0, 1.0])], "score")
@@ -342,9 +342,9 @@ def paired_difference(ours: Sequence[Measurement], theirs: Sequence[Measurement]
 
 
 def verdict(differences: dict[str, Difference]) -> str:
-    """Whether the claim holds in the mean, and for each figure how sure that is.
+    """Whether the claim holds on average, and for each figure how certain that is.
 
-    `surely`: the whole 95 % interval is inside the margin; `in the mean`: the mean is, the interval is not.
+    `surely`: the whole 95 % interval is within the margin; `in the mean`: the mean is, the interval is not.
 
     >>> verdict({"score": Difference([-0.10], 0.01), "gold": Difference([0.0], 0.1), "kl": Difference([0.45], 0.1)})
     'holds (score surely, gold in the mean, kl in the mean)'
@@ -381,23 +381,23 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Seed:
-    """Everything about one seed: what was trained, how long that took, what was measured."""
+    """One seed: its trainings, their times and the measured replies."""
 
     seed: int
     measured: dict[str, Measurement]
     training: dict[str, Training]
     trl: dict[str, dict[str, Any]]
-    """Each TRL run's result.json."""
+    """Name of the TRL run -> its result.json."""
 
     def summary(self, name: str) -> dict[str, float]:
-        """One row of a table."""
+        """One row of the table of figures."""
         return self.measured[name].summary | {
             "uplift": self.measured[name].mean("gold") - self.measured[SFT].mean("gold")
         }
 
 
 def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: int) -> str:
-    """PPO_QUALITY.md."""
+    """The text of PPO_QUALITY.md."""
     names = list(seeds[0].measured)
     num_prompts = len(seeds[0].measured[SFT].texts[0])
     numbers = ", ".join(str(s.seed) for s in seeds)
@@ -446,7 +446,7 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
         [
             "# Our PPO against the PPOTrainer of TRL 1.12.0",
             "",
-            "Written by `ppo_quality.py`; README.md says what is compared and how. Run on "
+            "Written by `ppo_quality.py`; README.md describes what is compared and how. Run on "
             f"{datetime.datetime.now(datetime.UTC):%d %B %Y}, on a shared machine with {os.cpu_count()} CPU cores, "
             "every process on one thread:",
             "",
@@ -458,11 +458,11 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
             "",
             "## Verdict",
             "",
-            f"The claim: score and gold not lower than TRL's by more than {MARGIN}, at a KL not higher by more than "
-            f"{KL_MARGIN} nats a reply. Ours less TRL's, mean over seeds {numbers}; in brackets the standard error of "
-            f"that mean by the spread over the {num_prompts} prompts (paired: same prompts, same uniforms), then by "
-            "the spread over the seeds; after the ± half of the wider 95 % interval of the two. `surely`: that "
-            "interval is inside the margin; `in the mean`: the mean is, the interval reaches out of it.",
+            f"The claim: score and gold at most {MARGIN} below TRL's, KL at most {KL_MARGIN} nats per reply above. "
+            f"It gives ours minus TRL's, the mean over seeds {numbers}. In brackets: the standard error of that "
+            f"mean from the spread over the {num_prompts} prompts (paired: same prompts, same uniforms), then from the "
+            "spread over the seeds. After the ±: half the width of the wider 95 % interval of the two. `surely`: that "
+            "interval is within the margin; `in the mean`: the mean is, the interval is not.",
             "",
             *table(
                 ["against", "score", "gold", "KL", "score by seed", "gold by seed", "KL by seed", "the claim"],
@@ -472,9 +472,9 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
             "## Figures",
             "",
             f"{num_prompts} held-out prompts, {draws} replies each at temperature {config['rollout']['temperature']}. "
-            "Score: the reward model's, in standard deviations of the SFT model's scores. Gold: the task's own judge, "
-            "0 to 5; uplift: over SFT. KL: policy to SFT, nats a reply. Right: the right remedy. Unique: different "
-            "replies, slots blanked. Eos: ended by itself.",
+            "Score: by the reward model, in standard deviations of the SFT model's scores. Gold: by the task's own "
+            "judge, 0 to 5; uplift: over SFT. KL: policy to SFT, nats per reply. Right: the right remedy. Unique: "
+            "different replies, with names, products and orders blanked. Eos: ended with EOS.",
             "",
             f"Mean over seeds {numbers}:",
             "",
@@ -486,16 +486,16 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
             "",
             "## Seconds",
             "",
-            "Of the training loop alone, by seed. One run at a time and each on one thread, but while other programs "
-            "used the machine, more at one hour than at another: **no statement about speed**.",
+            "Seconds of the training loop alone, by seed. One run at a time, each on one thread, while other programs "
+            "used the machine to varying degrees: **this says nothing about speed**.",
             "",
             *table(["trainer", "episodes", "seconds", "episodes/s"], times),
             "",
-            "## Is TRL wired right?",
+            "## Is TRL set up correctly?",
             "",
-            "Its `val/ratio` must read 1 (0.5 tells of half the optimizer steps), its first KL 0 and its first score "
-            "near 0, the SFT model's mean. That both sides trained on the same prompt tokens, and that both reward "
-            "models give the same scores (within 1e-4), was checked before this was written.",
+            "Its `val/ratio` must be 1 (0.5 means half the optimizer steps), its first KL 0 and its first score near "
+            "0, the SFT model's mean. The script checked that both sides trained on the same prompt tokens and that "
+            "both reward models give the same scores (within 1e-4).",
             "",
             *table(["run", "val/ratio, all updates", "first KL, by seed", "first score, by seed"], wiring),
             "",
@@ -507,13 +507,13 @@ def report(seeds: Sequence[Seed], config: dict[str, Any], command: str, draws: i
             yaml.safe_dump(own_settings, sort_keys=False).rstrip(),
             "```",
             "",
-            "TRL, in all its runs, beside `use_cpu=True`, `bf16=False`, `gradient_checkpointing=False`:",
+            "TRL, in all runs, beside `use_cpu=True`, `bf16=False`, `gradient_checkpointing=False`:",
             "",
             "```yaml",
             yaml.safe_dump(shared, sort_keys=False).rstrip(),
             "```",
             "",
-            "and in each:",
+            "and in each run:",
             "",
             *(
                 f"- {name}: " + ", ".join(f"{k} {v}" for k, v in own.items() if k not in shared and k != "seed")
@@ -529,19 +529,27 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
+def report_file(work: Path, *, record: bool) -> Path:
+    """The report's file: the tracked one only with --record."""
+    return (HERE if record else work) / "PPO_QUALITY.md"
+
+
 def main() -> None:
-    """Train, measure, write."""
+    """Train, measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for models, logs and TRL's environment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--draws", type=int, default=4, help="replies to each held-out prompt")
-    parser.add_argument("--trl-python", type=Path, help="of an environment with TRL; without it one is made in --work")
-    parser.add_argument("--out", type=Path, default=HERE / "PPO_QUALITY.md")
+    parser.add_argument(
+        "--trl-python", type=Path, help="Python of an environment with TRL; default: create one in --work"
+    )
+    parser.add_argument("--record", action="store_true", help="write the tracked benchmarks/PPO_QUALITY.md")
     arguments = parser.parse_args()
-    work, out = arguments.work.absolute(), arguments.out.absolute()
-    # Not resolved: the python of a virtual environment is a link to one that knows nothing of it.
+    work = arguments.work.absolute()
+    out = report_file(work, record=arguments.record)
+    # Not resolved: the Python of a virtual environment is a link to one outside it.
     python = arguments.trl_python.absolute() if arguments.trl_python else make_trl_environment(work / "trl")
-    # The configs name their data from the root of the repository.
+    # The configs name their data relative to the root of the repository.
     os.chdir(ROOT)
     torch.set_num_threads(1)
 
@@ -568,6 +576,7 @@ def main() -> None:
     text = report(seeds, config, command, arguments.draws)
     out.write_text(text, encoding="utf-8")
     print(text)
+    print(out)
 
 
 if __name__ == "__main__":

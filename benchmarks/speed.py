@@ -1,15 +1,16 @@
-"""How fast we are beside TRL: the same models, data and hyperparameters, one step of each in turn, in one run.
+"""Compare our speed with TRL's: same models, data and hyperparameters, with both sides taking turns step by step.
 
     python benchmarks/speed.py --work DIR                      # everything, about 25 minutes
     python benchmarks/speed.py --work DIR --only ppo --models a --threads 1 --quick
 
-For each task two processes are started, ours (speed_ours.py) and TRL's (speed_trl.py, in TRL's own environment),
-pinned to the same cores. Each waits at the end of every step until it is told to go on, and they are told in turn,
-so that both are timed within seconds of each other on a machine whose speed wanders. Before anything is timed it is
-checked that both compute the same; where they don't, the benchmark stops.
+Each task starts two processes, ours (speed_ours.py) and TRL's (speed_trl.py, in TRL's own environment), pinned to the
+same cores. Each waits at the end of every step until it is told to continue, and they are told in turn. So both are
+timed within seconds of each other on a machine whose speed varies. The script first checks that both compute the same,
+and stops if they do not.
 
-Everything measured is kept under DIR/results; RESULTS.md beside this file is written from that by speed_report.py,
-also by `--report` alone. Models and data are made once (speed_inputs.py) and kept in DIR.
+All measurements are kept under DIR/results, from which speed_report.py writes the report: DIR/RESULTS.md, or with
+--record the tracked file beside this script. `--report` only writes the report. Models and data are made once
+(speed_inputs.py) and kept in DIR.
 """
 
 import argparse
@@ -44,32 +45,32 @@ OURS = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY
 TORCH = "torch==2.13.0"
 TRL = {"1.12.0": HERE / "trl-constraints.txt", "1.16.0": HERE / "trl-1.16-constraints.txt"}
 TOLERANCE = 1e-4
-"""Relative, in float32: first losses; log-probabilities, values and scores of equal tokens."""
+"""Relative, in float32: of first losses, and of log-probabilities, values and scores of equal tokens."""
 DRIFT = 1e-2
-"""Relative: losses after some steps, where rounding has had time to grow."""
+"""Relative: of losses after some steps, when rounding has had time to grow."""
 WARMUP = {"sft": 2, "rm": 2, "ppo": 1, "rollout": 1}
 PAIRS = {"sft": 15, "rm": 15, "ppo": 6, "rollout": 9}
 QUICK_PAIRS = {"sft": 4, "rm": 4, "ppo": 2, "rollout": 3}
 TRL_MICROBATCH = {"a": 16, "b": 4}
-"""Rows of one backward pass in TRL's PPO: the fastest of those tried, see README.md."""
+"""Rows per backward pass in TRL's PPO: the fastest of those tried (README.md)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the table."""
+    """A row of the table."""
 
     name: str
     kind: str
     model: str
     unit: str
     trl: str
-    """The release of TRL, or of its environment for HF generate."""
+    """The release of TRL; for HF generate, the one whose environment is used."""
     floor: float | None = None
     goal: float | None = None
     epochs: int = 1
     packing: bool = False
     batch_size: int = 16
-    """Of TRL's SFT and RM; 3 packed rows of 512 hold about the tokens of 16 rows."""
+    """Of TRL's SFT and RM. 3 packed rows of 512 hold about as many tokens as 16 rows."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +90,7 @@ TASKS = [
 
 
 def main() -> None:
-    """Measure what was asked for, and write the report."""
+    """Measure the selected tasks and write the report."""
     args = parse()
     work, results = args.work.resolve(), args.work.resolve() / "results"
     results.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def main() -> None:
         for threads in args.threads:
             cores = sorted(os.sched_getaffinity(0))[-threads:]
             if len(cores) < threads:
-                raise SystemExit(f"{threads} threads were asked for, this process may use {len(cores)} cores")
+                raise SystemExit(f"--threads {threads}: this process may use only {len(cores)} cores")
             limits = [measure_limits(cores)] if "limits" in args.only else []
             for task in tasks:
                 pairs = (QUICK_PAIRS if args.quick else PAIRS)[task.kind]
@@ -113,7 +114,7 @@ def main() -> None:
                 write_json(path, run_pairs(task, given, pythons[task.trl], pairs))
                 print(speed_report.line(json.loads(path.read_text(encoding="utf-8"))), flush=True)
             if limits:
-                # Before and after: a limit is what was reached once, and others may have been at work meanwhile.
+                # Measured before and after: a limit is the best value reached, and other processes may have interfered.
                 write_json(results / f"limits-{threads}.json", best_of([*limits, measure_limits(cores)]))
         if "growth" in args.only:
             rounds = ["--rounds", "2"] if args.quick else []
@@ -129,22 +130,23 @@ def main() -> None:
         command = f"benchmarks/speed.py --work DIR {chosen}{' --quick' if args.quick else ''}{sets}"
         write_json(results / "run.json", speed_report.machine() | {"minutes": minutes, "command": command})
         print(f"{minutes:.1f} minutes")
-    speed_report.write(results, args.out)
-    print(args.out)
+    out = report_file(work, record=args.record)
+    speed_report.write(results, out)
+    print(out)
 
 
 # --------------------------------------------------------------------------------------- environments
 
 
 def make_environment(folder: Path, release: str) -> Path:
-    """The python of a virtual environment with that release of TRL, made if it is not there.
+    """Return the Python of a virtual environment with that release of TRL; create it if it does not exist.
 
-    torch goes first and by its exact version, so that TRL's `torch>=...` asks for no other build of it.
+    torch is installed first in its exact version, so that TRL's `torch>=...` does not pull another build.
     """
     python = folder / "bin" / "python"
     if not (folder / "finished").is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"making {folder}", flush=True)
+        print(f"creating {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
         for what in (TORCH, f"trl=={release}"):
@@ -159,7 +161,7 @@ def make_environment(folder: Path, release: str) -> Path:
 def prepare(
     task: Task, inputs: Inputs, cores: list[int], pairs: int, work: Path, overrides: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """What each side is told: {"ours": ..., "trl": ...}; files are written where one is read."""
+    """The instructions of each side, {"ours": ..., "trl": ...}; writes the files that they name."""
     steps = WARMUP[task.kind] + pairs + 1
     folder = work / "runs" / task.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -222,7 +224,7 @@ class Worker:
         task = folder / f"{Path(script).stem}.json"
         write_json(task, given)
         self.log = folder / f"{Path(script).stem}.log"
-        # What our package sets for itself where it is imported, as it was for the inputs, is none of TRL's.
+        # What our commands set for their own process must not reach TRL's.
         environment = {name: value for name, value in os.environ.items() if name not in OURS} | {
             "OMP_NUM_THREADS": str(len(given["cores"])),
             "HF_HUB_OFFLINE": "1",
@@ -243,13 +245,13 @@ class Worker:
         self.base = 0
 
     def wait(self) -> dict[str, Any]:
-        """Its next answer."""
+        """Return its next answer."""
         pipe: IO[str] | None = self.process.stdout
         assert pipe is not None
         line = pipe.readline()
         if not line:
             tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
-            raise SystemExit(f"{tail}\n{self.log}: the process ended with {self.process.wait()}")
+            raise SystemExit(f"{tail}\n{self.log}: the process ended with exit code {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -271,7 +273,7 @@ class Worker:
 
 
 def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> dict[str, Any]:
-    """Both sides step by step in turn, after the checks; every step of both."""
+    """Run both sides in turn, step by step, with the checks; returns every step of both."""
     folder = Path(given["trl"]["out"]).parent
     print(f"{task.name}, {len(given['ours']['cores'])} threads", flush=True)
     ours = Worker(Path(sys.executable), "speed_ours.py", given["ours"], folder)
@@ -309,11 +311,11 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
 
 
 def compare(task: Task, ours: dict[str, Any], trl: dict[str, Any], number: int) -> dict[str, float]:
-    """What must be equal of one step: the tokens of the batch, and the loss; raises SystemExit where it is not."""
+    """Check that a step has equal tokens and an equal loss on both sides; raises SystemExit otherwise."""
     if task.packing:
         return {}
     if ours["batch"] != trl["batch"]:
-        raise SystemExit(f"{task.name}: step {number + 1} has other tokens in TRL than in ours")
+        raise SystemExit(f"{task.name}: step {number + 1} has different tokens in TRL and in ours")
     if "loss" not in ours:
         return {}
     gap = abs(ours["loss"] - trl["loss"]) / abs(trl["loss"])
@@ -325,7 +327,9 @@ def compare(task: Task, ours: dict[str, Any], trl: dict[str, Any], number: int) 
 def require(task: Task, gaps: dict[str, float], tolerance: float) -> None:
     for name, gap in gaps.items():
         if not gap <= tolerance:
-            raise SystemExit(f"{task.name}: {name} differs by {gap:.2g} between ours and TRL, {tolerance:g} is allowed")
+            raise SystemExit(
+                f"{task.name}: {name} differs by {gap:.2g} between ours and TRL, at most {tolerance:g} is allowed"
+            )
 
 
 # ------------------------------------------------------------------------------------------- start-up
@@ -334,7 +338,7 @@ def require(task: Task, gaps: dict[str, float], tolerance: float) -> None:
 def startup(
     trl_pythons: dict[str, Path], inputs: Inputs, work: Path, times: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """(wall, processor) seconds of whole processes, in turn: --help, the first step of `rlhf sft`, its imports."""
+    """(wall, processor) seconds of whole processes in turn: --help, the first step of `rlhf sft`, its imports."""
     core, folder = max(os.sched_getaffinity(0)), work / "runs" / "startup"
     ours = [sys.executable, "-m", "rlhf_cli"]
     imports = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
@@ -356,7 +360,7 @@ def startup(
 
 
 def seconds(command: list[str], core: int, until: Path | None = None) -> tuple[float, float]:
-    """(wall, processor) seconds of a process, to its end or to the first row of a metrics.jsonl under `until`."""
+    """(wall, processor) seconds of a process until its end, or until a metrics.jsonl under `until` has a row."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -381,30 +385,35 @@ def seconds(command: list[str], core: int, until: Path | None = None) -> tuple[f
     return taken, usage.ru_utime + usage.ru_stime
 
 
-# ----------------------------------------------------------------------------------------- small things
+# ---------------------------------------------------------------------------------------------- helpers
 
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value) + "\n", encoding="utf-8")
 
 
+def report_file(work: Path, *, record: bool) -> Path:
+    """The report's file: the tracked one only with --record."""
+    return (HERE if record else work) / "RESULTS.md"
+
+
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     kinds = ["limits", "sft", "rm", "ppo", "rollout", "growth", "startup"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for environments, models and results")
+    parser.add_argument("--work", type=Path, required=True, help="folder for environments, models and results")
     parser.add_argument("--only", type=lambda text: text.split(","), default=kinds, help=",".join(kinds))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=("a", "b"), default=["a", "b"])
-    parser.add_argument("--quick", action="store_true", help="few pairs, to see that it works")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for our configs")
-    parser.add_argument("--trl-ppo-python", type=Path, help="the python of an environment with TRL 1.12.0")
-    parser.add_argument("--trl-sft-python", type=Path, help="the python of an environment with TRL 1.16.0")
-    parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
-    parser.add_argument("--report", action="store_true", help="only write the report from what was measured")
+    parser.add_argument("--quick", action="store_true", help="only a few pairs, to check that everything works")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override for our configs")
+    parser.add_argument("--trl-ppo-python", type=Path, help="Python of an environment with TRL 1.12.0")
+    parser.add_argument("--trl-sft-python", type=Path, help="Python of an environment with TRL 1.16.0")
+    parser.add_argument("--record", action="store_true", help="write the tracked benchmarks/RESULTS.md")
+    parser.add_argument("--report", action="store_true", help="only write the report, from existing measurements")
     args = parser.parse_args()
     if wrong := set(args.only) - set(kinds):
-        parser.error(f"--only: {', '.join(sorted(wrong))}: not one of {', '.join(kinds)}")
+        parser.error(f"--only: {', '.join(sorted(wrong))}: must be of {', '.join(kinds)}")
     return args
 
 

@@ -1,9 +1,10 @@
-"""What lets two trainers of one benchmark take turns: each waits at the end of every step until it is told to go on.
+"""Let the two trainers of a benchmark take turns: each waits at the end of every step until it is told to continue.
 
-Both workers import it, each in its own environment, so it has nothing but Python's own library, torch and transformers.
+Both workers import this file, each in its own environment, so it uses only the standard library, torch and
+transformers.
 
-A worker is a process that reads a command a line from its standard input and answers with a JSON object a line.
-Whatever its libraries print goes to its standard error.
+A worker is a process that reads one command per line from its standard input and answers with one JSON object per line.
+What its libraries print goes to its standard error.
 """
 
 import gc
@@ -21,9 +22,9 @@ Facts = dict[str, Any]
 class Gate:
     """The end of a worker's step, where it waits.
 
-    Seconds of a step run from the driver's `go` to the worker's next `arrive`. `cpu_s` is all of the process's
-    threads since the last answer: what a background thread did while the other side had its turn counts, and is
-    added to `wall_s` too, so that work can't be hidden in the other's time.
+    The seconds of a step run from the driver's `go` to the worker's next `arrive`. `cpu_s` counts all threads of the
+    process since the last answer. Work that a background thread did during the other side's turn is included, and
+    added to `wall_s` too, so that it cannot be hidden in the other's time.
     """
 
     def __init__(self, cores: list[int]):
@@ -31,23 +32,23 @@ class Gate:
         self.answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self.actions: dict[str, Callable[[Facts], Facts]] = {}
-        """Further commands, by name: each is given the command and returns what to answer."""
+        """Further commands by name; each takes the command and returns the answer."""
         self.base_rss = 0
         self.wall_from = self.cpu_from = self.cpu_paused = 0.0
         self.is_running = False
 
     def mark_base(self) -> None:
-        """Everything is imported, no model is loaded: memory is counted from here.
+        """Count memory from here: everything is imported, no model is loaded.
 
-        A step of a model of a few numbers comes first, so that what libraries load when they are first used, their
-        own code above all, is not taken for the trainer's.
+        A step of a tiny model comes first, so that what libraries load at their first use, mostly their own code, is
+        not counted as the trainer's.
         """
         use_libraries()
         gc.collect()
         self.base_rss = memory()["VmRSS"]
 
     def arrive(self, facts: Callable[[], Facts] | None = None) -> None:
-        """A step is over; `facts` are asked for once the clocks stand still. Returns when the next one may begin."""
+        """End a step; `facts` are evaluated after the clocks have stopped. Returns when the next step may begin."""
         if self.is_running:
             wall, cpu = time.perf_counter() - self.wall_from, time.process_time() - self.cpu_from
             paused = self.cpu_from - self.cpu_paused
@@ -71,7 +72,7 @@ class Gate:
                     break
                 case name:
                     self.answer(self.actions[name](command))
-            # Neither the facts nor these commands are a part of the step.
+            # Neither the facts nor these commands belong to the step.
             self.cpu_paused = time.process_time()
         self.leave()
 
@@ -79,7 +80,7 @@ class Gate:
         self.answers.write(json.dumps(facts) + "\n")
 
     def leave(self) -> NoReturn:
-        """End the process at once, in the middle of a training that nobody needs the rest of."""
+        """End the process immediately; the rest of the training is not needed."""
         self.answers.close()
         sys.stderr.flush()
         os._exit(0)
@@ -102,7 +103,7 @@ def use_libraries() -> None:
 
 
 def memory() -> dict[str, int]:
-    """VmRSS (what is resident now) and VmHWM (the most that was since `forget peak`), bytes."""
+    """VmRSS (resident now) and VmHWM (peak since `forget peak`), in bytes."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -1,9 +1,9 @@
 """Models and data of the speed benchmark: the same files and the same tokens for both sides.
 
-The models are Llamas of two sizes (`MODELS`), trained just enough that a response ends at varied places. The
-tokenizer has one token a word, `w17` say, so that a text's tokens are known without it. Lengths are lognormal,
-because padding is where a trainer's time goes: prompts have a median of 46 tokens, answers of 38, all within
-[4, 96] and [2, 64] (`LENGTHS`).
+The models are Llamas of two sizes (`MODELS`), trained just enough that responses end at various places. The tokenizer
+has one token per word, such as `w17`, so that a text's tokens are known without it. Lengths are lognormal, because
+padding costs a trainer time: prompts have a median of 46 tokens, answers of 38, within [4, 96] and [2, 64]
+(`LENGTHS`).
 """
 
 import json
@@ -37,12 +37,12 @@ MAX_LENGTH = 512
 TEMPERATURE = 0.7
 MAX_NEW_TOKENS = 64
 ZIPF = 1.2
-"""Words are drawn with odds 1 / rank^ZIPF: at temperature 0.7, EOS then comes about as often as in the data."""
+"""Words are drawn with odds 1 / rank^ZIPF; at temperature 0.7 EOS is then about as frequent as in the data."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama of the benchmark, and how it is trained before anything is measured."""
+    """A Llama of the benchmark, and its training before the measurement."""
 
     hidden: int
     intermediate: int
@@ -53,7 +53,7 @@ class Size:
     steps: int
     learning_rate: float
     kv_heads: int | None = None
-    """Heads of keys and values where there are fewer."""
+    """Heads of keys and values, if fewer than the query heads."""
 
 
 MODELS = {
@@ -64,7 +64,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both sides read for one model, under one folder."""
+    """The files that both sides read for one model, in one folder."""
 
     folder: Path
     size: Size
@@ -79,7 +79,7 @@ class Inputs:
 
     @property
     def rm_start(self) -> Path:
-        """The reward model before its first step, for TRL; ours makes the same from the policy and the seed."""
+        """The reward model before its first step, for TRL; our stage builds the same from the policy and the seed."""
         return self.folder / "rm_start"
 
     def sft_rows(self) -> list[tuple[list[int], list[int]]]:
@@ -91,7 +91,7 @@ class Inputs:
         return [tuple(json.loads(line)) for line in (self.folder / "rm_ids.jsonl").read_text().splitlines()]
 
     def sft_order(self, steps: int, batch_size: int) -> list[dict[str, list[int]]]:
-        """The rows of the first steps for TRL, in the order in which our SFT stage takes them."""
+        """The rows of the first steps for TRL, in our SFT stage's order."""
         rows = self.sft_rows()
         return [
             {"ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)}
@@ -117,7 +117,7 @@ class Inputs:
 
 
 def make_inputs(work: Path, name: str) -> Inputs:
-    """Data, tokenizer, policy and reward model of one size under `work`; what is there is kept."""
+    """Create data, tokenizer, policy and reward model of one size under `work`, unless they exist."""
     inputs = Inputs(work / f"model_{name}", MODELS[name])
     folder, size = inputs.folder, inputs.size
     if (folder / "finished").is_file():
@@ -155,7 +155,7 @@ def make_inputs(work: Path, name: str) -> Inputs:
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One token a word: `w4` is 4, and so on; it adds nothing by itself."""
+    """A tokenizer with one token per word (`w4` is 4) that adds no special tokens."""
     words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), vocabulary))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -165,7 +165,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def write_rows(folder: Path, vocabulary: int) -> None:
-    """The rows as ids (`*_ids.jsonl`) and as the texts that our stages read (`sft.jsonl`, `rm.jsonl`)."""
+    """Write the rows as ids (`*_ids.jsonl`) and as the texts that our stages read (`sft.jsonl`, `rm.jsonl`)."""
     draw = np.random.default_rng(SEED)
     odds = 1.0 / np.arange(1, vocabulary - len(SPECIAL) + 1) ** ZIPF
     odds /= odds.sum()
@@ -179,7 +179,7 @@ def write_rows(folder: Path, vocabulary: int) -> None:
     sft = [(words("prompt"), [*words("response"), EOS]) for _ in range(NUM_ROWS)]
     rm = []
     for _ in range(NUM_ROWS):
-        # The longer answer is the better one, so that there is something to learn and scores differ.
+        # The longer answer is the better one, so that there is something to learn.
         prompt, (rejected, chosen) = words("prompt"), sorted((words("response"), words("response")), key=len)
         rm.append((prompt, [*chosen, EOS], [*rejected, EOS]))
     write_lines(folder / "sft_ids.jsonl", sft)
@@ -193,14 +193,14 @@ def write_rows(folder: Path, vocabulary: int) -> None:
 
 
 def check_tokens(inputs: Inputs) -> None:
-    """Raise SystemExit unless the texts give exactly the ids."""
+    """Raise SystemExit unless the tokenizer gives exactly the ids."""
     tokenizer = load_tokenizer(str(inputs.policy))
     for line, (prompt, response) in zip(
         (inputs.folder / "sft.jsonl").read_text().splitlines(), inputs.sft_rows(), strict=True
     ):
         row = json.loads(line)
         if tokenizer(row["prompt"] + row["response"])["input_ids"] != prompt + response[:-1]:
-            raise SystemExit(f"{inputs.folder}: the tokenizer gives other ids than the rows are made of")
+            raise SystemExit(f"{inputs.folder}: the tokenizer does not give the ids that the rows were written from")
 
 
 def text(ids: Sequence[int]) -> str:
@@ -219,7 +219,7 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
 
 
 def sft_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path) -> dict[str, Any]:
-    """Batches of 16 rows, a constant learning rate, nothing held out."""
+    """An SFT config: batches of 16 rows, constant learning rate, no held-out rows."""
     return {
         "artifacts": str(artifacts),
         "seed": SEED,
@@ -233,7 +233,7 @@ def sft_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path
 
 
 def rm_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path) -> dict[str, Any]:
-    """Batches of 16 pairs, which share their prompt; the score is left as it is."""
+    """An RM config: batches of 16 pairs with a common prompt, no normalisation of the score."""
     return {
         "artifacts": str(artifacts),
         "seed": SEED,
@@ -248,7 +248,7 @@ def rm_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path)
 
 
 def ppo_config(inputs: Inputs, epochs: int, iterations: int, artifacts: Path) -> dict[str, Any]:
-    """One optimizer step an epoch over the whole batch, as TRL's `num_mini_batches=1` gives."""
+    """A PPO config: one optimizer step per epoch over the whole batch, as with TRL's `num_mini_batches=1`."""
     batch = inputs.size.ppo_batch
     return {
         "artifacts": str(artifacts),
@@ -256,7 +256,7 @@ def ppo_config(inputs: Inputs, epochs: int, iterations: int, artifacts: Path) ->
         "device": "cpu",
         "policy": {"path": str(inputs.policy)},
         "rewards": [{"type": "reward_model", "path": str(inputs.reward_model)}],
-        # With its head, so that the values that are compared are not all zero.
+        # With its head, so that the compared values are not all zero.
         "value_model": {"path": str(inputs.reward_model)},
         "data": {"train": str(inputs.folder / "prompts.jsonl"), "test_fraction": 0},
         "rollout": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE},
@@ -284,7 +284,7 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 
 
 def run_stage(folder: Path, stage: str, config: dict[str, Any]) -> None:
-    """One stage by the command line."""
+    """Run one stage by the command line."""
     print(f"{folder.name}: {stage}", flush=True)
     path = write_config(folder / f"{stage}.yaml", config)
     command = [sys.executable, "-m", "rlhf_cli", stage, "--config", str(path), "--quiet"]

@@ -1,14 +1,13 @@
-"""What the machine can do at most, and what the work takes at least.
+"""The machine's limits, and the minimum work of each phase.
 
     python benchmarks/speed_limits.py CORES     # 1, or 0,1
 
-measures, on these cores, the best rate of float32 products, the memory's bandwidth, and the time that torch needs
-to start an operation that has nothing to do. The functions below count the arithmetic and the bytes of the work
-itself: real tokens only, the head where a token is predicted, nothing twice.
+measures, on these cores, the best rate of float32 products, the memory bandwidth, and the time that torch needs to
+start an operation on an empty tensor. The functions below count the arithmetic and the bytes of the work itself: real
+tokens only, the head only where a token is predicted, nothing twice.
 
-Products alone are counted, 2 operations for a multiplication with an addition, as everybody does (Kaplan et al.
-2020, section 2.1): norms, softmax and rotations come to nothing beside them. The backward pass has twice the
-forward's.
+Only products are counted, with 2 operations per multiply-add, as usual (Kaplan et al. 2020, section 2.1): norms,
+softmax and rotations are negligible. The backward pass costs twice the forward pass.
 """
 
 import json
@@ -23,23 +22,23 @@ from typing import Any
 from speed_inputs import Size
 
 OPERATIONS_PER_LAYER = 10
-"""Of a decoder's layer in one token's step, at least: norm, QKV, rotation, writing the cache, attention, output,
-norm, gate and up, their product, down."""
+"""Minimum number of operations per layer and decoding step: norm, QKV, rotation, cache write, attention, output, norm,
+gate and up, their product, down."""
 OPERATIONS_PER_STEP = 8
-"""Around the layers: embedding, norm, head, and choosing a token."""
+"""Operations per decoding step outside the layers: embedding, norm, head, and choosing a token."""
 FLOAT = 4
-"""Bytes of a number."""
+"""Bytes per float32 number."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What something takes at least."""
+    """The minimum work of a phase."""
 
     flops: float = 0.0
     bytes: float = 0.0
-    """Moved between the memory and the processor; only counted where it could matter, in decoding."""
+    """Bytes moved between memory and processor; counted only in decoding, where they may matter."""
     operations: float = 0.0
-    """Calls of torch that can't be joined; only counted in decoding."""
+    """Calls of torch that cannot be fused; counted only in decoding."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.bytes + other.bytes, self.operations + other.operations)
@@ -48,7 +47,7 @@ class Work:
         return Work(self.flops * factor, self.bytes * factor, self.operations * factor)
 
     def seconds(self, limits: dict[str, float]) -> dict[str, float]:
-        """How long each of the three takes on a machine with these limits."""
+        """Seconds of each of the three on a machine with these limits."""
         return {
             "arithmetic": self.flops / limits["flops"],
             "bytes": self.bytes / limits["bandwidth"],
@@ -62,8 +61,8 @@ class Work:
 def forward(size: Size, length: int, predicted: int, start: int = 0) -> Work:
     """A forward pass over tokens `start` to `length` of one sequence, with the head on `predicted` positions.
 
-    ``2 * layers * (4 * hidden**2 + 3 * hidden * intermediate)`` a token, less where heads share keys and
-    values; ``4 * layers * hidden`` for each token that it attends to, itself included; ``2 * hidden * vocabulary`` a
+    ``2 * layers * (4 * hidden**2 + 3 * hidden * intermediate)`` per token, less if heads share keys and
+    values; ``4 * layers * hidden`` for each token that it attends to, itself included; ``2 * hidden * vocabulary`` per
     prediction.
 
     >>> tiny = Size(2, 3, 1, 1, 5, ppo_batch=1, steps=1, learning_rate=1.0)
@@ -83,7 +82,7 @@ def weights_per_layer(size: Size) -> int:
 
 
 def kv_width(size: Size) -> int:
-    """Numbers of a token's keys in one layer, and as many of its values."""
+    """Size of a token's keys in one layer; its values have the same size."""
     return size.hidden * (size.kv_heads or size.heads) // size.heads
 
 
@@ -92,12 +91,12 @@ def total(works: Sequence[Work]) -> Work:
 
 
 def sft_work(size: Size, batch: Sequence[tuple[int, int]]) -> Work:
-    """A training step on rows of (tokens, learnt tokens)."""
+    """A training step on rows of (tokens, learned tokens)."""
     return total([forward(size, length, learnt) for length, learnt in batch]).times(3)
 
 
 def rm_work(size: Size, batch: Sequence[tuple[int, int, int]]) -> Work:
-    """A training step on pairs of (tokens that both begin with, tokens of either): the shared ones once."""
+    """A training step on pairs of (common tokens at the start, tokens of each answer); common tokens count once."""
     parts = [
         forward(size, prefix, 0) + forward(size, a, 0, start=prefix) + forward(size, b, 0, start=prefix)
         for prefix, a, b in batch
@@ -106,9 +105,9 @@ def rm_work(size: Size, batch: Sequence[tuple[int, int, int]]) -> Work:
 
 
 def rollout_work(size: Size, prompts: Sequence[int], responses: Sequence[int], number_bytes: int = FLOAT) -> Work:
-    """Sampling: each prompt's forward pass, then a step for each further token, with finished rows gone.
+    """Sampling: a forward pass over each prompt, then a step per further token, without finished rows.
 
-    A step reads all weights once and the keys and values of the rows that are not finished.
+    A step reads all weights once, and the keys and values of the unfinished rows.
     """
     computed = total([forward(size, p + r - 1, r) for p, r in zip(prompts, responses, strict=True)])
     steps = max(responses)
@@ -127,8 +126,8 @@ def _sum(first: int, last: int) -> int:
 
 
 def scoring_work(size: Size, prompts: Sequence[int], responses: Sequence[int]) -> Work:
-    """ref_policy, value model and reward model over prompts and responses; the policy's own log-probabilities are
-    known from sampling."""
+    """ref_policy, value model and reward model over prompts and responses; the policy's log-probabilities are known
+    from sampling."""
     pairs = list(zip(prompts, responses, strict=True))
     return total([forward(size, p + r, r) + forward(size, p + r, 0).times(2) for p, r in pairs])
 
@@ -143,7 +142,7 @@ def update_work(size: Size, prompts: Sequence[int], responses: Sequence[int], ep
 
 
 def measure_limits(cores: list[int]) -> dict[str, float]:
-    """Run this file in a process of its own on these cores."""
+    """Run this file in a separate process on these cores."""
     environment = os.environ | {"OMP_NUM_THREADS": str(len(cores))}
     command = [sys.executable, __file__, ",".join(map(str, cores))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True)
@@ -161,7 +160,7 @@ def best_of(measured: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def measure() -> dict[str, float]:
-    """The best of several tries each: a limit is what was reached once."""
+    """Measure each limit: the best of several tries."""
     import torch
 
     def rate(amount: float, call: Callable[[], Any], seconds: float = 0.6) -> float:

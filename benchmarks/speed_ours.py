@@ -1,9 +1,9 @@
-"""Our side of benchmarks/speed.py: a stage as it is, or the sampler, one step each time the driver says so.
+"""Our side of benchmarks/speed.py: a stage, or the sampler, one step whenever the driver asks for one.
 
     python benchmarks/speed_ours.py TASK.json
 
-The real `run(config)` of a stage is called with a real config file. It is stopped where a step ends, inside
-`StageRun.finish_step`, and everything between two of those is in the time.
+Calls the stage's `run(config)` with a config file. It waits where a step ends, inside `StageRun.finish_step`;
+everything between two of these is timed.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ from rlhf_cli.training.stage_run import StageRun  # noqa: E402
 
 
 def main() -> None:
-    """Run the task until the driver has had enough."""
+    """Run the task until the driver ends it."""
     torch.set_num_threads(len(TASK["cores"]))
     GATE.mark_base()
     {"sft": sft, "rm": rm, "ppo": ppo, "rollout": rollout}[TASK["kind"]]()
 
 
 def sft() -> None:
-    """The SFT stage."""
+    """Run the SFT stage."""
     seen = watch(stages.sft, "_accumulate")
 
     def facts() -> Facts:
@@ -62,7 +62,7 @@ def sft() -> None:
 
 
 def rm() -> None:
-    """The RM stage."""
+    """Run the RM stage."""
     seen = watch(stages.rm, "_accumulate")
 
     def facts() -> Facts:
@@ -81,7 +81,7 @@ def rm() -> None:
 
 
 def ppo() -> None:
-    """The PPO stage. The first iteration's rollout is kept for TRL to look at."""
+    """Run the PPO stage; the first iteration's rollout is kept for TRL to check."""
     seen = watch(stages.ppo, "_rollout", "scores_of_rollout")
     kept = Path(TASK["kept"])
     kept.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def ppo() -> None:
 
 
 def rollout() -> None:
-    """The sampler alone, on the batches of prompts that HF `generate` gets too."""
+    """Run the sampler alone, on the same batches of prompts as HF `generate`."""
     tokenizer, policy = load_tokenizer(TASK["policy"]), load_policy(TASK["policy"])
     prepare(policy, torch.device("cpu"))
     sampling = Sampling(temperature=TASK["temperature"], stop=frozenset(stop_ids(policy, tokenizer)))
@@ -138,11 +138,11 @@ def rollout() -> None:
 
 
 METRICS: dict[str, float] = {}
-"""The last row that the stage wrote to its metrics.jsonl."""
+"""The last row of the stage's metrics.jsonl."""
 
 
 def stop_at_steps(facts: Any) -> None:
-    """Have `StageRun` wait at the gate before its first step and after each one."""
+    """Make `StageRun` wait at the gate before its first step and after each step."""
     resume, log, finish_step = StageRun.resume, StageRun.log, StageRun.finish_step
 
     def resume_and_wait(self: StageRun, *given: Any) -> int:
@@ -165,7 +165,7 @@ def stop_at_steps(facts: Any) -> None:
 
 
 def watch(module: Any, *names: str) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """The arguments and the result of each function's last call; what is kept are references, nothing is copied."""
+    """Keep the arguments and the result of each function's last call, by reference."""
     seen: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     def watched(name: str) -> Any:
@@ -189,12 +189,12 @@ def unpadded(tensor: torch.Tensor, lengths: list[int]) -> list[list[float]]:
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    """How many tokens two answers have in common from the start."""
+    """The number of tokens that two answers share at their start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def digest(rows: list[list[int]]) -> str:
-    """The same for the same rows, in any order."""
+    """A digest of the rows that does not depend on their order."""
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
 
 

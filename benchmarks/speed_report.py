@@ -1,4 +1,4 @@
-"""RESULTS.md of the speed benchmark, written from what speed.py, growth.py and gpu.py left under DIR/results."""
+"""Write RESULTS.md of the speed benchmark from the files of speed.py, growth.py and gpu.py under DIR/results."""
 
 import datetime
 import json
@@ -18,12 +18,12 @@ MEMORY_FLOOR, MEMORY_GOAL = 0.7, 0.5
 HELP_FLOOR, HELP_GOAL = 0.3, 0.15
 START_GOAL = 1.5
 SLACK = 0.2
-"""How far a measured exponent may be above the work's own."""
+"""How far a measured exponent may be above that of the work."""
 Result = dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """The machine and the versions of the measurement."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> str:
-    """Which commit of ours is measured."""
+    """The commit that is measured."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -55,7 +55,7 @@ def timed(result: Result, side: str) -> list[dict[str, Any]]:
 
 
 def ratios(result: Result, clock: str) -> list[float]:
-    """How many times as fast ours is, pair by pair: units of work a second, ours by TRL's."""
+    """Ours divided by TRL's, pair by pair, in units of work per second."""
     return [
         (ours["units"] / ours[clock]) / (trl["units"] / trl[clock])
         for ours, trl in zip(timed(result, "ours"), timed(result, "trl"), strict=True)
@@ -63,13 +63,13 @@ def ratios(result: Result, clock: str) -> list[float]:
 
 
 def rate(result: Result, side: str) -> float:
-    """Units of work a second, over all timed steps."""
+    """Units of work per second, over all timed steps."""
     steps = timed(result, side)
     return sum(step["units"] for step in steps) / sum(step["wall_s"] for step in steps)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and the quartiles around it.
+    """The median, with the quartiles in brackets.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
     '3.00 (2.00-4.00)'
@@ -81,7 +81,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def work_of(result: Result, step: dict[str, Any]) -> dict[str, Work]:
-    """What one of our steps took at least, by phase."""
+    """The minimum work of one of our steps, by phase."""
     size, kind = MODELS[result["task"]["model"]], result["task"]["kind"]
     if kind == "sft":
         return {"training step": sft_work(size, step["work"])}
@@ -96,7 +96,7 @@ def work_of(result: Result, step: dict[str, Any]) -> dict[str, Work]:
 
 
 def measured_phases(result: Result) -> dict[str, list[float]]:
-    """Our seconds of each phase and step; of PPO as its metrics say."""
+    """Our seconds of each phase and step; for PPO from its metrics."""
     if result["task"]["kind"] != "ppo":
         name = "rollout" if result["task"]["kind"] == "rollout" else "training step"
         return {name: [step["wall_s"] for step in timed(result, "ours")]}
@@ -109,14 +109,14 @@ def measured_phases(result: Result) -> dict[str, list[float]]:
 
 
 def shares_of_limit(result: Result, limits: dict[str, float]) -> list[tuple[str, float, dict[str, float]]]:
-    """(phase, our median seconds, seconds of each limit) and, last, the whole step."""
+    """(phase, our median seconds, seconds at each limit); the whole step is last."""
     steps = timed(result, "ours")
     phases, found = measured_phases(result), []
     for name, seconds in phases.items():
         least = [work_of(result, step)[name].seconds(limits) for step in steps]
         found.append((name, statistics.median(seconds), {k: statistics.median(x[k] for x in least) for k in least[0]}))
     if len(found) > 1:
-        # The phases come one after the other: each is bound by the longest of its three.
+        # The phases run one after the other; each is bounded by the longest of its three.
         bound = {"arithmetic": sum(max(least.values()) for _, _, least in found)}
         found.append(("whole iteration", statistics.median(step["wall_s"] for step in steps), bound))
     return found
@@ -135,7 +135,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def line(result: Result) -> str:
-    """One result on the screen."""
+    """One result as a line for the screen."""
     checks = ", ".join(f"{name} {gap:.1e}" for name, gap in result["checks"].items())
     return (
         f"  ours {rate(result, 'ours'):,.4g}, TRL {rate(result, 'trl'):,.4g} {result['task']['unit']}; ratio wall "
@@ -144,7 +144,7 @@ def line(result: Result) -> str:
 
 
 def verdict(value: float, floor: float | None, goal: float | None, *, lower: bool = False) -> str:
-    """Where a figure stands between its floor and its goal.
+    """Compare a figure with its floor and its goal.
 
     >>> verdict(3.2, 2.2, 3.0), verdict(2.5, 2.2, 3.0), verdict(1.0, 2.2, 3.0), verdict(0.6, 0.7, 0.5, lower=True)
     ('goal reached', 'floor held', 'BELOW THE FLOOR', 'floor held')
@@ -220,7 +220,7 @@ def startup_table(found: dict[str, list[tuple[float, float]]]) -> list[str]:
 
 
 def percentiles(values: Sequence[float]) -> str:
-    """10th, 50th and 90th.
+    """The 10th, 50th and 90th percentile.
 
     >>> percentiles(list(range(101)))
     '10 / 50 / 90'
@@ -261,7 +261,7 @@ def length_table(results: Sequence[Result]) -> list[str]:
     for row in rows:
         row += [""] * (10 - len(row))
     head = ["work", "threads", "side", "tokens", "prompt", "response", "mean response", "ended"]
-    return table([*head, "real tokens a step", "with padding"], rows)
+    return table([*head, "real tokens per step", "with padding"], rows)
 
 
 def check_table(results: Sequence[Result]) -> list[str]:
@@ -316,7 +316,7 @@ def breakdown_table(results: Sequence[Result]) -> list[str]:
 
 
 def load(results: Path) -> tuple[list[Result], dict[str, Any]]:
-    """Every pair's result in the order of the tasks, and the other files by name."""
+    """The results in the order of the tasks, and the other files by name."""
     found, others = [], {}
     for path in results.glob("*.json"):
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -332,7 +332,7 @@ def load(results: Path) -> tuple[list[Result], dict[str, Any]]:
 
 
 def write(results: Path, out: Path) -> None:
-    """The whole report; a part that was not measured is said to be so."""
+    """Write the report; parts that were not measured say so."""
     found, others = load(results)
     limits = {int(name.split("-")[1]): value for name, value in others.items() if name.startswith("limits-")}
     parts: list[tuple[str, Callable[[], list[str]]]] = [
@@ -359,17 +359,17 @@ def write(results: Path, out: Path) -> None:
 def head(run: dict[str, Any] | None, codes: set[str]) -> list[str]:
     lines = ["# Speed: ours against TRL's", "", "Written by `benchmarks/speed.py`; not edited by hand.", ""]
     if run is None:
-        return [*lines, "What it was measured on is not known: speed.py was never run to its end."]
+        return [*lines, "The machine is unknown: speed.py has not run to its end."]
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     return [
         *lines,
-        f"- date: {run['date']}; command: `{run['command']}` (what `make bench` runs, where nothing is left out), "
+        f"- date: {run['date']}; command: `{run['command']}` (`make bench` runs all of it), "
         f"{run['minutes']:.0f} minutes",
         f"- machine: {run['cpu']}, {run['cores']} cores, {run['memory_gb']:.0f} GB; load average {run['load']:.1f} "
         "(1.0 is the benchmark itself)",
         f"- both sides: Python {run['python']}, {versions}; SFT and RM against TRL 1.16.0, PPO against 1.12.0",
         f"- our code: {', '.join(sorted(codes)) or 'none was measured'}"
-        + (" (NOT ONE RUN: the tables below are of several states of it)" if len(codes) > 1 else ""),
+        + (" (NOT ONE RUN: the tables below come from several states of the code)" if len(codes) > 1 else ""),
         *(
             f"- model {name}: Llama, hidden {s.hidden}, intermediate {s.intermediate}, {s.layers} layers, "
             f"{s.heads} heads, vocabulary {s.vocabulary:,}, tied ({parameters(s) / 1e6:.2f} M parameters)"
@@ -388,27 +388,27 @@ def parameters(size: Size) -> int:
 
 
 RATIO_TEXT = """\
-Each side is a process of its own on the same cores, and they take turns, one training step (SFT, RM: 16 rows or
-pairs), one PPO iteration or one batch of rollouts at a time. The ratio is taken pair by pair: median and quartiles.
-Wall seconds count; processor seconds are less disturbed by what else runs. The first two steps of both (of PPO and
-rollouts one) are left out. TRL runs without bf16, gradient checkpointing, logging, progress bars and checkpoints, and
-with its fastest microbatch; ours is the stage as it is, with metrics, samples and health lines. `TRL packing` is
-TRL's `packing=True` with 3 rows of 512 tokens a step, beside our usual step of 16 rows. `rollouts` is HF `generate`,
-tokens only, against our sampler, which keeps log-probabilities too; a useful token is one up to the first EOS."""
+Each side is a process on the same cores. They take turns: one training step (SFT, RM: 16 rows or pairs), one PPO
+iteration or one batch of rollouts at a time. The ratio is taken pair by pair: median and quartiles. Wall seconds count;
+processor seconds are less disturbed by other processes. The first two steps of both (PPO and rollouts: one) are
+skipped. TRL runs without bf16, gradient checkpointing, logging, progress bars and checkpoints, and with its fastest
+microbatch; ours is the stage with its defaults, metrics, samples and health lines. `TRL packing` is TRL's
+`packing=True` with 3 rows of 512 tokens per step, against our usual step of 16 rows. `rollouts` compares HF `generate`,
+tokens only, with our sampler, which keeps log-probabilities too; a useful token is one up to the first EOS."""
 
 CHECK_TEXT = """\
-Both read the same files. The first loss must agree to 1e-4 (relative, float32), and that of the last step to 1e-2;
-the digests of every batch's tokens must be equal. For PPO the responses that our first iteration sampled are scored
-by TRL's own functions on TRL's own models: log-probabilities (policy and reference), values and reward scores must
-agree to 1e-4. A failed check stops the benchmark."""
+Both read the same files. The first loss must agree to 1e-4 (relative, float32), the last to 1e-2, and the digests of
+every batch's tokens must be equal. For PPO, TRL's functions on TRL's models score the responses of our first iteration:
+log-probabilities (policy and reference), values and reward scores must agree to 1e-4. A failed check stops the
+benchmark."""
 
 MEMORY_TEXT = """\
-The largest resident set while the timed steps ran (VmHWM, set back after the warm-up), less the resident set once
-everything was imported and a tiny model had been trained for a step, which loads the libraries' own code. Weights,
-optimizer, data and what the allocator keeps are in it."""
+The peak resident set of the timed steps (VmHWM, reset after the warm-up), minus the resident set after all imports and
+a step of a tiny model, which loads the libraries' own code. It includes weights, optimizer, data and what the allocator
+keeps."""
 
 LENGTH_TEXT = (
-    "Tokens as 10th / 50th / 90th percentile. Prompts and responses are drawn lognormal: "
+    "Tokens as 10th / 50th / 90th percentile. Prompts and responses have lognormal lengths: "
     + ", ".join(f"{kind} median {m}, sigma {s}, within [{a}, {b}]" for kind, (m, s, a, b) in LENGTHS.items())
     + f". PPO samples at most {MAX_NEW_TOKENS} tokens at temperature {TEMPERATURE}; the two sides draw differently, so "
     "their lengths differ by chance."
@@ -422,13 +422,13 @@ def limit_text(limits: dict[int, dict[str, float]]) -> str:
         f"{x['bandwidth'] / 1e9:.0f} GB/s, {1e6 * x['dispatch_s']:.1f} us to start an operation"
         for threads, x in sorted(limits.items())
     )
-    return f"""Measured before and after, the best of both: {said}.
+    return f"""Measured before and after the tasks, the better of both: {said}.
 
 Arithmetic: the products that the work needs (real tokens, the head where a token is predicted, a shared prompt once,
-backward twice forward) at that rate of large products. Bytes: in decoding, all weights once a step and each live
-row's keys and values, at that bandwidth; a model that fits into the caches can be faster. Dispatch: in decoding, 10
-operations a layer and 8 a step. Nothing runs faster than the longest of the three: its share of what we took is how
-far we are. What norms, softmax, rotations and the optimizer cost is not in the limit."""
+backward twice forward) at that rate of large products. Bytes: in decoding, all weights once per step and the keys and
+values of each live row, at that bandwidth; a model that fits into the caches can be faster. Dispatch: in decoding, 10
+operations per layer and 8 per step. Nothing can run faster than the longest of the three. "Of the limit" is its share
+of our time. The limit does not include norms, softmax, rotations and the optimizer."""
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -447,10 +447,10 @@ def growth(rows: Sequence[dict[str, Any]]) -> list[str]:
         for row in rows
     ]
     text = (
-        "Processor time of one core, best of several, other sizes held. The exponent is the slope of the logarithms, "
-        "over all points and between the last two; the work's is that of its arithmetic, bytes and calls at the "
-        "machine's limits between the last two, which attention makes larger than 1, and 1 for a smaller part of it. "
-        f"{SLACK} more is allowed: attention's products run below the rate of large ones, and the machine wanders."
+        "Processor time of one core, the minimum of several tries, other sizes fixed. The exponent is the slope "
+        "of the logarithms, over all points and between the last two. That of the work is from its arithmetic, bytes "
+        "and calls at the machine's limits between the last two points; attention makes it larger than 1. "
+        f"{SLACK} more is allowed: attention's products run below the rate of large ones, and the machine varies."
     )
     return [text, "", *table(["phase", "against", "at", "ms", "exponent", "at the end", "the work's", ""], shown)]
 
@@ -458,5 +458,5 @@ def growth(rows: Sequence[dict[str, Any]]) -> list[str]:
 def gpu(found: dict[str, Any]) -> list[str]:
     """The table of gpu.py."""
     if found["device"] == "cpu":
-        raise KeyError("a run without a GPU only shows that the script works")
+        raise KeyError("a run without a GPU only checks the script")
     return [f"{found['device']}, {found['date']}: `benchmarks/gpu.py`.", "", *table(found["head"], found["rows"])]

@@ -2,8 +2,8 @@
 
     python benchmarks/speed_trl.py TASK.json
 
-Runs in TRL's own environments and imports nothing of ours. Each trainer is TRL's own with its own loop; it waits in
-a callback where a step ends. What differs from its defaults is what makes it faster on a CPU: no bf16, no gradient
+Runs in TRL's own environments and imports nothing of ours. Each trainer is TRL's with its own loop; it waits in a
+callback where a step ends. Only settings that make it faster on a CPU differ from its defaults: no bf16, no gradient
 checkpointing, no logging, no progress bar, no checkpoints.
 """
 
@@ -32,7 +32,7 @@ from transformers import (  # noqa: E402
 disable_caching()
 ON_GPU = TASK.get("gpu", False)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-"""Of the weights: on a GPU `generate` would else compute in float32, outside of autocast."""
+"""Type of the weights; on a GPU `generate` would otherwise compute in float32, outside autocast."""
 COMMON = {
     "use_cpu": not ON_GPU,
     "bf16": ON_GPU,
@@ -48,11 +48,11 @@ COMMON = {
     "disable_tqdm": True,
 }
 LAST: dict[str, Any] = {}
-"""What the step that is being timed saw: its batch and its loss."""
+"""Batch and loss of the step that is being timed."""
 
 
 class Steps(TrainerCallback):
-    """Waits at the gate before the first step and after each one."""
+    """Wait at the gate before the first step and after each step."""
 
     def __init__(self, facts: Any):
         self.facts = facts
@@ -65,7 +65,7 @@ class Steps(TrainerCallback):
 
 
 def main() -> None:
-    """Run the task until the driver has had enough."""
+    """Run the task until the driver ends it."""
     if TASK["kind"] != "rollout" and version("trl") != TASK["trl"]:
         raise SystemExit(f"{TASK['kind']} is measured against trl {TASK['trl']}, found {version('trl')}")
     torch.set_num_threads(len(TASK["cores"]))
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def sft() -> None:
-    """SFTTrainer on rows that are tokens already; in our order, or packed by TRL."""
+    """Run SFTTrainer on tokenised rows, in our order or packed by TRL."""
     from trl import SFTConfig, SFTTrainer
 
     class Watched(SFTTrainer):
@@ -116,7 +116,7 @@ def sft() -> None:
 
 
 def rm() -> None:
-    """RewardTrainer on pairs that are tokens already, in our order."""
+    """Run RewardTrainer on tokenised pairs, in our order."""
     from trl import RewardConfig, RewardTrainer
 
     class Watched(RewardTrainer):
@@ -155,7 +155,7 @@ def rm() -> None:
 
 
 def ppo() -> None:
-    """PPOTrainer with four models from the same files as ours, on the same prompts in the same order."""
+    """Run PPOTrainer with four models from our files, on the same prompts in the same order."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
     generated = ppo_trainer.batch_generation
@@ -224,7 +224,7 @@ def ppo() -> None:
         eval_dataset=dataset,  # Never read, but the trainer builds a loader over it.
         callbacks=[Steps(facts)],
     )
-    # Its own loader shuffles; ours is the order that both sides take.
+    # Its own loader shuffles; this one gives the order of both sides.
     trainer.dataloader = torch.utils.data.DataLoader(
         dataset, batch_size=size, shuffle=False, collate_fn=trainer.data_collator, drop_last=True
     )
@@ -234,10 +234,10 @@ def ppo() -> None:
 
 @torch.no_grad()
 def compare(trainer: Any, tokenizer: Any, path: Path) -> Facts:
-    """How far TRL's own log-probabilities, values and scores of our first rollout are from ours.
+    """Compare TRL's log-probabilities, values and scores of our first rollout with ours.
 
-    The largest difference over all real tokens, divided by the largest number that is compared where that is
-    above 1; computed as PPOTrainer.train does, by the functions that it calls.
+    Returns the largest difference over all real tokens, divided by the largest compared number if that is above 1.
+    Computed as in PPOTrainer.train, with the functions that it calls.
     """
     from trl.experimental.ppo.ppo_trainer import forward, get_reward, selective_log_softmax
 
@@ -273,12 +273,12 @@ def compare(trainer: Any, tokenizer: Any, path: Path) -> Facts:
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number where that is above 1."""
+    """The largest difference, divided by the largest number if that is above 1."""
     return ((a - b).abs().max() / a.abs().max().clamp_min(1.0)).item()
 
 
 def rollout() -> None:
-    """HF `generate` on the same batches of prompts: the same temperature, no filter, tokens only, no scores kept."""
+    """Run HF `generate` on the same batches of prompts: same temperature, no filter, no scores kept."""
     GATE.mark_base()
     tokenizer = AutoTokenizer.from_pretrained(TASK["policy"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(TASK["policy"], dtype=DTYPE).eval()
@@ -308,7 +308,7 @@ def rollout() -> None:
 
 
 def response_lengths(responses: torch.Tensor, eos: int) -> torch.Tensor:
-    """[B] tokens up to the first EOS, it included; all of them where there is none."""
+    """[B] number of tokens up to and including the first EOS; all tokens if there is none."""
     ended = responses == eos
     return torch.where(ended.any(1), ended.int().argmax(1) + 1, responses.shape[1])
 
@@ -324,7 +324,7 @@ def read_rows() -> list[dict[str, Any]]:
 
 
 def digest(rows: list[list[int]]) -> str:
-    """The same for the same rows, in any order."""
+    """A digest of the rows that does not depend on their order."""
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
 
 

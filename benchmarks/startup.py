@@ -1,12 +1,12 @@
-"""How long a stage takes until its first step, against importing torch and transformers alone.
+"""Measure the time until a stage's first step, relative to importing torch and transformers.
 
     python benchmarks/startup.py --work DIR
 
-Whole processes, each alternated with `python -c "import torch, transformers; from transformers import
-AutoModelForCausalLM, AutoTokenizer"`; processor and wall seconds, medians, and their ratio to that import. The stages
-are those of configs/support, one after the other, so that each finds what the one before made; "cold" is the first
-SFT run, which tokenises its rows, all others find them in the cache. PPO measures the SFT model on its held-out
-prompts before the first step, which is work, not start. The last column is the whole run, with two steps.
+Whole processes alternate with `python -c "import torch, transformers; from transformers import AutoModelForCausalLM,
+AutoTokenizer"`. The table has medians of processor and wall seconds and their ratio to that import. The stages are
+those of configs/support, in order, so that each finds the result of the one before. "Cold" is the first SFT run, which
+tokenises its rows; the others find them in the cache. PPO first evaluates the SFT model on its held-out prompts. The
+last column is the whole run, with two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
-# The loop of every stage begins with this call.
+# The loop of every stage starts with this call.
 UNTIL_FIRST_STEP = """
 import os, sys
 from rlhf_cli.training.progress import Display
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def command(stage: str, work: Path) -> list[str]:
-    """The arguments of a run of two steps; what it built in vain before goes."""
+    """The arguments of a run of two steps; removes what an earlier run left."""
     settings = ["--set", f"artifacts={work / 'artifacts'}", "--set", "optimizer.warmup_steps=1"]
     return [stage, "--config", f"configs/support/{stage}.yaml", *settings, *TWO_STEPS[stage], "--restart", "--quiet"]
 

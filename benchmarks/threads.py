@@ -1,11 +1,11 @@
-"""How long torch's CPU threads should wait for one another busily: alone on the cores, and beside a second such run.
+"""Measure how long torch's CPU threads should spin while waiting: alone on the cores, and beside a second such run.
 
     python benchmarks/threads.py [--spins 500 2000 300000]      # about a minute each
 
-GOMP_SPINCOUNT is how many times a thread looks before it lets the core go; 300,000 is libgomp's default where no more
-threads run than there are cores, and rlhf_cli/environment.py sets 2,000. Each figure is the median time of a training
-step (forward and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a process of its own, on as many
-threads as there are cores. The spin counts take turns.
+GOMP_SPINCOUNT is how often a thread polls before it yields its core. libgomp's default is 300,000 if no more threads
+run than there are cores; rlhf_cli/environment.py sets 2,000. Each figure is the median time of a training step (forward
+and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a separate process, with one thread per core. The
+spin counts take turns.
 """
 
 import argparse
@@ -51,13 +51,13 @@ def main() -> None:
     for _ in range(ROUNDS):
         for (spin, count), times in found.items():
             times += steps(spin, count)
-    print(f"{os.cpu_count()} cores; ms a step | alone | beside another")
+    print(f"{os.cpu_count()} cores; ms per step | alone | beside another")
     for spin in spins:
         print(f"GOMP_SPINCOUNT={spin} |", " | ".join(f"{statistics.median(found[spin, n]):.1f}" for n in (1, 2)))
 
 
 def steps(spin: int, count: int) -> list[float]:
-    """Milliseconds of a step in each of `count` processes that run at once."""
+    """Milliseconds of a step in each of `count` processes that run at the same time."""
     environment = {**os.environ, "GOMP_SPINCOUNT": str(spin), "OMP_NUM_THREADS": str(os.cpu_count())}
     running = [
         subprocess.Popen([sys.executable, "-c", STEP], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)

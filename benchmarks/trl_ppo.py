@@ -1,15 +1,15 @@
-"""PPO with the PPOTrainer of TRL 1.12.0, from the checkpoints that `rlhf sft` and `rlhf rm` left.
+"""Run the PPOTrainer of TRL 1.12.0 from the models of `rlhf sft` and `rlhf rm`.
 
     python benchmarks/trl_ppo.py --config ARTIFACTS/ppo/config.yaml --sft ARTIFACTS/sft/model \
         --rm ARTIFACTS/rm/model --out DIR
 
 Runs in TRL's own environment (`trl-constraints.txt`) and imports nothing of ours: it reads the artifacts with
-transformers alone. The settings come from the resolved ppo config, so that both trainers read one file; the
-options are those in which TRL may differ. What can't be made equal is listed in the README.
+transformers alone. The settings come from the resolved ppo config, so that both trainers read one file; the options are
+those in which TRL may differ. The README lists what cannot be made equal.
 
 Writes  DIR/model          the policy, saved by save_pretrained
-        DIR/result.json    every setting, versions, seconds of `train()`, TRL's log (one row an update), and what
-                           shows that both sides have the same task: the prompts' digest, some scores
+        DIR/result.json    every setting, versions, seconds of `train()`, TRL's log (one row per update), and what shows
+                           that both sides have the same task: a digest of the prompts, and some scores
 """
 
 import argparse
@@ -44,23 +44,23 @@ TRL_ONLY_HAS = {
     "entropy_coef": 0.0,
     "num_rollouts_per_update": 1,
 }
-"""Choices of ours that TRL's trainer has made; a config with another one is refused."""
+"""Settings that TRL's trainer fixes; a config with other values is refused."""
 
 
 def main() -> None:
-    """Train, and write what the module's docstring lists."""
+    """Train, and write the files that the module's docstring lists."""
     arguments = parse()
     if version("trl") != VERSION:
         raise SystemExit(f"this script was written for trl {VERSION}, found {version('trl')}")
     config = yaml.safe_load(arguments.config.read_text(encoding="utf-8"))
     seed = int(config["seed"])
 
-    # The trainer seeds torch, but draws its minibatches with numpy, which it leaves alone.
+    # The trainer seeds torch but draws its minibatches with numpy, which it does not seed.
     set_seed(seed)
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.sft, padding_side="left")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        raise SystemExit(f"{arguments.sft}: TRL takes the padding token out of every text, so it must not be EOS")
+        raise SystemExit(f"{arguments.sft}: TRL removes the padding token from every text, so it must not be EOS")
     prompt_ids = read_prompt_ids(Path(config["data"]["train"]["path"]), tokenizer)
     dataset = Dataset.from_dict({"input_ids": prompt_ids})
 
@@ -85,7 +85,7 @@ def main() -> None:
         reward_model=load_reward_model(arguments.rm),
         value_model=load_value_model(arguments.rm, arguments.value_head),
         train_dataset=dataset,
-        # Never read, since nothing is evaluated here, but the trainer builds a loader over it.
+        # Never read, since nothing is evaluated, but the trainer builds a loader over it.
         eval_dataset=dataset,
     )
     start = time.monotonic()
@@ -108,18 +108,18 @@ def main() -> None:
 
 
 def trl_settings(config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Our resolved ppo config in TRL's words.
+    """Translate our resolved ppo config into TRL's.
 
-    TRL steps its schedule once an update (rollout), we once an optimizer step: a warm-up is turned from one
-    into the other. Accumulation is 1, since TRL steps the optimizer only every `gradient_accumulation_steps`
-    backward passes, whatever its minibatches are.
+    TRL steps its schedule once per update (rollout), we once per optimizer step, so the warm-up is converted.
+    Accumulation is 1, since TRL steps the optimizer only every `gradient_accumulation_steps` backward passes, whatever
+    its minibatches are.
     """
     ppo, rollout, optimizer = config["ppo"], config["rollout"], config["optimizer"]
     for key, value in TRL_ONLY_HAS.items():
         if ppo[key] != value:
-            raise SystemExit(f"ppo.{key}: {ppo[key]}, TRL's trainer only knows {value}")
+            raise SystemExit(f"ppo.{key}: {ppo[key]}, TRL's trainer supports only {value}")
     if optimizer["schedule"] != "linear" or optimizer["min_lr_ratio"] or optimizer["weight_decay"]:
-        raise SystemExit("the optimizer of this config is not what TRL is given here: linear to 0, no weight decay")
+        raise SystemExit("optimizer: must be linear to 0 without weight decay, as TRL is set here")
     num_minibatches = ppo["rollout_batch_size"] // ppo["minibatch_size"]
     warmup = optimizer["warmup_steps"] / (ppo["ppo_epochs"] * num_minibatches)
     updates = arguments.updates or ppo["num_iterations"]
@@ -165,7 +165,7 @@ def load_reward_model(path: Path) -> Any:
 
 
 def load_value_model(path: Path, head: str) -> Any:
-    """The reward model again, to be trained: with its normalised head, or with a head of zeros as ours has."""
+    """The value model: the reward model with its normalised head, or with a head of zeros as ours has."""
     model = load_reward_model(path)
     if head == "zero":
         torch.nn.init.zeros_(model.score.weight)
@@ -174,7 +174,7 @@ def load_value_model(path: Path, head: str) -> Any:
 
 
 def read_prompt_ids(path: Path, tokenizer: Any) -> list[list[int]]:
-    """The tokens of every row's `prompt` of a .jsonl or .jsonl.gz file."""
+    """The tokens of the `prompt` of every row of a .jsonl or .jsonl.gz file."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         prompts = [json.loads(line)["prompt"] for line in file]
     return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
@@ -182,7 +182,7 @@ def read_prompt_ids(path: Path, tokenizer: Any) -> list[list[int]]:
 
 @torch.no_grad()
 def bare_scores(reward_model: torch.nn.Module, prompt_ids: list[list[int]], tokenizer: Any) -> list[float]:
-    """What TRL scores each prompt with, followed by EOS alone; our side checks that it scores them the same."""
+    """TRL's score of each prompt followed by EOS alone; our side checks that it gives the same."""
     queries = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt")["input_ids"]
     replies = torch.tensor([[tokenizer.eos_token_id, tokenizer.pad_token_id]]).expand(len(queries), 2)
     _, scores, _ = get_reward(reward_model, torch.cat((queries, replies), 1), tokenizer.pad_token_id, queries.shape[1])
@@ -190,15 +190,15 @@ def bare_scores(reward_model: torch.nn.Module, prompt_ids: list[list[int]], toke
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="our resolved ppo config")
     parser.add_argument("--sft", type=Path, required=True, help="model directory: policy and ref_policy")
     parser.add_argument("--rm", type=Path, required=True, help="model directory: reward model and value model's start")
     parser.add_argument("--out", type=Path, required=True, help="where model/ and result.json are written")
-    parser.add_argument("--updates", type=int, help="rollouts; without it the config's num_iterations")
+    parser.add_argument("--updates", type=int, help="rollouts; default: the config's num_iterations")
     parser.add_argument("--learning-rate", type=float, help="without it the config's")
-    parser.add_argument("--warmup-updates", type=int, help="without it the config's warm-up, in updates")
+    parser.add_argument("--warmup-updates", type=int, help="in updates; default: the config's warm-up")
     parser.add_argument("--value-head", choices=("rm", "zero"), default="rm")
     return parser.parse_args()
 

@@ -126,7 +126,7 @@ def test_the_report_names_what_is_below_its_floor_and_what_was_not_measured(load
 @pytest.mark.parametrize(
     ("ours", "trl", "step", "complaint"),
     [
-        ({"batch": "x", "loss": 2.0}, {"batch": "y", "loss": 2.0}, 0, "other tokens"),
+        ({"batch": "x", "loss": 2.0}, {"batch": "y", "loss": 2.0}, 0, "different tokens"),
         ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": 2.001}, 0, "first loss differs by 0.0005"),
         ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": float("nan")}, 0, "first loss differs by nan"),
         ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": 2.2}, 5, "last loss differs"),
@@ -193,3 +193,11 @@ def test_what_a_worker_computes_while_it_should_wait_is_added_to_its_next_step(t
         worker.stdin.write('{"do": "quit"}\n')
         worker.stdin.flush()
         assert worker.wait(30) == 0
+
+
+@pytest.mark.parametrize("name", ["speed", "ppo_quality"])
+def test_a_report_goes_to_the_work_folder_unless_it_is_recorded(load, name, tmp_path):
+    script = load(name)
+    tracked = BENCHMARKS / ("RESULTS.md" if name == "speed" else "PPO_QUALITY.md")
+    assert script.report_file(tmp_path, record=False) == tmp_path / tracked.name
+    assert script.report_file(tmp_path, record=True) == tracked
