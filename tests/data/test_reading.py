@@ -396,7 +396,8 @@ def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrai
     assert list(again.train) == list(first.train)
     assert list(again.test) == list(first.test)
     assert again.lines == first.lines
-    wanted = [d for d in numbered(2500) if d["prompt"] in sides(data)["train"]]
+    train_prompts = sides(data)["train"]
+    wanted = [d for d in numbered(2500) if d["prompt"] in train_prompts]
     plain = encode_demonstrations(
         tokenizer, [Demonstration(d["prompt"], d["response"], "") for d in wanted], None, learn_all=False
     )
