@@ -1,7 +1,7 @@
-"""The formulas against numbers from public implementations (golden/golden.json names each source).
+"""The formulas against numbers from public implementations; tests/golden/golden.json names the source of each case.
 
-A case is either checked by a function below or listed in NOT_OFFERED; a case in neither fails the suite.
-Every key of a case's outputs is checked, unless it is in NOT_A_TARGET.
+Every case is checked by a function below or listed in NOT_OFFERED. Every key of its outputs is checked, except those in
+NOT_A_TARGET.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NOT_OFFERED = {
     "best_of_n_kl": "nothing here samples the best of n",
     "bradley_terry_and_calibration": "a report on a reward model, not a formula of the training",
 }
-"""Case -> why it isn't a formula of ours."""
-NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # the wrong number, given for contrast
+"""Case -> why this project does not have the formula."""
+NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # a wrong value, given for contrast
 BOOLS, INTS = {"mask"}, {"labels", "sequence", "actions", "ptx_labels"}
 
 
@@ -113,7 +113,7 @@ def check_gae(x):
 
 
 def check_monte_carlo_returns(x):
-    values = torch.full_like(x["rewards"], 123.0)  # with lambda = 1 the returns don't depend on them
+    values = torch.full_like(x["rewards"], 123.0)  # with lambda = 1 the returns do not depend on the values
     return {"returns": gae(x["rewards"], values, x["mask"], gamma=x["gamma"], gae_lambda=1.0)[1]}
 
 
@@ -134,7 +134,7 @@ def check_policy_loss(x):
 
 
 def weights_of(mask, aggregation, max_new_tokens=1):
-    """`loss_weights` where this mask is the whole minibatch."""
+    """`loss_weights` if this mask is the whole minibatch."""
     return loss_weights(
         mask,
         aggregation=aggregation,
@@ -209,7 +209,7 @@ def check_adaptive_policy_kl(x):
 
 
 def group_size(x):
-    """The cases have groups of one size, whose rows stand together."""
+    """The groups of a case have the same size and adjacent rows."""
     groups = x["group"].tolist()
     size = groups.count(groups[0])
     assert groups == [i // size for i in range(len(groups))]
@@ -342,7 +342,7 @@ def check_score_loss(x):
 
 
 def next_token_logprobs(logits, labels):
-    """Log-probabilities of the labels, which stand one to the right of their logits; -100 is masked."""
+    """Log-probabilities of the labels, each one position to the right of its logits; -100 is masked."""
     targets = labels[:, 1:]
     mask = targets != -100
     return token_logprobs(logits[:, :-1], targets.where(mask, 0)), mask
@@ -434,7 +434,7 @@ CHECKS = {
 }
 
 
-def test_every_case_is_checked_or_listed_as_not_offered():
+def test_every_golden_case_is_checked_or_listed_as_not_offered():
     assert len(CASES) == 73
     checked = {*CHECKS, "rm_kwise_instructgpt"}
     assert not set(NOT_OFFERED) & checked
@@ -448,7 +448,7 @@ def test_golden(name):
     x = tensors(case)
     found = CHECKS[name](x)
     targets = {key: value for key, value in case["outputs"].items() if (name, key) not in NOT_A_TARGET}
-    assert not set(targets) - set(found), "an output of the case that isn't checked"
+    assert not set(targets) - set(found), "the case has an output that is not checked"
     for key, value in targets.items():
         wanted = torch.tensor(value, dtype=torch.float64)
         assert found[key].shape == wanted.shape, key

@@ -505,11 +505,11 @@ def test_a_full_disk_is_one_line_and_the_file_goes_on(make_model: Any, prompts: 
 
 
 def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> None:
-    out, inside, go_on = tmp_path / "out.jsonl", threading.Event(), threading.Event()
+    out, inside, resumed_step = tmp_path / "out.jsonl", threading.Event(), threading.Event()
 
     def wait(_: Call) -> Reply:
         inside.set()
-        go_on.wait(10)
+        resumed_step.wait(10)
         return 200, {}, completion("x")
 
     with ChatServer(wait) as server:
@@ -520,7 +520,7 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
             run(prompts, "demonstrations", out, remote(server))
         with pytest.raises(ArtifactError, match="another process is writing it"):
             run(prompts, "demonstrations", out, remote(server), restart=True)
-        go_on.set()
+        resumed_step.set()
         thread.join()
     assert len(read_jsonl(out)) == 21
 
@@ -546,11 +546,11 @@ def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: Path) -> None:
     """The whole command: threads that wait for an answer must not keep the process."""
-    asked, go_on = threading.Event(), threading.Event()
+    asked, resumed_step = threading.Event(), threading.Event()
 
     def hang(_: Call) -> Reply:
         asked.set()
-        go_on.wait(60)
+        resumed_step.wait(60)
         return 200, {}, completion("x")
 
     with ChatServer(hang) as server:
@@ -561,7 +561,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: P
         assert asked.wait(120)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)
-        go_on.set()
+        resumed_step.set()
     assert process.returncode == 130
     assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl, and the same command goes on behind them\n"
 

@@ -1,4 +1,4 @@
-"""The pure parts of the speed benchmark: what it counts as work, and what it makes of seconds."""
+"""The speed benchmark: how it counts work, and how it computes ratios from seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """A script of benchmarks/ as a module."""
+    """Import a script of benchmarks/ as a module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module
@@ -32,14 +32,14 @@ def load(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["speed_inputs", "speed_limits", "speed_report", "growth"])
-def test_the_examples_in_its_docstrings_run(load, name):
+def test_the_docstring_examples_of_the_benchmarks_run(load, name):
     failures, tests = doctest.testmod(load(name))
     assert tests > 0
     assert failures == 0
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_arithmetic_of_a_forward_pass_is_what_torch_counts_token_by_token(load, kv_heads):
+def test_forward_operations_equal_those_that_torch_counts(load, kv_heads):
     limits, inputs = load("speed_limits"), load("speed_inputs")
     size = inputs.Size(32, 40, 2, 4, 50, ppo_batch=1, steps=0, learning_rate=0.0, kv_heads=kv_heads)
     config = LlamaConfig(
@@ -52,7 +52,7 @@ def test_the_arithmetic_of_a_forward_pass_is_what_torch_counts_token_by_token(lo
     )
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation("eager")
-    # One token at a time, so that no product is wasted on what a token doesn't attend to.
+    # One token at a time, so that torch multiplies no masked pair.
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         cache = None
         for token in range(7):
@@ -62,19 +62,19 @@ def test_the_arithmetic_of_a_forward_pass_is_what_torch_counts_token_by_token(lo
     assert shared.flops == limits.forward(size, 7, 7).flops
 
 
-def test_a_rollout_computes_every_token_but_the_last_and_reads_the_weights_once_a_step(load):
+def test_rollout_operations_and_bytes_by_hand(load):
     limits, inputs = load("speed_limits"), load("speed_inputs")
     size = inputs.MODELS["a"]
     work = limits.rollout_work(size, [5, 3], [2, 4])
     assert work.flops == limits.forward(size, 6, 2).flops + limits.forward(size, 6, 4).flops
     weights = size.layers * (4 * 128**2 + 3 * 128 * 344) + 128 * 2048
-    # A step over a row that holds n tokens reads n keys and values of 128 numbers in each of 4 layers.
+    # A step over a row of n tokens reads n keys and n values of 128 numbers in each of 4 layers.
     cached = 2 * 4 * 128 * (5 + 6 + 3 + 4 + 5 + 6)
     assert work.bytes == 4 * (4 * weights + cached)
 
 
 def result(ours, trl, **more):
-    """What speed.py keeps of one task, one second a unit unless said otherwise."""
+    """The result of one task in speed.py, with one second per unit by default."""
     task = {
         "name": "SFT a",
         "kind": "sft",
@@ -104,7 +104,7 @@ def result(ours, trl, **more):
     }
 
 
-def test_a_ratio_is_of_rates_pair_by_pair_without_the_warm_up(load):
+def test_ratios_are_of_rates_pair_by_pair_without_warm_up(load):
     report = load("speed_report")
     found = result(ours=[(1, 99.0), (10, 2.0), (10, 1.0)], trl=[(1, 1.0), (5, 2.0), (10, 4.0)])
     assert report.ratios(found, "wall_s") == [2.0, 4.0]
@@ -112,7 +112,7 @@ def test_a_ratio_is_of_rates_pair_by_pair_without_the_warm_up(load):
     assert report.rate(found, "trl") == 15 / 6
 
 
-def test_the_report_names_what_is_below_its_floor_and_what_was_not_measured(load, tmp_path):
+def test_the_report_lists_slow_and_missing_measurements(load, tmp_path):
     report, speed = load("speed_report"), load("speed")
     speed.write_json(tmp_path / "SFT a, 1.json", result(ours=[(17, 1.0)] * 4, trl=[(17, 1.5)] * 4))
     report.write(tmp_path, tmp_path / "RESULTS.md")
@@ -132,13 +132,13 @@ def test_the_report_names_what_is_below_its_floor_and_what_was_not_measured(load
         ({"batch": "x", "loss": 2.0}, {"batch": "x", "loss": 2.2}, 5, "last loss differs"),
     ],
 )
-def test_sides_that_compute_something_else_stop_the_benchmark(load, ours, trl, step, complaint):
+def test_different_results_of_the_two_sides_stop_the_benchmark(load, ours, trl, step, complaint):
     speed = load("speed")
     with pytest.raises(SystemExit, match=complaint):
         speed.compare(speed.TASKS[0], ours, trl, step)
 
 
-def test_equal_sides_pass(load):
+def test_equal_results_pass(load):
     speed = load("speed")
     same = {"batch": "x", "loss": 2.0}
     assert speed.compare(speed.TASKS[0], same, {"batch": "x", "loss": 2.0001}, 0) == {
@@ -169,7 +169,7 @@ gate.arrive(lambda: {"units": 3})
 """
 
 
-def test_what_a_worker_computes_while_it_should_wait_is_added_to_its_next_step(tmp_path):
+def test_work_done_while_waiting_is_added_to_the_next_step(tmp_path):
     script, burnt = tmp_path / "worker.py", tmp_path / "burnt"
     script.write_text(WORKER, encoding="utf-8")
     command = [sys.executable, str(script), str(BENCHMARKS), str(burnt)]

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the mathematics run, and every public function has one."""
+"""Every public function of the mathematics has a docstring example, and the examples run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = ["rlhf_cli.tensor_ops"] + [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_every_public_function_run(name):
+def test_every_public_function_has_an_example_that_runs(name):
     module = importlib.import_module(name)
     functions = {
         f"{name}.{key}"
@@ -25,8 +25,8 @@ def test_the_examples_of_every_public_function_run(name):
         if inspect.isfunction(value) and inspect.unwrap(value).__module__ == name and not key.startswith("_")
     }
     tests = {test.name: test for test in doctest.DocTestFinder().find(module) if test.examples}
-    assert functions, f"{name} has no public function: is it looked for in the right place?"
-    assert functions <= set(tests), f"without an example: {sorted(functions - set(tests))}"
+    assert functions, f"{name} has no public function: is the module name right?"
+    assert functions <= set(tests), f"functions without an example: {sorted(functions - set(tests))}"
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     for test in tests.values():

@@ -1,4 +1,4 @@
-"""What is installed is what was written: the wheel holds both packages and its command works elsewhere."""
+"""The wheel contains both packages, its command works elsewhere, and every import is a dependency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_both_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for name in ("rlhf_cli/cli.py", "rlhf_cli/config/data.py", "stages/sft.py", "stages/rm.py", "stages/ppo.py"):
         assert name in names
@@ -36,13 +36,13 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
-    """Another environment, away from the checkout; the dependencies are lent from this one."""
+    """In a new environment away from the checkout, with the dependencies of this one on its path."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True, timeout=300)
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
     lent = next(path for path in sys.path if path.endswith("site-packages"))
-    # Only what stands in the lent folder itself: its editable install of this checkout is not followed.
+    # PYTHONPATH reads no .pth file, so the editable install of this checkout is not found.
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{lent}"}
     (tmp_path / "away").mkdir()
     where = "import rlhf_cli, stages; print(rlhf_cli.__file__, stages.__file__)"
@@ -59,11 +59,11 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
 
 NAME_OF = {"yaml": "pyyaml"}
 COME_ALONG = {"pyarrow": "datasets"}
-"""Named nowhere: it comes along with what is, which can't do without it."""
+"""Packages that need no own entry: a listed dependency always requires them."""
 
 
-def test_every_package_that_is_imported_is_asked_for_and_pinned() -> None:
-    """Inside functions too; one that happens to be there for another's sake may be gone tomorrow."""
+def test_every_imported_package_is_a_dependency_and_pinned() -> None:
+    """Imports inside functions included. A package that only comes with another one may disappear with it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
     asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}

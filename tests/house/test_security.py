@@ -1,7 +1,7 @@
-"""What comes from outside, models, data, configs, artifacts, runs no code and leads nowhere else.
+"""Models, data, configs and artifacts from outside run no code and reach no other file.
 
-The traps are real: a pickle or a module that writes a file when it is read. Only a reward function and a judge, which
-the user's own config names, are run.
+The traps are real: pickles and modules that write a file when they are read. The only code that runs is a reward
+function or judge that your own config names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOADERS: dict[str, Callable[[str], object]] = {
 
 
 class Trap:
-    """Unpickled, it writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, sprung: Path):
         self.sprung = sprung
@@ -71,7 +71,7 @@ sys.addaudithook(note_opened)
 
 @pytest.fixture
 def sprung(tmp_path: Path) -> Iterator[Path]:
-    """Where a trap writes; the test fails if one did."""
+    """The path where traps write. The test fails if it exists at the end."""
     path = tmp_path / "sprung"
     yield path
     assert not path.exists()
@@ -79,7 +79,7 @@ def sprung(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def model(make_model: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of a tiny Llama that a test may spoil."""
+    """A copy of a tiny Llama that a test may change."""
     return Path(shutil.copytree(make_model("llama"), tmp_path / "llama"))
 
 
@@ -89,7 +89,7 @@ def change_config(model: Path, **values: Any) -> None:
 
 
 def refused(load_model: Callable[[str], object], model: Path) -> str:
-    """The one line that a model is refused with."""
+    """Load a model that must be refused; return the message, one line."""
     with pytest.raises(ArtifactError) as caught:
         load_model(str(model))
     assert len(str(caught.value).splitlines()) == 1
@@ -99,8 +99,8 @@ def refused(load_model: Callable[[str], object], model: Path) -> str:
 # ------------------------------------------------------------------------------------------ pickles
 
 
-def test_the_traps_work(tmp_path: Path) -> None:
-    """Read by those who read pickles, they spring: what follows would see it."""
+def test_the_traps_spring_when_they_are_read(tmp_path: Path) -> None:
+    """Loading the pickles normally springs the traps, so the tests below can fail."""
     torch.save({"a": Trap(tmp_path / "one")}, tmp_path / "a.bin")
     torch.load(tmp_path / "a.bin", weights_only=False)
     pickle.loads(pickle.dumps(Trap(tmp_path / "two")))
@@ -119,7 +119,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path
 
 
 def pickled(model: Path, sprung: Path, name: str) -> None:
-    """The model's own good weights as a pickle, with a trap among them: whoever reads it gets a working model."""
+    """Write the weights of a working model as a pickle with a trap in it."""
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "others.safetensors")
     torch.save({**tensors, "trap": Trap(sprung)}, model / name)
@@ -141,14 +141,14 @@ def test_an_index_that_names_a_pickle_is_refused(model: Path, sprung: Path, load
 
 
 @pytest.mark.parametrize("name", ["../llama2/model.safetensors", "/etc/model.safetensors", "a/b.safetensors", ".."])
-def test_an_index_that_leads_out_of_the_directory_is_refused(model: Path, name: str) -> None:
+def test_an_index_with_a_path_outside_the_model_is_refused(model: Path, name: str) -> None:
     shutil.copytree(model, model.parent / "llama2")
     (model / "model.safetensors").rename(model / "others.safetensors")
     index(model, name)
     assert refused(load.load_policy, model).startswith(f"its files name {name!r} as weights")
 
 
-def test_an_index_of_safetensors_beside_it_is_read(model: Path) -> None:
+def test_an_index_of_safetensors_files_is_read(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
     index(model, "model-00001-of-00001.safetensors")
@@ -157,7 +157,7 @@ def test_an_index_of_safetensors_beside_it_is_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin", "../llama/model.safetensors"])
-def test_a_config_that_names_other_weights_is_refused(model: Path, sprung: Path, name: str) -> None:
+def test_a_config_that_points_to_other_weights_is_refused(model: Path, sprung: Path, name: str) -> None:
     pickled(model, sprung, "adapter_model.bin")
     shutil.copy(model / "adapter_model.bin", model / "pytorch_model.bin")
     change_config(model, transformers_weights=name)
@@ -167,8 +167,8 @@ def test_a_config_that_names_other_weights_is_refused(model: Path, sprung: Path,
 
 
 @pytest.mark.parametrize("kind", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_an_adapter_is_not_put_on_unasked(model: Path, sprung: Path, kind: str) -> None:
-    """transformers would read its weights from a pickle, and train and save a model that is not the one named."""
+def test_an_adapter_in_a_model_directory_is_not_applied(model: Path, sprung: Path, kind: str) -> None:
+    """transformers would read the adapter's weights from a pickle, and would train and save a different model."""
     shapes = {"A": (4, 32), "B": (32, 4)}
     tensors = {
         f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{x}.weight": torch.ones(*shape)
@@ -197,7 +197,7 @@ def test_a_trap_beside_the_weights_is_not_read(model: Path, sprung: Path) -> Non
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_no_conversion_service_is_asked_for_a_model_without_safetensors(
+def test_no_conversion_service_is_contacted_for_a_model_without_safetensors(
     model: Path, before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, seen = "DISABLE_SAFETENSORS_CONVERSION", []
@@ -217,7 +217,7 @@ def test_no_conversion_service_is_asked_for_a_model_without_safetensors(
 
 
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
-def test_through_the_command(project: Path, sprung: Path, stage: str) -> None:
+def test_the_command_refuses_pickled_weights(project: Path, sprung: Path, stage: str) -> None:
     copy = Path(shutil.copytree(project / "run" / "sft" / "model", project / "copy"))
     torch.save(Trap(sprung), copy / "pytorch_model.bin")
     (copy / "model.safetensors").unlink()
@@ -230,7 +230,7 @@ def test_through_the_command(project: Path, sprung: Path, stage: str) -> None:
 
 
 def module(folder: Path, sprung: Path) -> Path:
-    """A module that works, and writes a file when it is imported."""
+    """Write a working module that also writes a file when it is imported."""
     path = folder / "beside.py"
     path.write_text(
         f"import pathlib\npathlib.Path({str(sprung)!r}).write_text('ran')\n"
@@ -253,9 +253,7 @@ CODE = {
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("prefix", ["", "somebody/somewhere--"])
-def test_a_model_that_needs_its_own_code_is_refused_by_name(
-    model: Path, sprung: Path, loader: str, prefix: str
-) -> None:
+def test_a_model_that_needs_its_own_code_is_refused(model: Path, sprung: Path, loader: str, prefix: str) -> None:
     module(model, sprung)
     change_config(model, model_type="not_known", auto_map={name: prefix + where for name, where in CODE.items()})
     assert "it asks for trust_remote_code, and no code that comes with a model is run" in refused(
@@ -263,13 +261,13 @@ def test_a_model_that_needs_its_own_code_is_refused_by_name(
     )
 
 
-def test_a_known_model_that_brings_code_runs_as_transformers_knows_it(model: Path, sprung: Path) -> None:
+def test_a_known_model_with_code_beside_it_runs_without_that_code(model: Path, sprung: Path) -> None:
     module(model, sprung)
     change_config(model, auto_map=CODE)
     assert type(load.load_policy(str(model))).__module__.startswith("transformers.")
 
 
-def test_a_tokenizer_that_needs_its_own_code_is_refused_by_name(model: Path, sprung: Path) -> None:
+def test_a_tokenizer_that_needs_its_own_code_is_refused(model: Path, sprung: Path) -> None:
     module(model, sprung)
     path = model / "tokenizer_config.json"
     own = {"auto_map": {"AutoTokenizer": [None, "beside.Words"]}, "tokenizer_class": "Words"}
@@ -278,14 +276,14 @@ def test_a_tokenizer_that_needs_its_own_code_is_refused_by_name(model: Path, spr
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_attention_named_in_a_config_is_not_fetched(model: Path, key: str) -> None:
-    """It may be a kernel of the hub, which is compiled code."""
+def test_an_attention_kernel_named_in_a_config_is_not_downloaded(model: Path, key: str) -> None:
+    """It may name a kernel on the hub, which is compiled code."""
     change_config(model, **{key: "somebody/kernel"})
     assert load.load_policy(str(model)).config._attn_implementation in ("sdpa", "eager")
 
 
 def with_chat_template(model: Path, folder: Path, template: str) -> Result:
-    """SFT of a model whose tokenizer brings this chat template, which is a program of its author."""
+    """Run SFT of a model whose tokenizer has this chat template, which is a program."""
     path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     (model / "chat_template.jinja").write_text(template)
@@ -304,20 +302,20 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_a_chat_template_does_not_leave_its_sandbox(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_chat_template_cannot_leave_its_sandbox(model: Path, tmp_path: Path, name: str) -> None:
     assert with_chat_template(model, tmp_path, "{{ messages[0].content }}").exit_code == 0
     assert with_chat_template(model, tmp_path, ESCAPES[name]).exit_code != 0
     assert not (tmp_path / "run" / ".sft.partial" / "model").exists()
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_a_chat_template_that_fails_is_said_in_one_line(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_failing_chat_template_is_reported_in_one_line(model: Path, tmp_path: Path, name: str) -> None:
     result = with_chat_template(model, tmp_path, ESCAPES[name])
     assert result.exit_code == 2, result.exception
     assert len(result.stderr.splitlines()) == 1
 
 
-# --------------------------------------------------------------------------------- our own source
+# --------------------------------------------------------------------------------- source code
 
 
 FORBIDDEN_IMPORTS = {
@@ -330,11 +328,11 @@ FORBIDDEN_CALLS = {
     "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all",
 }  # fmt: skip
 THE_USERS_CODE = {("rlhf_cli/rewards/functions.py", "spec.loader.exec_module")}
-"""The one place where code of the user's is run: `load_function`, for reward functions and judges."""
+"""The only place that runs the user's code: `load_function`, for reward functions and judges."""
 
 
 def suspicious(source: str, name: str) -> list[str]:
-    """What in a module could run something that was read."""
+    """Expressions in a module that could run code that was read."""
     tree = ast.parse(source)
     found = []
     for node in ast.walk(tree):
@@ -344,7 +342,7 @@ def suspicious(source: str, name: str) -> list[str]:
             found += [f"{line}: import {part}" for part in parts if part.split(".")[0] in FORBIDDEN_IMPORTS]
             full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             found += [f"{line}: import {part}" for part in full if part in FORBIDDEN_CALLS]
-        # A field of the config may be called compile; to take the name is what runs something.
+        # A field of the config may be named `compile`; only a use of the builtin name is suspicious.
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES and isinstance(node.ctx, ast.Load):
             found.append(f"{line}: {node.id}")
         if isinstance(node, ast.Attribute):
@@ -362,7 +360,7 @@ def suspicious(source: str, name: str) -> list[str]:
     return found
 
 
-def test_nothing_in_our_source_runs_what_was_read() -> None:
+def test_no_module_runs_code_that_was_read() -> None:
     found = []
     for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
         found += suspicious(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
@@ -380,18 +378,18 @@ def test_nothing_in_our_source_runs_what_was_read() -> None:
         "os.system('x')", "run('x', shell=True)",
     ],
 )  # fmt: skip
-def test_the_scan_sees(source: str) -> None:
+def test_the_scan_detects(source: str) -> None:
     assert suspicious(source, "x.py")
 
 
 @pytest.mark.parametrize(
     "source", ["model.eval()", "re.compile('a')", "yaml.compose(s, Loader=ConfigLoader)", "f(trust_remote_code=False)"]
 )
-def test_the_scan_lets_through(source: str) -> None:
+def test_the_scan_accepts(source: str) -> None:
     assert suspicious(source, "x.py") == []
 
 
-def test_the_yaml_loader_is_a_safe_one() -> None:
+def test_the_yaml_loader_is_safe() -> None:
     from rlhf_cli.config import yaml_text
 
     assert issubclass(yaml_text.ConfigLoader, yaml.SafeLoader)
@@ -408,7 +406,7 @@ def test_the_yaml_loader_is_a_safe_one() -> None:
         "!!python/tuple [1]",
     ],
 )
-def test_a_config_that_names_objects_of_python_is_refused(tmp_path: Path, sprung: Path, tag: str) -> None:
+def test_a_config_with_python_objects_is_refused(tmp_path: Path, sprung: Path, tag: str) -> None:
     text = (
         yaml.safe_dump({"artifacts": str(tmp_path / "run"), "model": {"path": "x"}}) + f"seed: {tag.format(sprung)}\n"
     )
@@ -437,15 +435,15 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
 
 
 @pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
-def test_a_reader_of_datasets_is_not_reached_by_its_name(tmp_path: Path, sprung: Path, reader: str) -> None:
-    """`pandas` reads pickles in some versions that we allow; the others read whatever `data_dir` leads to."""
+def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path: Path, sprung: Path, reader: str) -> None:
+    """`pandas` reads pickles in some allowed versions; other readers read any file that `data_dir` names."""
     (tmp_path / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
     with pytest.raises(DataError, match="no dataset"):
         list(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
 
 
-def test_rows_are_text_and_never_paths(tmp_path: Path) -> None:
-    """Nothing that a row, a probe or a judge says is opened, run or made into a file's name."""
+def test_text_of_rows_is_never_used_as_a_path(tmp_path: Path) -> None:
+    """Text from a row, a probe or a judge is never opened, run or used as a file name."""
     canary = tmp_path / "canary.txt"
     canary.write_text("canary")
     texts = [
@@ -499,7 +497,7 @@ def test_rows_are_text_and_never_paths(tmp_path: Path) -> None:
 
 
 def saved(root: Path, names: dict[str, bytes]) -> Path:
-    """A good checkpoint with these files."""
+    """A valid checkpoint with these files."""
     place = checkpoints_directory(root, "sft")
     place.mkdir(parents=True, exist_ok=True)
     with new_checkpoint(place, 3) as directory:
@@ -511,13 +509,13 @@ def saved(root: Path, names: dict[str, bytes]) -> Path:
 
 
 def write_manifest(checkpoint: Path, files: Any) -> None:
-    """A manifest as ours looks, of these files."""
+    """Write a manifest of our format for these files."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "", ".", "..", "a\0b", "../../secret"])
-def test_a_checkpoint_that_names_a_file_outside_of_it_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_with_a_path_outside_it_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     secret = checkpoint.parent / "secret"
     secret.write_text("not yours")
@@ -530,21 +528,21 @@ def test_a_checkpoint_that_names_a_file_outside_of_it_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize("files", [[[1, 2]], [["a", "b"]], "ab", 3, None, {"a": 1}, {"a": None}])
-def test_a_checkpoint_whose_manifest_has_other_kinds_of_values_is_refused(tmp_path: Path, files: Any) -> None:
+def test_a_checkpoint_manifest_with_values_of_a_wrong_type_is_refused(tmp_path: Path, files: Any) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     write_manifest(checkpoint, files)
     assert what_is_wrong(checkpoint) is not None
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\xff", "", "3"])
-def test_a_checkpoint_whose_manifest_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_checkpoint_with_an_invalid_manifest_is_refused(tmp_path: Path, text: str) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     (checkpoint / "manifest.json").write_bytes(text.encode("latin-1"))
     assert what_is_wrong(checkpoint) is not None
 
 
 def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Even to the very bytes: what is behind it may change, and is not ours."""
+    """Even if the target has the right bytes: it may change later and lies outside the artifact."""
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     state = checkpoint / "state.safetensors"
     state.rename(tmp_path / "elsewhere")
@@ -567,7 +565,7 @@ def config(tmp_path: Path) -> Stage:
 
 
 def interrupt(config: Stage) -> Path:
-    """A run that ends after its first step; returns its checkpoint."""
+    """Stop a run after its first step; return its checkpoint."""
     with contextlib.suppress(KeyboardInterrupt), StageRun("sft", config, quiet=True) as stage:
         stage.resume({}, 5)
         stage.log(1, {"loss": 1.0})
@@ -577,8 +575,8 @@ def interrupt(config: Stage) -> Path:
     return checkpoint
 
 
-def go_on(config: Stage) -> int:
-    """What the next start says of where it is; a refusal counts as nothing done."""
+def resumed_step(config: Stage) -> int:
+    """Start again and return the step it resumes from; 0 if the checkpoint is refused."""
     try:
         with StageRun("sft", config, quiet=True) as stage:
             return stage.resume({}, 5)
@@ -586,15 +584,15 @@ def go_on(config: Stage) -> int:
         return 0
 
 
-def test_a_run_goes_on_from_its_checkpoint(config: Stage) -> None:
-    """As the next tests need it to."""
+def test_a_run_resumes_from_its_checkpoint(config: Stage) -> None:
+    """The tests below rely on this."""
     interrupt(config)
-    assert go_on(config) == 1
+    assert resumed_step(config) == 1
 
 
 @pytest.mark.parametrize("name", ["../../victim", "{root}/victim", "../.sft.checkpoints/victim"])
-def test_numbers_that_name_a_file_outside_do_not_reach_it(config: Stage, tmp_path: Path, name: str) -> None:
-    """Going on cuts the files of rows back to the size that the checkpoint says, and no other file."""
+def test_a_checkpoint_cannot_truncate_a_file_outside(config: Stage, tmp_path: Path, name: str) -> None:
+    """Resuming truncates the files of rows to the size in the checkpoint, and no other file."""
     checkpoint = interrupt(config)
     victims = [tmp_path / "victim.jsonl", checkpoint.parent / "victim.jsonl"]
     for victim in victims:
@@ -604,57 +602,59 @@ def test_numbers_that_name_a_file_outside_do_not_reach_it(config: Stage, tmp_pat
     (checkpoint / "numbers.json").write_text(json.dumps(numbers))
     names = [path.name for path in sorted(checkpoint.iterdir()) if path.name != "manifest.json"]
     write_manifest(checkpoint, {n: digest_file(checkpoint / n) for n in names})
-    go_on(config)
+    resumed_step(config)
     for victim in victims:
         assert not victim.exists() or victim.read_text() == "rows\n"
     assert (tmp_path / "victim.jsonl").exists()
 
 
-def test_a_lock_that_is_a_link_is_not_written_through(config: Stage, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_not_written(config: Stage, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     Path(config.artifacts).mkdir()
     (Path(config.artifacts) / ".sft.lock").symlink_to(victim)
-    go_on(config)
+    resumed_step(config)
     assert victim.read_text() == "mine"
 
 
 def test_a_checkpoints_folder_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
-    """What a killed run has left in it is removed: everything whose name begins with a dot."""
+    """Resuming removes leftovers of killed runs: all names there that begin with a dot."""
     home = tmp_path / "home"
     (home / ".ssh").mkdir(parents=True)
     (home / ".profile").write_text("mine")
     Path(config.artifacts).mkdir()
     checkpoints_directory(config.artifacts, "sft").symlink_to(home, target_is_directory=True)
-    go_on(config)
+    resumed_step(config)
     assert (home / ".ssh").is_dir()
     assert (home / ".profile").read_text() == "mine"
 
 
-def test_rows_that_are_a_link_are_not_cut(config: Stage, tmp_path: Path) -> None:
+def test_metrics_that_are_a_link_are_not_truncated(config: Stage, tmp_path: Path) -> None:
     interrupt(config)
     victim = tmp_path / "victim"
     victim.write_text("x" * 1000)
     rows = Path(config.artifacts) / ".sft.partial" / "metrics.jsonl"
     rows.unlink()
     rows.symlink_to(victim)
-    go_on(config)
+    resumed_step(config)
     assert victim.read_text() == "x" * 1000
 
 
-def test_a_built_directory_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
+def test_a_partial_directory_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
     interrupt(config)
     home = tmp_path / "home"
     partial = Path(config.artifacts) / ".sft.partial"
     partial.rename(home)
     (home / "mine").write_text("mine")
     partial.symlink_to(home, target_is_directory=True)
-    go_on(config)
+    resumed_step(config)
     assert (home / "mine").read_text() == "mine"
 
 
-def test_artifacts_may_stand_anywhere_and_hold_the_stage_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`artifacts: ..` is the user's own choice; what is written there are the stage and its own hidden names."""
+def test_artifacts_can_be_any_folder_and_only_the_stage_is_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`artifacts: ..` is allowed. Only the stage and its hidden names are written there."""
     inner = tmp_path / "inner"
     inner.mkdir()
     write_project(inner)
@@ -666,13 +666,13 @@ def test_artifacts_may_stand_anywhere_and_hold_the_stage_only(tmp_path: Path, mo
     assert {path: path.read_bytes() for path in inner.iterdir()} == before
 
 
-def test_files_of_rows_have_names_of_our_own() -> None:
-    """`StageRun.record` makes a file of its first argument: no caller takes that from data."""
+def test_names_of_jsonl_files_come_from_the_source_code() -> None:
+    """`StageRun.record` creates a file named by its first argument, which must be a constant in every call."""
     for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "record"):
                 continue
-            if node.args or node.keywords:  # A CUDA event's has neither.
+            if node.args or node.keywords:  # `record` of a CUDA event has no arguments.
                 assert node.args, f"{path}:{node.lineno}"
                 assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}"
                 assert str(node.args[0].value).isidentifier()
@@ -689,7 +689,7 @@ SECRETS = (
 
 
 def in_a_process(*arguments: str, folder: Path) -> str:
-    """Everything that a command says, with secrets in its environment."""
+    """Run a command with secrets in its environment; return its whole output."""
     env = {
         **os.environ,
         **{name: f"{MARKER}-{name}" for name in SECRETS},
@@ -702,7 +702,7 @@ def in_a_process(*arguments: str, folder: Path) -> str:
 
 
 def leaks(folder: Path, commands: list[list[str]]) -> list[str]:
-    """Who said or wrote a secret, of these commands and of the files in the folder."""
+    """Commands and files that contain a secret."""
     found = []
     for arguments in commands:
         said = in_a_process(*arguments, folder=folder)
@@ -731,14 +731,14 @@ def with_function(folder: Path, name: str) -> str:
     return f"rewards=[{{type: reward_model}}, {{type: function, function: {folder}/reward.py:{name}}}]"
 
 
-def test_secrets_of_the_environment_are_written_nowhere(rewarded: Path) -> None:
+def test_secrets_in_the_environment_are_never_written(rewarded: Path) -> None:
     run = ["pipeline", str(rewarded), "--set", "ppo:" + with_function(rewarded, "score")]
     assert leaks(rewarded, [run, ["status", str(rewarded / "run")]]) == []
     assert (rewarded / "run" / "ppo" / "manifest.json").is_file()
 
 
 @pytest.mark.slow
-def test_secrets_are_not_told_by_what_fails(rewarded: Path) -> None:
+def test_secrets_are_not_in_error_messages(rewarded: Path) -> None:
     sft = ["sft", "--config", str(rewarded / "sft.yaml"), "--restart", "--set"]
     ppo = ["ppo", "--config", str(rewarded / "ppo.yaml"), "--restart", "--set"]
     commands = [

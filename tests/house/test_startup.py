@@ -1,4 +1,4 @@
-"""What a stage imports until it is done: what takes long and is not needed stays out."""
+"""Startup: a stage imports no heavy package it does not need, and imports change no setting of the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.training.optimizer import build_stepper
 from support.paths import ROOT
 
-# datasets and what comes with it, pandas, which pyarrow imports, and peft, which transformers' Trainer imports.
+# datasets and its imports, pandas, which pyarrow imports, and peft, which transformers' Trainer imports.
 HEAVY = (
     "datasets",
     "pandas",
@@ -40,8 +40,10 @@ except SystemExit as stop:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_a_stage_imports_nothing_heavy_that_it_does_not_need(stage, tmp_path: Path, write_config, make_model) -> None:
-    """Rows are tokenised (the cache is empty), learnt from, and the model saved."""
+def test_a_stage_does_not_import_heavy_packages_it_does_not_need(
+    stage, tmp_path: Path, write_config, make_model
+) -> None:
+    """The run tokenises rows (the cache is empty), trains, and saves the model."""
     llama = str(make_model("llama"))
     changes = {
         "sft": {"model": {"path": llama}},
@@ -56,14 +58,14 @@ def test_a_stage_imports_nothing_heavy_that_it_does_not_need(stage, tmp_path: Pa
     code, heavy, collects, frozen = json.loads(done.stdout.splitlines()[-1])
     assert code == 0, done.stderr
     assert heavy == []
-    # The imports' objects are out of the collector's way; it is at work on all that came after.
+    # Imported objects are frozen, and the garbage collector runs for later ones.
     assert collects
     assert frozen > 100_000
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_the_schedules_are_those_of_transformers(schedule: str, warmup_steps: int) -> None:
+def test_schedules_equal_those_of_transformers(schedule: str, warmup_steps: int) -> None:
     peak, total, least = 3e-3, 17, 0.2
     config = Optimizer(learning_rate=peak, schedule=schedule, warmup_steps=warmup_steps, min_lr_ratio=least)
     stepper = build_stepper(torch.nn.Linear(2, 2), config, total)

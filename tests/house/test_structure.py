@@ -1,4 +1,4 @@
-"""The floors of the code: a module imports only from floors below its own, or from its own room."""
+"""Floors: a module imports only from floors below its own, or from its own room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import ROOT
 
-# The first prefix that fits says the floor; the room is the folder, or the module itself at the top level.
+# The first matching prefix gives the floor. The room is the folder, or the module itself at the top level.
 FLOORS = {
     "rlhf_cli.errors": 0,
     "rlhf_cli.environment": 0,
@@ -108,7 +108,7 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(name: str, path
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_no_stage_imports_another(stage: str) -> None:
+def test_a_stage_imports_no_other_stage(stage: str) -> None:
     assert not [name for name in imports(ROOT / "stages" / f"{stage}.py") if name.startswith("stages")]
 
 
@@ -118,13 +118,13 @@ def answers_at_once(name: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if answers_at_once(name)])
-def test_what_must_answer_at_once_does_not_import_torch(name: str, path: Path) -> None:
+def test_modules_that_must_start_fast_do_not_import_torch(name: str, path: Path) -> None:
     heavy = {"torch", "transformers", "datasets", "numpy"}
     found = heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
     assert not found, f"{name} imports {found}"
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         name
         for name, path in modules()

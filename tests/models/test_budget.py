@@ -1,4 +1,4 @@
-"""How much is computed at a time: cuts by tokens, hands of processes, what fits into memory; and how fast a run is."""
+"""Microbatches by tokens, rows per process, memory estimates, operation counts, and speed metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GB = 1024**3
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_chunks_have_every_row_once_and_keep_to_their_limits(seed):
+def test_chunks_contain_every_row_once_within_their_limits(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(11, 50) for _ in range(draw.randint(0, 40))]
     groups = [draw.randint(0, 12) for _ in lengths] if seed % 3 == 0 else list(range(len(lengths)))
@@ -78,16 +78,16 @@ def test_chunks_have_every_row_once_and_keep_to_their_limits(seed):
         own = [row for row, name in enumerate(groups) if name == group]
         places = [i for i, chunk in enumerate(cut) if set(chunk) & set(own)]
         whole = computed(own) <= budget and (max_rows is None or len(own) <= max_rows)
-        assert len(places) == 1 or not whole, "a group was cut that fits into a chunk"
-        assert places == list(range(places[0], places[-1] + 1)), "a group stands together"
+        assert len(places) == 1 or not whole, "a group that fits into a chunk was cut"
+        assert places == list(range(places[0], places[-1] + 1)), "the rows of a group are adjacent"
     if not padded and groups == list(range(len(lengths))) and max_rows is None:
-        # No chunk takes in less than it could: the next row would not have fitted.
+        # Every chunk is full: the next row would not have fitted.
         for chunk, after in itertools.pairwise(cut):
             assert computed([*chunk, after[0]]) > budget
 
 
-def test_a_group_is_cut_where_it_is_more_than_fits():
-    """Eight responses of 10 to a prompt of 20: 100 tokens with the prompt once, 240 with each its own."""
+def test_a_group_that_is_too_large_is_cut():
+    """Eight responses of 10 tokens to a prompt of 20: 100 tokens with a shared prompt, 240 without."""
     lengths, groups, shared = [30] * 8 + [5], [*"aaaaaaaa", "b"], [20] * 8 + [0]
     assert token_chunks(lengths, 100, None, groups, shared) == [list(range(8)), [8]]
     assert token_chunks(lengths, 60, None, groups, shared) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
@@ -95,8 +95,8 @@ def test_a_group_is_cut_where_it_is_more_than_fits():
     assert token_chunks(lengths, 100, None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-def test_the_same_rows_come_in_the_same_order_wherever_they_are_cut_from():
-    """Scoring and the update then compute the same rows alike, to the last bit."""
+def test_rows_have_the_same_order_in_every_cut():
+    """So scoring and the update compute the same rows to the last bit."""
     lengths = [5, 9, 5, 9, 2]
     (whole,) = token_chunks(lengths, 100)
     assert whole == [1, 3, 0, 2, 4]
@@ -114,7 +114,7 @@ def test_in_order_puts_rows_back():
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-def test_processes_get_as_many_rows_and_about_as_many_tokens(seed, num_processes):
+def test_processes_get_equal_rows_and_about_equal_tokens(seed, num_processes):
     draw = random.Random(seed)
     lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(draw.randint(0, 64))]
     hands = deal(lengths, num_processes)
@@ -129,7 +129,7 @@ def test_processes_get_as_many_rows_and_about_as_many_tokens(seed, num_processes
 @pytest.mark.parametrize("num_processes", [2, 4, 8])
 @pytest.mark.parametrize("samples", [1, 8])
 def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
-    """Every row once; the slowest process has little more to compute than the mean, prompts that it shares once."""
+    """Every row once, and the slowest process has little more work than the mean. Shared prompts count once."""
     draw = random.Random(num_processes)
     rows = []
     for prompt in range(128 // samples):
@@ -158,8 +158,8 @@ def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
         assert statistics.fmean(dealt) < 1.1
 
 
-def test_responses_that_stand_whole_count_whole():
-    """Equal responses to a prompt share nothing, nor do those to a prompt of a few tokens."""
+def test_responses_that_share_no_prefix_count_in_full():
+    """Equal responses to a prompt share nothing, and neither do responses to a very short prompt."""
     policy = llama()
     prepare(policy, CPU)
     assert shares_prefixes(policy)
@@ -177,7 +177,7 @@ def test_responses_that_stand_whole_count_whole():
             batch = pack([prompt + responses[i].ids for i in part], groups=[0] * len(part))
             sizes.append(len(batch.ids))
         assert max(sizes) <= most
-    assert len(cut) == 2, "different answers to a long prompt do share it: 90 + 11 * 10"
+    assert len(cut) == 2, "different answers to a long prompt share it: 90 + 11 * 10"
 
 
 def test_a_padded_row_counts_its_longest_answer_for_each():
@@ -192,7 +192,7 @@ def test_a_padded_row_counts_its_longest_answer_for_each():
     assert rm_stage._num_tokens(RankedIds([[1] * 7 + [2], [1] * 7 + [3, 4]], None), packed) == 17
 
 
-def test_dealing_is_fairer_than_every_nth_row():
+def test_dealing_balances_tokens_better_than_every_nth_row():
     draw = random.Random(0)
     gaps = {"dealt": 0, "every second": 0}
     for _ in range(50):
@@ -206,7 +206,7 @@ def test_dealing_is_fairer_than_every_nth_row():
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def test_activation_bytes_are_those_of_the_formula():
+def test_activation_bytes_equal_the_formula():
     model = llama()
     wanted = 4 * 3 * (7 * 64 + 2 * 32 + 4 * 176)
     assert activation_bytes(model, "float32") == pytest.approx(wanted, rel=0.05)
@@ -217,7 +217,7 @@ def test_activation_bytes_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_family_keeps_something_of_a_token(architecture, pipeline):
+def test_activation_bytes_of_every_family_have_a_lower_bound(architecture, pipeline):
     model = load_policy(str(pipeline(architecture) / "sft/model"))
     prepare(model, CPU)
     state = torch.get_rng_state()
@@ -228,7 +228,7 @@ def test_every_family_keeps_something_of_a_token(architecture, pipeline):
 
 
 def test_the_budget_by_hand(monkeypatch):
-    """It follows from shapes and the memory in all, and is within its bounds."""
+    """The budget follows from shapes and total memory, within its bounds."""
     model, judge = llama(), llama(cls=LlamaForSequenceClassification)
     weights, judging = (sum(p.numel() for p in m.parameters()) for m in (model, judge))
     a_token = activation_bytes(model, "float32") + 4 * 4 * 500
@@ -242,13 +242,15 @@ def test_the_budget_by_hand(monkeypatch):
     assert budget(0.05) == wanted
     assert budget(0.1, num_processes=2) == wanted
     assert budget(0.05, frozen=[judge]) == int(0.6 * (0.05 * GB - 16 * weights - 4 * judging) / a_token)
-    assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), "one graph at a time: the larger"
+    assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), (
+        "only the larger of the two graphs exists at a time"
+    )
     assert budget(0.06, trained=[model, judge]) == int(0.6 * (0.06 * GB - 16 * (weights + judging)) / a_token)
     assert budget(64) == CPU_TOKENS
     assert budget(0.0001) == FEWEST_TOKENS
     for p in model.model.layers.parameters():
         p.requires_grad_(False)
-    assert budget(0.05) > wanted, "what is frozen needs no gradient and no moments"
+    assert budget(0.05) > wanted, "frozen weights need no gradient and no moments"
     a_frozen = activation_bytes(model, "float32") + 4 * 4 * 500
     monkeypatch.setattr(cost, "CPU_BYTES", 1500.5 * a_frozen)
     assert budget(64) == 1500
@@ -257,7 +259,7 @@ def test_the_budget_by_hand(monkeypatch):
 
 
 def test_the_budget_of_recomputed_layers(monkeypatch):
-    """Of each layer its input, and one layer's activations: more layers cost little."""
+    """It keeps the input of each layer and the activations of one: more layers cost little."""
     monkeypatch.setattr(cost, "total_memory", lambda _: int(0.05 * GB))
     shallow, deep = llama(layers=2), llama(layers=8)
     found = {
@@ -274,7 +276,7 @@ def test_the_budget_of_recomputed_layers(monkeypatch):
     assert found[2, True] >= found[2, False]
 
 
-def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
+def test_the_memory_limit_of_a_container_is_used(monkeypatch, tmp_path):
     whole = cost.total_memory(CPU)
     assert whole > GB // 2
     limit = tmp_path / "memory.max"
@@ -288,21 +290,21 @@ PEAK = """
 import sys
 from pathlib import Path
 import torch
-from support.budget import llama, reckoned_and_done
+from support.budget import llama, run_and_estimate
 model = llama(hidden=128, intermediate=344, layers=4, heads=4, key_value_heads=4, vocab=2048)
-reckoned_and_done(model, 64)
+run_and_estimate(model, 64)
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-print(reckoned_and_done(model, 2048) / (memory("VmHWM") - before))
+print(run_and_estimate(model, 2048) / (memory("VmHWM") - before))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_is_reckoned_with_is_what_is_needed(tmp_path):
-    """Against the peak of a process that gives freed memory back at once."""
+def test_estimated_memory_is_close_to_measured_memory(tmp_path):
+    """Compared with the peak of a process that returns freed memory immediately."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT))),
@@ -314,14 +316,14 @@ def test_what_is_reckoned_with_is_what_is_needed(tmp_path):
         [sys.executable, "-c", PEAK], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
-    assert 0.75 < float(found.stdout) < 1.35, "reckoned bytes over measured ones"
+    assert 0.75 < float(found.stdout) < 1.35, "estimated bytes over measured bytes"
 
 
 # ------------------------------------------------------------------------------------------ operations
 
 
 def models():
-    """A model of each kind, wide enough that its norms and biases count for little."""
+    """One model of each kind, wide enough that norms and biases hardly count."""
     return {
         "llama": LlamaForCausalLM(
             LlamaConfig(
@@ -356,7 +358,7 @@ def models():
 
 
 def counted(model, length, *, backward):
-    """The operations of a pass over one sequence, by torch's own counter."""
+    """The operations of a pass over one sequence, as torch counts them."""
     ids = torch.arange(length)[None] + 3
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=ids, use_cache=False).logits.square().mean()
@@ -366,13 +368,13 @@ def counted(model, length, *, backward):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "mixtral"])
-def test_operations_are_those_that_torch_counts(name):
+def test_operations_equal_those_that_torch_counts(name):
     model = models()[name]
     model.set_attn_implementation("eager")
     if name == "mixtral":
         model.set_experts_implementation("eager")
     work, length = work_of(model), 240
-    # torch multiplies every token with every other one, ours counts those that it may see.
+    # torch multiplies all pairs of tokens; our count has only the visible pairs.
     unseen = 4 * work.width * (length * length - length * (length + 1) // 2)
     forward = work.forward([length], length)
     assert counted(model, length, backward=False) == pytest.approx(forward + unseen, rel=0.02)
@@ -381,7 +383,7 @@ def test_operations_are_those_that_torch_counts(name):
     assert work.forward([15, 25], 7) == work.forward([15], 3) + work.forward([25], 4)
 
 
-def test_a_frozen_weight_has_no_gradient_to_compute():
+def test_a_frozen_weight_costs_no_gradient():
     model = models()["llama"]
     model.set_attn_implementation("eager")
     for p in model.model.layers.parameters():
@@ -392,7 +394,7 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
     assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
 
 
-def test_a_frozen_head_has_no_gradient_to_compute():
+def test_a_frozen_head_costs_no_gradient():
     config = models()["llama"].config
     config.vocab_size = 4000
     model = LlamaForCausalLM(config)
@@ -406,7 +408,7 @@ def test_a_frozen_head_has_no_gradient_to_compute():
 
 
 def test_a_shared_prompt_counts_once():
-    """Three answers to one prompt cost the prompt once, and each answer's tokens what they cost behind it."""
+    """Three answers to one prompt cost the prompt once, plus the tokens of each answer after it."""
     work = work_of(models()["llama"])
     prompt, answers = 20, [5, 7, 6]
     lengths = [prompt + n for n in answers]
@@ -418,7 +420,7 @@ def test_a_shared_prompt_counts_once():
     assert shared_prompts(rows) == [0, 0, 9]
 
 
-def test_the_peak_is_measured_without_touching_the_run():
+def test_measuring_peak_flops_keeps_the_random_state():
     state = torch.get_rng_state()
     assert peak_flops(CPU, "float32") > 1e9
     assert torch.equal(state, torch.get_rng_state())
@@ -428,7 +430,7 @@ def test_the_peak_is_measured_without_touching_the_run():
 
 
 class Two(World):
-    """The first of two processes, of which the other did as much."""
+    """The first of two processes; the other did the same work."""
 
     def sum_floats(self, values):
         return {key: 2 * value for key, value in values.items()}
@@ -442,7 +444,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_rows_by_hand(clock):
+def test_speed_metrics_by_hand(clock):
     watch = Speed("sft", Two(0, 2, CPU))
     watch.peak_flops = 1000.0
     with watch.phase("data"):
@@ -460,7 +462,7 @@ def test_rows_by_hand(clock):
         "speed/step_tokens_per_s": 50.0,  # 2 x 100 in 4 s
         "speed/step_mfu": 0.15,  # 2 x 600 of 2 x 1000 x 4
     }
-    # What comes between two rows is in the second of them, and nothing twice.
+    # Work between two rows is in the second one, and nothing counts twice.
     watch.count("checkpoint", seconds=2.5)
     with watch.phase("evaluation"):
         clock.at += 0.5
@@ -482,7 +484,7 @@ ALWAYS = {"time/evaluation_s", "time/checkpoint_s", "memory/peak_gb", "time/elap
 
 
 @pytest.mark.parametrize(("stage", "own"), [("sft", STEP), ("rm", STEP), ("ppo", ITERATION)])
-def test_every_row_of_a_run_says_how_fast_it_was(stage, own, pipeline):
+def test_every_metrics_row_has_the_speed(stage, own, pipeline):
     rows = [
         row
         for row in read_jsonl(pipeline("llama") / stage / "metrics.jsonl")
@@ -496,7 +498,7 @@ def test_every_row_of_a_run_says_how_fast_it_was(stage, own, pipeline):
         assert 0.1 < row["memory/peak_gb"] < 100
 
 
-def test_the_tokens_of_a_step_are_its_real_ones(make_model, run_stage, tmp_path, monkeypatch):
+def test_the_tokens_of_a_step_exclude_padding(make_model, run_stage, tmp_path, monkeypatch):
     batches, real = [], sft_stage._accumulate
 
     def watched(model, batch, *rest):
@@ -507,11 +509,11 @@ def test_the_tokens_of_a_step_are_its_real_ones(make_model, run_stage, tmp_path,
     place = run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
     rows = [row for row in read_jsonl(place / "metrics.jsonl") if "loss/sft" in row]
     found = [row["speed/step_tokens_per_s"] * row["time/step_s"] for row in rows]
-    # Seconds are written with four digits after the point.
+    # Seconds are written with four decimals.
     assert found == pytest.approx(batches, rel=0.05)
 
 
-def test_a_stage_ends_with_a_line_of_its_speed(write_config, make_model, tmp_path, capsys):
+def test_a_stage_ends_with_a_line_about_its_speed(write_config, make_model, tmp_path, capsys):
     path = write_config(
         "sft", tmp_path, model={"path": str(make_model("llama"))}, training={"tokens_per_microbatch": 30}
     )

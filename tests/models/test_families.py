@@ -1,6 +1,6 @@
-"""Families of models that compute in ways of their own: what is found out about them, and that it comes out right.
+"""Families of models with special attention, positions or state: `prepare` detects them, and results are correct.
 
-Each is compared with a copy that no one prepared, one forward a sequence.
+Each is compared with an unprepared copy that runs one sequence at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def made(family, auto=AutoModelForCausalLM, **config):
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1 and not name.endswith("A_log"):
-                p.mul_(4)  # As it is made, what a token attends to hardly matters.
+                p.mul_(4)  # With the default initialisation attention hardly matters.
     return model
 
 
@@ -117,10 +117,10 @@ def test_texts_longer_than_the_window(name):
         with torch.no_grad():
             lost = hidden_at(unwindowed, batch, torch.arange(len(batch.ids)))
             kept = torch.cat([plain.base_model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in SEQUENCES])
-        assert ((lost - kept).abs().max() > 0.01) == bool(reason), "else there would be nothing to find out"
+        assert ((lost - kept).abs().max() > 0.01) == bool(reason), "otherwise the window would not matter"
 
 
-def test_nothing_is_watched_when_nobody_looks():
+def test_watching_masks_ends_with_its_context():
     assert attention._watching == []
     with pytest.raises(ValueError, match="boom"), attention.watched_masks():
         raise ValueError("boom")
@@ -129,8 +129,8 @@ def test_nothing_is_watched_when_nobody_looks():
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("cached", [False, True], ids=["at once", "in two parts"])
-def test_a_prepared_model_called_by_anyone_is_the_plain_one(name, cached):
-    """Without a mask and without `packed`, as every tool of transformers may call it."""
+def test_a_prepared_model_called_directly_equals_the_plain_one(name, cached):
+    """Without a mask and without `packed`, as other code of transformers may call it."""
     family, config = HANDED_ON[name]
     plain = made(family, **config)
     model = copy.deepcopy(plain)
@@ -158,7 +158,7 @@ LONGROPE = {
 }
 
 
-def test_a_rotation_that_follows_the_longest_text_is_kept_from_changing():
+def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
     model = made("phi3", **KV, original_max_position_embeddings=32, rope_parameters=LONGROPE)
     assert positions(model) == 32
     check_positions(model, 32, "data.max_length")
@@ -176,10 +176,10 @@ def test_a_rotation_that_follows_the_longest_text_is_kept_from_changing():
             return logits_at(model, pack([short, ids(length, 2)]), at)
 
     close(beside(32), plain_logits(model, short))
-    assert (beside(33) - plain_logits(model, short)).abs().max() > 0.01, "else more could be let in"
+    assert (beside(33) - plain_logits(model, short)).abs().max() > 0.01, "otherwise more could be accepted"
 
 
-def test_a_dynamic_rotation_is_one_function_up_to_the_models_positions():
+def test_a_dynamic_rotation_is_constant_up_to_the_models_positions():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = made("llama", **{**KV, "max_position_embeddings": 32}, rope_parameters=dynamic)
     assert positions(model) == 32
@@ -190,7 +190,7 @@ def test_a_dynamic_rotation_is_one_function_up_to_the_models_positions():
         assert torch.allclose(both[0, :20], plain_logits(model, short), atol=1e-4) == exact
 
 
-def test_positions_of_a_rotation_for_each_type_of_layer():
+def test_positions_with_one_rotation_per_type_of_layer():
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
     model = made("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
     assert positions(model) == 32
@@ -255,7 +255,7 @@ STOP = Sampling(stop=frozenset(range(2, 40)))
 
 @functools.cache
 def pair(name):
-    """(a model as transformers makes it, the same prepared)."""
+    """(a model as transformers creates it, the same model prepared)."""
     family, config, _ = SAMPLED[name]
     plain = made(family, **config)
     model = copy.deepcopy(plain)
@@ -264,7 +264,7 @@ def pair(name):
 
 
 def sampled_gap(plain, responses):
-    """The largest difference of a sampled log-probability from that of one forward a sequence, in nats."""
+    """The largest difference between a sampled log-probability and that of one forward per sequence, in nats."""
     gap = 0.0
     for prompt, response in zip(PROMPTS, responses, strict=True):
         logprobs = plain_logits(plain, prompt + response.ids)[len(prompt) - 1 : -1].log_softmax(-1)
@@ -274,13 +274,13 @@ def sampled_gap(plain, responses):
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_logprobs_are_those_of_one_forward_a_sequence(name, monkeypatch):
+def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypatch):
     plain, model = pair(name)
     monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model))
     responses = sample(model, PROMPTS, draw_uniforms(0, "families", 0, len(PROMPTS), 9), STOP)
-    # Mamba's scan rounds more: in whatever precision, it is in float32.
+    # Mamba's scan always runs in float32, so it rounds more.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
-    assert len({len(response.ids) for response in responses}) > 1, "rows leave while others go on"
+    assert len({len(response.ids) for response in responses}) > 1, "some rows end while others continue"
     how = SAMPLED[name][2]
     assert how_to_decode(model) == how
     line = why_not_padded(model)
@@ -288,13 +288,13 @@ def test_sampled_logprobs_are_those_of_one_forward_a_sequence(name, monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "how"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
-def test_the_faster_way_would_be_wrong(name, how):
+def test_the_faster_path_would_be_wrong_for_these_families(name, how):
     _, model = pair(name)
     assert plain_decoder._gap(model, how) > 1e-3
 
 
 @pytest.mark.parametrize("how", [PADDED, EQUAL, WHOLE])
-def test_the_three_ways_are_one(how, monkeypatch):
+def test_the_three_paths_agree(how, monkeypatch):
     _, model = pair("llama")
     monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model, how))
     table = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
@@ -305,7 +305,7 @@ def test_the_three_ways_are_one(how, monkeypatch):
     assert sampled_gap(model, found) < 1e-4
 
 
-def test_a_model_is_asked_once(monkeypatch):
+def test_a_model_is_probed_once(monkeypatch):
     model = made("llama", **KV)
     asked = []
     real = plain_decoder._gap
@@ -314,13 +314,13 @@ def test_a_model_is_asked_once(monkeypatch):
     assert asked == [PADDED]
 
 
-def test_a_model_that_batches_change_is_refused(monkeypatch):
+def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
     monkeypatch.setattr(plain_decoder, "_gap", lambda _, how: 0.5 if how == WHOLE else 2.0)
     with pytest.raises(ArtifactError, match=r"LlamaForCausalLM: several texts at a time differ .* by 5\.0e-01"):
         how_to_decode(made("llama", **KV))
 
 
-def test_weights_that_are_no_numbers_are_not_the_decoders_fault():
+def test_nan_weights_are_not_reported_as_an_unsupported_model():
     model = made("llama", **KV)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     assert how_to_decode(model) == PADDED
@@ -330,7 +330,7 @@ def test_weights_that_are_no_numbers_are_not_the_decoders_fault():
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart"])
-def test_what_a_stage_asks_of_a_model(name):
+def test_cost_and_logprobs_of_every_family(name):
     plain, model = pair(name)
     model = copy.deepcopy(model)
     work = work_of(model)
@@ -385,13 +385,13 @@ def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training
         shared_value_model(model, head)
 
 
-def test_on_padded_batches_the_head_runs_where_it_is_asked():
+def test_the_head_runs_only_at_requested_positions_of_padded_batches():
     plain = made("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)
     learnt = [[False] * 38 + [True] * 2, [False] * 17, [False] * 5]
-    target_logprobs(model, SEQUENCES, learnt)  # The first time it is asked what its head does.
+    target_logprobs(model, SEQUENCES, learnt)  # The first call probes what the head does.
     rows = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape.numel() // VOCAB))
     found = target_logprobs(model, SEQUENCES, learnt)
@@ -406,8 +406,8 @@ def test_on_padded_batches_the_head_runs_where_it_is_asked():
 
 
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
-def test_logits_and_hidden_states_of_a_model_that_is_asked_for_the_first_time(family):
-    """Gemma 2 caps its logits: its head alone would not do."""
+def test_logits_and_hidden_states_of_a_model_before_it_is_probed(family):
+    """Gemma 2 caps its logits: its head alone would give other logits."""
     config = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     plain = made(family, **({**KV, "head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else config))
     model = copy.deepcopy(plain)
@@ -421,7 +421,7 @@ def test_logits_and_hidden_states_of_a_model_that_is_asked_for_the_first_time(fa
     close(logits, torch.cat([plain_logits(plain, s) for s in SEQUENCES])[at])
 
 
-def test_a_gpu_that_emulates_bfloat16_is_no_reason_for_it(monkeypatch):
+def test_auto_precision_ignores_emulated_bfloat16(monkeypatch):
     def like_a_v100(including_emulation=True):
         return including_emulation
 
@@ -436,8 +436,8 @@ def test_a_gpu_that_emulates_bfloat16_is_no_reason_for_it(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "electra", "xlnet"])
-def test_a_classifier_whose_score_sees_the_padding_is_refused(family):
-    """XLNet reads the last place of a row, and a row is padded behind."""
+def test_a_classifier_that_scores_the_padding_is_refused(family):
+    """XLNet reads the last position of a row, where the padding is."""
     sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64} if family == "xlnet" else {}
     if family == "distilbert":
         sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}

@@ -1,12 +1,12 @@
 """Exact gradients: every loss ends at its optimum, and classic bugs end elsewhere.
 
-The task has 40 responses to each of two prompts, so nothing need be sampled. A policy is a table of logits, one row
-for each state, and a rollout is every response there is, each weighing as much as the policy would sample it, pi(y|x).
-The gradient is then the *expected* gradient, and where it comes to rest can be compared with a formula: see
-optimum_task.py, which also says what the letters mean.
+The task has 40 responses to each of two prompts, so sampling is not needed. A policy is a table of logits with one row
+per state. A rollout contains every possible response y with weight pi(y|x), the probability that the policy samples it.
+So the gradient is the *expected* gradient, and its fixed point can be compared with a formula. See
+tests/support/optimum_task.py, which also explains the notation.
 
-A prompt's group of responses is infinite in such a rollout: its mean and its standard deviation are those under pi,
-and the mean of the others is the mean of all.
+In such a rollout the group of a prompt is infinite: its mean and standard deviation are those under pi, and the mean of
+the other responses is the mean of all.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ TASK = make_task(seed=0, vocab_size=4, longest=3, num_prompts=2)
 BETA = 0.3
 PI_STAR = kl_regularised(TASK, BETA)
 TEXT = torch.tensor([3, 17, 30, 46, 58, 79])
-"""Rows of the task, three for each prompt, that the language-model loss of PPO-ptx is taken on."""
+"""Rows of the task, three per prompt, for the language-model loss of PPO-ptx."""
 NEAR, FAR = 0.01, 0.03
-"""Total variation: a right run ends nearer than NEAR to its optimum, a wrong one further away than FAR."""
+"""Total variation distance: a correct run ends within NEAR of its optimum, a run with a bug beyond FAR."""
 KlInLoss = Literal["k1", "k2", "k3", "full", "k2_sequence"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What can be chosen; the names are those of the config, where there is one."""
+    """The options of a run, with the names of the config where it has them."""
 
     advantage_estimator: Literal["gae", "monte_carlo", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
     gamma: float = 1.0
@@ -85,8 +85,8 @@ def train(
 ) -> Tensor:
     """pi(y|x) [B] after a run on TASK, in the steps of stages/ppo.py.
 
-    For the bugs: a task that is not seen as it is, another place for the score, tokens at which nothing is learnt, and
-    a ratio to the reference policy.
+    The other arguments plant bugs: a wrong task, another position of the score, tokens that are not learnt, and a ratio
+    to the reference policy.
     """
     mask = seen.mask
     logits = TASK.ref_logits.clone().requires_grad_()
@@ -97,7 +97,7 @@ def train(
     ref_logprobs = token_logprobs(ref_logits, seen.token)
 
     for _ in range(num_updates // a.ppo_epochs):
-        # 1. Rollout: every response, weighing as much as the policy would sample it.
+        # 1. Rollout: every response, with its probability under the policy as weight.
         with torch.no_grad():
             chance = chances(TASK, logits)
             logprobs = token_logprobs(logits[seen.state], seen.token)
@@ -112,7 +112,7 @@ def train(
         if a.whiten_advantages:
             advantages = whiten(advantages, chance.unsqueeze(1) * mask)
 
-        # 5. Update. A mean over samples is here a sum over all responses with the weights pi(y|x).
+        # 5. Update. A mean over samples becomes a sum over all responses with weights pi(y|x).
         weights = chance.unsqueeze(1) * loss_weights(
             learnt,
             aggregation=a.loss_aggregation,
@@ -131,7 +131,7 @@ def train(
             if a.entropy_coef:
                 loss = loss - a.entropy_coef * entropy_bonus(token_entropy(new_logits), learnt, weights=weights)[0]
             if a.ptx_coef:
-                # Divided by what `loss_aggregation: constant` divides by: the longest that these rows could be.
+                # Divided by the constant of `loss_aggregation: constant`: the largest possible length.
                 lm, _ = lm_loss(new_logprobs[TEXT], mask[TEXT], num_tokens=mask[TEXT].numel())
                 loss = mixed_loss(loss, lm, ptx_coef=a.ptx_coef, ptx_mode=a.ptx_mode)
             error, _ = value_loss(
@@ -147,7 +147,7 @@ def train(
 def advantages_and_returns(
     a: Algorithm, mask: Tensor, rewards: Tensor, values: Tensor, chance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both [B, R]. The values learn the returns in every run, though only gae and monte_carlo read them."""
+    """Both [B, R]. Every run trains values on the returns, though only gae and monte_carlo read them."""
     to_go = reward_to_go(rewards, mask, gamma=a.gamma)
     if a.advantage_estimator == "gae":
         return gae(rewards, values, mask, gamma=a.gamma, gae_lambda=a.gae_lambda)
@@ -155,7 +155,7 @@ def advantages_and_returns(
         return torch.where(mask, to_go - values, 0), to_go
     if a.advantage_estimator == "reinforce":
         return to_go, to_go
-    # rloo and dr_grpo subtract the mean of an infinite group, grpo divides by its standard deviation too.
+    # rloo and dr_grpo subtract the mean of an infinite group; grpo also divides by its standard deviation.
     total = rewards.sum(1)
     deviation = total - mean_of_prompt(TASK, total, chance)
     if a.advantage_estimator == "grpo":
@@ -190,7 +190,7 @@ def distance(p: Tensor, q: Tensor) -> float:
     return total_variation(TASK, p, q)
 
 
-# ---- the optima themselves
+# ---- the optima
 
 
 def test_the_task_leaves_room_to_learn():
@@ -199,11 +199,11 @@ def test_the_task_leaves_room_to_learn():
     assert distance(reference, PI_STAR) > 0.4
 
 
-def test_pi_star_is_the_same_from_whole_responses_and_token_by_token():
+def test_pi_star_from_whole_responses_equals_pi_star_token_by_token():
     assert distance(backwards(TASK, soft_rule(BETA)), PI_STAR) < 1e-12
 
 
-# ---- to pi*
+# ---- training to pi*
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_pi_star_is_the_same_from_whole_responses_and_token_by_token():
         pytest.param(Algorithm(kl_in_reward=None, kl_in_loss="k2_sequence"), id="gae, k2 of the sequence as a loss"),
     ],
 )
-def test_it_ends_at_pi_star(algorithm):
+def test_training_ends_at_pi_star(algorithm):
     assert distance(train(algorithm), PI_STAR) < NEAR
 
 
-# ---- to an optimum of its own, and not to pi*
+# ---- training to another optimum than pi*
 
 
 def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA, **choices: Any) -> Algorithm:
@@ -254,7 +254,7 @@ def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA
             backwards(TASK, token_k3_rule(BETA)),
             id="k3 as a loss, constant divisor",
         ),
-        # At beta 0.3 no sigma fits together with k2: a sharper policy has a smaller one, so a smaller beta * sigma.
+        # At beta 0.3 no sigma is consistent with k2: a sharper policy has a smaller sigma, so a smaller beta * sigma.
         pytest.param(kl_loss_of("k3", "grpo", 1.0), divided_by_std(TASK, token_k3_rule(1.0)), id="grpo, k3 as a loss"),
         pytest.param(kl_loss_of("k2", "grpo", 1.0), divided_by_std(TASK, token_kl_rule(1.0)), id="grpo, k2 as a loss"),
         pytest.param(Algorithm(entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="gae, entropy bonus"),
@@ -266,15 +266,15 @@ def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA
         ),
     ],
 )
-def test_it_ends_at_its_own_optimum_and_not_at_pi_star(algorithm, own):
+def test_training_ends_at_its_own_optimum_and_not_at_pi_star(algorithm, own):
     found = train(algorithm)
     assert distance(found, own) < NEAR
     assert distance(found, kl_regularised(TASK, algorithm.kl_coef)) > FAR
 
 
 @pytest.mark.parametrize(("mode", "coef"), [("additive", 0.25), ("convex", 0.2)])
-def test_text_beside_the_rewards_draws_the_policy_towards_it(mode, coef):
-    """0.8 * policy + 0.2 * lm is 0.8 times policy + 0.25 * lm, and so has the same optimum."""
+def test_ptx_moves_the_policy_towards_its_text(mode, coef):
+    """0.8 * policy + 0.2 * lm is 0.8 times (policy + 0.25 * lm), so it has the same optimum."""
     share = torch.zeros_like(PI_STAR)
     share[TEXT] = 1 / 3
     own = beside_text(TASK, BETA, 0.25, share)
@@ -283,8 +283,8 @@ def test_text_beside_the_rewards_draws_the_policy_towards_it(mode, coef):
     assert distance(found, PI_STAR) > FAR
 
 
-def test_preferences_lead_to_the_strengths_of_bradley_and_terry():
-    """Strengths 1 : 2 : 4. Of two responses each is preferred in proportion to its strength."""
+def test_preferences_lead_to_bradley_terry_strengths():
+    """Strengths 1 : 2 : 4. Each response of a pair is preferred with a probability proportional to its strength."""
     strength = torch.tensor([1, 2, 4])
     pairs = [(i, j) for i in range(3) for j in range(3) if i != j for _ in range(strength[i])]
     chosen, rejected = torch.tensor(pairs).T
@@ -297,11 +297,11 @@ def test_preferences_lead_to_the_strengths_of_bradley_and_terry():
     assert (score.detach().softmax(0) - strength / 7).abs().sum() / 2 < NEAR
 
 
-# ---- the bugs
+# ---- bugs
 
 
 def score_at(column: int | slice) -> Callable[..., Tensor]:
-    """Token rewards with the score in one column (or all), wherever the response ends."""
+    """Token rewards with the score in one column, or in all, regardless of where the response ends."""
 
     def rewards_of(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
         scores = torch.zeros_like(kl)

@@ -1,11 +1,11 @@
 """Sampled gradients: the PPO stage with a tiny Llama ends at pi*; with a bug in it, it ends elsewhere.
 
-The task is that of optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a model, prompts
-and a reward function as it would from a user, and what it has learnt is compared with pi* over all responses, exactly.
+The task is that of tests/support/optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a
+model, prompts and a reward function, as from a user. The learnt policy is compared with pi* over all responses.
 
-A run is 400 updates on 512 responses each and takes 50 to 80 s of one core, a bug's 200 updates half of it. Two run at
-a time, all in some 10 minutes of two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms and two seeds of the bugs:
-an hour.
+A run has 400 updates on 512 responses each and takes 50 to 80 s on one core; a run with a bug has 200. Two runs go in
+parallel, and all take about 10 minutes on two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms and two more seeds
+of each bug, and takes an hour.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def score(prompts, responses, rows):
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each letter."""
+    """A tokenizer with one token per letter."""
     words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=TOKENS[0]))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
@@ -83,7 +83,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def logits_of(model: PreTrainedModel, task: Task) -> Tensor:
-    """[S, V] of the next token in every state, by transformers' own forward pass on padded rows."""
+    """Logits [S, V] of the next token in every state, by a plain forward pass of transformers on padded rows."""
     rows = [[TOKENS.index(letter) for letter in PROMPTS[x]] + list(tokens) for x, *tokens in task.states]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -120,14 +120,14 @@ def reference_policy(task: Task, seed: int) -> LlamaForCausalLM:
 
 
 def write_task(folder: Path, seed: int) -> Task:
-    """Model, prompts and reward function; returns the task with that model as its reference policy."""
+    """Write model, prompts and reward function; return the task with that model as its reference policy."""
     task = make_task(seed, vocab_size=len(TOKENS), longest=LONGEST, num_prompts=len(PROMPTS))
     model = reference_policy(task, seed)
     model.save_pretrained(folder / "model")
     new_tokenizer().save_pretrained(folder / "model")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARD)
-    # EOS is no text: a response of fewer than 3 letters has ended, one of 3 was cut.
+    # EOS adds no text: a response of fewer than 3 letters has ended, one of 3 letters was cut.
     scores: dict[str, dict[str, float]] = {prompt: {} for prompt in PROMPTS}
     for x, tokens, score in zip(task.prompt.tolist(), task.responses, task.score.tolist(), strict=True):
         scores[PROMPTS[x]]["".join(TOKENS[token] for token in tokens if token)] = score
@@ -137,7 +137,7 @@ def write_task(folder: Path, seed: int) -> Task:
 
 
 def run_stage(folder: Path, seed: int, choices: dict[str, Any], temperature: float) -> None:
-    """`choices` is laid over the section `ppo` of the config."""
+    """Run PPO with `choices` as changes to the `ppo` section of the config."""
     groups = choices.get("advantage_estimator") in ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline")
     has_values = choices.get("advantage_estimator", "gae") in ("gae", "monte_carlo")
     config: dict[str, Any] = {
@@ -169,7 +169,7 @@ def run_stage(folder: Path, seed: int, choices: dict[str, Any], temperature: flo
     ppo.run(load_config(path, PPOConfig), quiet=True)
 
 
-# ---- what is run
+# ---- the runs
 
 
 def pi_star(task: Task) -> Tensor:
@@ -178,7 +178,7 @@ def pi_star(task: Task) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A run and where it ought to end; `bug` names what is put in the place of functions of the stage."""
+    """A run and its expected optimum. `bug` holds the functions that replace those of the stage."""
 
     choices: dict[str, Any] = field(default_factory=dict)
     limit: float = 0.08
@@ -220,7 +220,7 @@ ALSO_RIGHT = {
 
 
 def score_at(column: int | slice) -> Callable[..., Tensor]:
-    """`token_rewards` with the score in one column (or in all), wherever the response ends."""
+    """`token_rewards` with the score in one column, or in all, regardless of where the response ends."""
 
     def rewards_of(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, **_: None) -> Tensor:
         scores = torch.zeros_like(kl)
@@ -235,7 +235,7 @@ def whitened_score(score: Tensor, *others: Tensor, **choices: Any) -> Tensor:
 
 
 def collect_without_eos(*args: Any, **choices: Any) -> RolloutBatch:
-    """The mask leaves out the token that ends a response."""
+    """The mask excludes the token that ends a response."""
     rollout = collect(*args, **choices)
     lengths = torch.tensor([len(response.ids) - response.ended for response in rollout.responses])
     return replace(rollout, response_mask=torch.arange(rollout.response_mask.shape[1]) < lengths.unsqueeze(1))
@@ -267,7 +267,7 @@ def of_the_token_before(model: Any, batch: Any, at: Tensor, ids: Tensor, tempera
     return logprobs_at(model, batch, at - 1, ids, temperature)
 
 
-# Beside the sampler's own log-probabilities these two would be seen before the first step: the ratio is not 1.
+# With the sampler's log-probabilities, the check of the first ratio would stop these two bugs before a step.
 RECOMPUTED = {"old_logprobs": "recomputed"}
 
 
@@ -312,7 +312,7 @@ TABLES = {"right": {**RIGHT, **ALSO_RIGHT}, "control": CONTROLS, "bug": BUGS}
 
 @dataclass(frozen=True)
 class Result:
-    """Total variation from the reference to the optimum, from what was learnt to it and to pi*; the gap in J."""
+    """Total variation between reference and optimum, learnt policy and optimum, learnt policy and pi*; the gap in J."""
 
     room: float
     distance: float
@@ -322,7 +322,7 @@ class Result:
 
 
 def learn(table: str, name: str, seed: int, folder: Path) -> Result:
-    """One run, in a process of its own."""
+    """Do one run, in a separate process."""
     torch.set_num_threads(1)
     case = TABLES[table][name]
     started = time.process_time()
@@ -333,7 +333,7 @@ def learn(table: str, name: str, seed: int, folder: Path) -> Result:
             patch.setattr(place, function)
         run_stage(folder, seed, case.choices, case.temperature)
     policy = AutoModelForCausalLM.from_pretrained(folder / "ppo" / "model")
-    # A policy at a temperature is the policy with its logits divided by it, and so is the reference.
+    # Policy and reference at a temperature have their logits divided by it.
     task = replace(task, ref_logits=task.ref_logits / case.temperature)
     with torch.no_grad():
         found = chances(task, logits_of(policy, task).double() / case.temperature)
@@ -353,7 +353,7 @@ Runs = dict[tuple[str, str, int], "Future[Result]"]
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory) -> Iterator[Runs]:
-    """Every run that a chosen test asks for, two at a time, in the order of the tests."""
+    """All runs that the selected tests need, two at a time, in the order of the tests."""
     folder = tmp_path_factory.mktemp("optimum")
     keys = dict.fromkeys(
         (params["table"], params["name"], params["seed"])
@@ -375,7 +375,7 @@ def cases(table: str, names: Iterable[str], seeds: Iterable[int] = SEEDS) -> lis
     ("table", "name", "seed"),
     cases("right", RIGHT, (0, 1, 2)) + cases("right", ALSO_RIGHT if EVERYTHING else ()) + cases("control", CONTROLS),
 )
-def test_it_ends_at_its_optimum(runs, table, name, seed):
+def test_the_stage_ends_at_its_optimum(runs, table, name, seed):
     case, result = TABLES[table][name], runs[table, name, seed].result()
     assert result.room > 0.1
     assert result.distance < case.limit
@@ -386,8 +386,8 @@ def test_it_ends_at_its_optimum(runs, table, name, seed):
 
 
 @pytest.mark.parametrize(("table", "name", "seed"), cases("bug", BUGS))
-def test_a_bug_ends_far_from_it(runs, table, name, seed):
-    """The same run without the bug ends nearer than 0.13: see CONTROLS."""
+def test_the_stage_with_a_bug_ends_far_from_its_optimum(runs, table, name, seed):
+    """The same run without the bug ends within 0.13: see CONTROLS."""
     assert runs[table, name, seed].result().distance > 0.15
 
 

@@ -30,7 +30,7 @@ def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, voc
     return model
 
 
-def reckoned_and_done(model, num_tokens):
+def run_and_estimate(model, num_tokens):
     """Run a forward and backward pass over rows of 64 tokens; return the bytes that `auto` estimates for it."""
     torch.set_num_threads(1)
     some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]

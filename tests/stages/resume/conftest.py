@@ -17,7 +17,7 @@ from support.tiny import merged
 
 @pytest.fixture(scope="module")
 def changes(pipeline) -> dict[str, dict[str, Any]]:
-    """What each stage's config has beside conftest's, by case; the word before the first blank is the stage."""
+    """Changes to the shared config of each case. The first word of a case is its stage."""
     root = pipeline("llama")
     often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
@@ -71,7 +71,7 @@ def _no_attempt_is_left():
 
 @pytest.fixture(scope="module")
 def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]:
-    """A function: case, artifact root, more changes -> the arguments that run it there."""
+    """A function: case, artifact root, config changes -> the command-line arguments of the run."""
 
     def prepare(case: str, root: Path, **more: Any) -> list[str]:
         stage = case.split()[0]
@@ -87,7 +87,7 @@ def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]
 
 @pytest.fixture
 def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
-    """A function: have something happen when a step has been done, before it is saved."""
+    """A function: step, action -> run the action after the step and before it is saved."""
     real = StageRun.finish_step
 
     def arrange(step: int, happens: Callable[[StageRun], object]) -> None:
@@ -103,7 +103,7 @@ def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
-    """A function: case -> what it comes to when nothing stops it."""
+    """A function: case -> the outcome of a run that nothing stops."""
     known: dict[str, dict[str, Any]] = {}
 
     def run(case: str) -> dict[str, Any]:
@@ -118,8 +118,10 @@ def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stopped(config_in, tmp_path_factory) -> Callable[[str, Path], list[str]]:
-    """A function: case, new artifact root -> the arguments that go on with what was stopped there, after four
-    steps (PPO: three iterations) of which the checkpoints of two are left."""
+    """A function: case, new artifact root -> the arguments that resume a stopped run there.
+
+    The run was stopped after four steps (PPO: three iterations); the last two checkpoints are left.
+    """
     known: dict[str, Path] = {}
 
     def copy(case: str, root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Signals, a second start, full disks, links and lack of memory: the run is resumed without a loss."""
+"""Signals, a second start, full disks, links and lack of memory: nothing is lost, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same,
     ("case", "number", "code"),
     [("sft", signal.SIGUSR1, 143), ("rm", signal.SIGINT, 130), ("ppo", signal.SIGTERM, 143)],
 )
-def test_a_signal_has_the_step_finished_and_saved(case, number, code, config_in, undisturbed, tmp_path):
-    """It comes while the checkpoint of step 2 is written and step 3 is under way."""
+def test_a_signal_lets_the_step_finish_and_saves_it(case, number, code, config_in, undisturbed, tmp_path):
+    """The signal comes during step 3, while the checkpoint of step 2 is written."""
     root = tmp_path / "a root"
     arguments = [*config_in(case, root), "--set", "checkpoints.keep=2"]
     when = f"mkdir .{case}.checkpoints/.step-00000002.writing #1"
@@ -47,7 +47,7 @@ def test_a_signal_has_the_step_finished_and_saved(case, number, code, config_in,
     same(crash.outcome(root / case), undisturbed(case))
 
 
-def test_a_second_signal_interrupts_at_once(config_in, undisturbed, tmp_path):
+def test_a_second_signal_stops_immediately(config_in, undisturbed, tmp_path):
     arguments = config_in("sft", tmp_path)
     signals = {
         "mkdir .sft.checkpoints/.step-00000002.writing #1": signal.SIGINT,
@@ -82,10 +82,10 @@ def test_a_signal_after_the_last_step_lets_the_stage_finish_and_stops_the_pipeli
 # --------------------------------------------------------------------------------------- one writer
 
 
-def test_two_starts_at_once(config_in, undisturbed, tmp_path):
-    """The first is held still in step 5: the second is refused by its name. Killed, it leaves no lock."""
+def test_a_second_start_of_a_running_stage_is_refused(config_in, undisturbed, tmp_path):
+    """The first start is halted in step 5, and the second is refused with its process id. A kill leaves no lock."""
     arguments = config_in("sft", tmp_path)
-    # Its seventh row is that of step 5: step 4 is being saved, step 2 has been.
+    # The seventh row belongs to step 5: the checkpoint of step 2 is saved, that of step 4 is being written.
     watch = crash.Watch(str(tmp_path), signals={"half .sft.partial/metrics.jsonl #7": signal.SIGSTOP})
     first = crash.Attempt(arguments, tmp_path / "log", watch)
     first.wait_until_stopped()
@@ -109,8 +109,8 @@ def test_two_starts_at_once(config_in, undisturbed, tmp_path):
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_a_look_at_the_lock_never_takes_it(tmp_path):
-    """`rlhf status` while a stage starts: the start must not be refused."""
+def test_status_never_takes_the_lock(tmp_path):
+    """A stage that starts while `rlhf status` runs must not be refused."""
     lock = checkpoint_files.Lock(tmp_path, "sft")
     lock.acquire()
     lock.release()
@@ -122,8 +122,8 @@ def test_a_look_at_the_lock_never_takes_it(tmp_path):
     lock.release()
 
 
-def test_a_lock_is_given_back_whatever_fails(config_in, tmp_path, monkeypatch):
-    """In one process too, where no end of a process frees it."""
+def test_the_lock_is_released_after_every_failure(config_in, tmp_path, monkeypatch):
+    """Also within one process, where no exit releases it."""
     arguments = config_in("sft", tmp_path)
     for name in ("_close", "wait"):
         with monkeypatch.context() as patch:
@@ -144,7 +144,7 @@ def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
-    """A function: size -> a file system of that size; where none can be mounted the test is skipped."""
+    """A function: size -> a file system of that size. The test is skipped if none can be mounted."""
     places: list[Path] = []
 
     def mount(size: str) -> Path:
@@ -161,8 +161,8 @@ def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up(small_disk, config_in, undisturbed):
-    """The first checkpoint fits and no second one beside it does."""
+def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, undisturbed):
+    """The first checkpoint fits, a second one beside it does not."""
     disk = small_disk("750k")
     root = disk / "run"
     arguments = config_in("sft", root)
@@ -178,8 +178,8 @@ def test_a_disk_that_fills_up(small_disk, config_in, undisturbed):
 
 
 @pytest.mark.parametrize("size", [f"{n}k" for n in (60, 400, 500, 600, 950)])
-def test_a_disk_of_any_size(size, small_disk, config_in, undisturbed):
-    """Wherever it is full, rows, checkpoint or model: one line, and once there is room it goes on to the same end."""
+def test_a_disk_that_is_full_at_any_point_gives_one_line_and_can_be_resumed(size, small_disk, config_in, undisturbed):
+    """Rows, a checkpoint or the model may not fit: one line, and with more space the run resumes to the same bytes."""
     disk = small_disk(size)
     root = disk / "run"
     arguments = config_in("sft", root)
@@ -193,7 +193,7 @@ def test_a_disk_of_any_size(size, small_disk, config_in, undisturbed):
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
 
-def test_a_disk_without_any_room(small_disk, config_in, undisturbed):
+def test_a_disk_without_free_space(small_disk, config_in, undisturbed):
     disk = small_disk("9m")
     arguments = config_in("sft", disk / "run")
     with pytest.raises(OSError, match="No space left"):
@@ -204,8 +204,8 @@ def test_a_disk_without_any_room(small_disk, config_in, undisturbed):
     same(crash.outcome(disk / "run/sft"), undisturbed("sft"))
 
 
-def test_a_disk_that_something_else_fills(small_disk, config_in, undisturbed, at_step):
-    """A row of metrics finds no room then, or half of it: it is taken back and written again."""
+def test_a_disk_that_another_process_fills(small_disk, config_in, undisturbed, at_step):
+    """A row of metrics is written not at all or in part: it is removed and written again on resume."""
     disk = small_disk("9m")
     arguments = config_in("ppo", disk / "run")
 
@@ -236,7 +236,7 @@ def test_a_disk_that_is_read_only(small_disk, stopped, undisturbed):
 
 
 def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
-    """As under a quota: the next checkpoint can't be written, the one that stands there does."""
+    """As under a quota: the next checkpoint cannot be written, and the existing one stays."""
     arguments = stopped("sft", tmp_path)
     before = [digest_file(path / "state.safetensors") for path in checkpoints(tmp_path, "sft")]
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -253,8 +253,10 @@ def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
 
 @pytest.mark.parametrize("removed", [".", ".sft.partial", ".sft.checkpoints", ".sft.lock"])
 @pytest.mark.parametrize("step", [3, 6, None])
-def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch):
-    """In a step, at the last, or when all is done but published: nothing is put where it was, and the next is whole."""
+def test_a_stage_directory_that_is_deleted_during_the_run(
+    removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch
+):
+    """Deleted in a step, in the last one, or before publishing: nothing is published, and the next run is complete."""
     root = tmp_path / "run"
     arguments = config_in("sft", root)
 
@@ -279,8 +281,8 @@ def test_a_directory_that_is_deleted_underneath(removed, step, config_in, at_ste
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
 
-def test_a_run_that_fails_or_is_stopped_leaves_the_finished_one(config_in, at_step, undisturbed, tmp_path):
-    """A full disk, a stop, a bug; and the one that goes on to its end takes its place."""
+def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step, undisturbed, tmp_path):
+    """After a full disk, a stop and a bug. The resumed run then replaces it."""
     arguments = config_in("sft", tmp_path / "run", seed=1)
     succeed(arguments)
     old = crash.outcome(tmp_path / "run/sft")
@@ -303,8 +305,8 @@ def test_a_run_that_fails_or_is_stopped_leaves_the_finished_one(config_in, at_st
 # ------------------------------------------------------------------------------------------- links
 
 
-def test_the_root_may_be_a_link(stopped, config_in, undisturbed, tmp_path):
-    """To a scratch disk: going on, running again and what a kill leaves are as in a folder, and all of it is there."""
+def test_the_artifact_root_can_be_a_link(stopped, config_in, undisturbed, tmp_path):
+    """A link to a scratch disk: resuming, rerunning and cleaning up after a kill work as in a folder."""
     scratch, root = tmp_path / "scratch", tmp_path / "run"
     stopped("sft", scratch)
     root.symlink_to("scratch", target_is_directory=True)
@@ -324,7 +326,7 @@ def test_the_root_may_be_a_link(stopped, config_in, undisturbed, tmp_path):
     assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
 
 
-def test_a_root_that_is_a_link_to_nowhere(config_in, tmp_path):
+def test_a_broken_link_as_artifact_root_is_refused(config_in, tmp_path):
     arguments = config_in("sft", tmp_path / "other")
     (tmp_path / "run").symlink_to(tmp_path / "unmounted")
     message = refused(arguments, "--set", f"artifacts={tmp_path}/run")
@@ -335,7 +337,7 @@ def test_a_root_that_is_a_link_to_nowhere(config_in, tmp_path):
 @pytest.mark.parametrize("name", ["sft", ".sft.old"])
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
 def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, config_in, undisturbed, tmp_path):
-    """What it points to is read, by the stages behind it too, and never written, renamed or removed."""
+    """Its target may be read, also by later stages, but is never written, renamed or removed."""
     arguments = config_in("sft", tmp_path / "run", evaluation={"num_samples": 1})
     succeed(arguments)
     (tmp_path / "run/sft").rename(tmp_path / "elsewhere")
@@ -368,7 +370,7 @@ def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, 
         MemoryError(),
     ],
 )
-def test_out_of_memory_says_what_was_tried_and_what_to_lower(error, stopped, monkeypatch, tmp_path):
+def test_out_of_memory_names_the_allocation_and_the_key_to_lower(error, stopped, monkeypatch, tmp_path):
     arguments = stopped("sft", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sft_stage, "_accumulate", lambda *_: (_ for _ in ()).throw(error))

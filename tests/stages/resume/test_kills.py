@@ -1,4 +1,4 @@
-"""A killed run is resumed and ends with the same bytes; so does one on another number of processes, to rounding."""
+"""A killed run is resumed and gives the same bytes; on another number of processes, the same up to rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.resume import ALL, PPO_CARRIES, ask_to_stop, checkpoints, rlhf, sam
 from support.tiny import merged, read_jsonl
 
 KILLS = 100 if ALL else 8
-"""Of each stage."""
+"""Number of kills per stage."""
 
 
 # -------------------------------------------------------------------------------------------- kills
@@ -34,9 +34,11 @@ KILLS = 100 if ALL else 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["sft", "rm", "ppo"])
-def test_killed_at_any_moment(case, config_in, undisturbed, tmp_path):
-    """Again and again until it is done, and that until there were enough kills. The moments are drawn from a seed,
-    over the time that a whole run takes here."""
+def test_resume_after_a_kill_at_any_moment_gives_the_same_bytes(case, config_in, undisturbed, tmp_path):
+    """Kill a run and resume it until it is finished; repeat until there were enough kills.
+
+    The moments are drawn with a fixed seed, over the duration of a whole run on this machine.
+    """
     draw, kills, runs = random.Random(f"kills of {case}"), 0, 0
     often = {"checkpoints": {"every_steps": 1}}
     started = time.monotonic()
@@ -69,7 +71,7 @@ SITUATIONS = ("from the start", "goes on", "goes on from an older one", "restart
 
 @pytest.fixture(scope="module")
 def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str], list[str]]]:
-    """A function: its name, case, artifact root -> the arguments of an attempt there, and those after it."""
+    """A function: situation, case, artifact root -> the arguments of the killed attempt and of the resumed one."""
 
     def arrange(name: str, case: str, root: Path) -> tuple[list[str], list[str]]:
         arguments = config_in(case, root) if name == "from the start" else stopped(case, root)
@@ -93,9 +95,11 @@ def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str],
     ("name", "case"),
     [*((name, "sft") for name in SITUATIONS), ("goes on", "rm"), ("from the start", "ppo"), ("goes on", "ppo")],
 )
-def test_killed_at_every_file_operation(name, case, situation, undisturbed, tmp_path):
-    """Those of saving, pruning, restoring, discarding and publishing: before each, and in the middle of weights and
-    rows. What was finished before stands until the new one does."""
+def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, case, situation, undisturbed, tmp_path):
+    """Kill before each operation of saving, pruning, restoring, discarding and publishing, and within weights and rows.
+
+    A stage that was finished before stays until the new one is finished.
+    """
     arranged = tmp_path / "arranged"
     first, then = situation(name, case, arranged)
     before = crash.outcome(arranged / case) if (arranged / case).is_dir() else None
@@ -136,9 +140,12 @@ def test_killed_at_every_file_operation(name, case, situation, undisturbed, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_with", [2, 1])
-def test_a_run_goes_on_with_another_number_of_processes(begins_with, config_in, at_step, tmp_path):
-    """Counted right: each prompt once an epoch, none lost and none twice, as a reward of no weight sees them: two to
-    the power of its number. And the weights are those of one process, to rounding (see test_stages on eps)."""
+def test_resume_with_another_number_of_processes(begins_with, config_in, at_step, tmp_path):
+    """Each prompt is used once per epoch, and the weights equal those of one process up to rounding.
+
+    A reward of weight 0 records the prompts: it returns two to the power of the prompt's number. On rounding, see
+    `eps` in tests/stages/test_stages.py.
+    """
     judge = tmp_path / "judge.py"
     judge.write_text("def seen(prompts, responses, rows):\n    return [2.0 ** row['number'] for row in rows]\n")
     changes = merged(PPO_CARRIES, {"ppo": {"num_iterations": 9}, "optimizer": {"eps": 1e-3}})

@@ -1,4 +1,4 @@
-"""A resumed run ends with the same bytes as one that was never stopped: stops, damaged checkpoints, changed configs."""
+"""A resumed run gives the same bytes as one that was never stopped: stops, damaged checkpoints, changed configs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filt
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_goes_on_is_the_undisturbed_run(case, config_in, undisturbed, at_step, monkeypatch, tmp_path):
-    """Weights by their bytes, rows and figures but for their times; and every part's state is as it was."""
+def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_step, monkeypatch, tmp_path):
+    """Weights have the same bytes, metrics the same values except durations, and every part the same state."""
     stage, states = case.split()[0], {}
     arguments = config_in(case, tmp_path)
     save, restore = Checkpoints.save, Checkpoints.restore
@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_is_the_undisturbed_run(case, config_in, undisturbed,
         assert all(torch.equal(tensors[key], again[key]) for key in tensors), part
 
 
-def test_a_run_that_is_stopped_after_every_step(config_in, undisturbed, monkeypatch, tmp_path):
+def test_a_run_stopped_after_every_step_gives_the_same_bytes(config_in, undisturbed, monkeypatch, tmp_path):
     arguments, real = config_in("ppo", tmp_path), StageRun.finish_step
 
     def finish(self: StageRun, done: int, total: int) -> None:
@@ -76,8 +76,8 @@ def test_a_run_that_is_stopped_after_every_step(config_in, undisturbed, monkeypa
     same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
 
 
-def test_checkpoints_by_the_clock(config_in, undisturbed, tmp_path, monkeypatch):
-    """After every step where the minutes are hardly any; a clock of the day that goes backwards changes nothing."""
+def test_checkpoints_are_saved_every_few_minutes(config_in, undisturbed, tmp_path, monkeypatch):
+    """With an interval close to 0 every step is saved. A wall clock that goes backwards changes nothing."""
     day = iter(range(2_000_000_000, 0, -7919))
     monkeypatch.setattr("time.time", lambda: float(next(day)))
     saved = []
@@ -97,7 +97,7 @@ def test_minutes_are_counted_from_the_last_checkpoint(config_in, at_step, tmp_pa
     assert saved == [3]
 
 
-def test_the_time_of_what_was_done_before_counts(stopped, tmp_path):
+def test_seconds_before_the_stop_are_included(stopped, tmp_path):
     arguments = stopped("sft", tmp_path)
     before = read_jsonl(tmp_path / ".sft.partial/metrics.jsonl")
     succeed(arguments)
@@ -107,7 +107,7 @@ def test_the_time_of_what_was_done_before_counts(stopped, tmp_path):
     assert artifacts.read_manifest(tmp_path / "sft").seconds >= round(times[-1], 1)
 
 
-def test_the_last_ones_are_kept_and_gone_when_the_stage_is_finished(config_in, at_step, tmp_path):
+def test_the_last_checkpoints_are_kept_until_the_stage_is_finished(config_in, at_step, tmp_path):
     arguments = config_in("sft", tmp_path, checkpoints={"every_steps": 1, "keep": 3})
     at_step(5, ask_to_stop)
     assert rlhf(arguments).exit_code == 143
@@ -120,7 +120,7 @@ def test_the_last_ones_are_kept_and_gone_when_the_stage_is_finished(config_in, a
 
 
 class Counter:
-    """A part of which the checkpoint must hold what it was when it was saved."""
+    """A part that changes after the save: the checkpoint must contain its state at the save."""
 
     def __init__(self) -> None:
         self.count = torch.zeros(3)
@@ -132,7 +132,7 @@ class Counter:
         self.count = tensors["count"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_waits_for_the_one_before(tmp_path, monkeypatch):
+def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(60) and save_file(*args))
     counter, whole = Counter(), Checkpoints(tmp_path, keep=2, writes=True)
@@ -142,7 +142,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_waits_for_the_one_be
     second = threading.Thread(target=whole.save, args=(2,))
     second.start()
     second.join(0.2)
-    assert second.is_alive(), "two at a time would pile up in memory"
+    assert second.is_alive(), "two at a time would fill the memory"
     assert checkpoint_files.found(tmp_path) == []
     goes_on.set()
     second.join()
@@ -152,7 +152,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_waits_for_the_one_be
         assert counter.count.tolist() == [step - 1] * 3
 
 
-def test_what_goes_wrong_with_a_checkpoint_is_told_by_the_next(tmp_path, monkeypatch):
+def test_a_failed_checkpoint_is_reported_at_the_next_one(tmp_path, monkeypatch):
     whole = Checkpoints(tmp_path, keep=2, writes=True)
     for error, told in ((OSError(28, "No space left"), ArtifactError), (ValueError("a bug"), ValueError)):
         with monkeypatch.context() as patch:
@@ -164,10 +164,10 @@ def test_what_goes_wrong_with_a_checkpoint_is_told_by_the_next(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_memory_for_a_copy_a_checkpoint_is_written_in_the_foreground(
+def test_a_checkpoint_without_memory_for_a_copy_is_written_in_the_foreground(
     config_in, undisturbed, tmp_path, monkeypatch
 ):
-    """And is the same one: the run that goes on from it ends as the undisturbed one."""
+    """Its content is the same: the run resumed from it gives the same bytes."""
     failed = []
 
     def no_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -197,8 +197,8 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_in_the_foreground(
         Checkpoints(tmp_path, keep=2, writes=True).save(1)
 
 
-def test_all_is_on_the_disk_before_it_is_renamed_into_its_place(config_in, tmp_path):
-    """As the order of the file operations says: a kill can't show it, only a power cut could."""
+def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
+    """Checked by the order of file operations. Only a power cut, not a kill, could show a mistake."""
     root = tmp_path / "run"
     watch = crash.Watch(str(root), record=str(tmp_path / "points"))
     assert crash.Attempt(config_in("sft", root), tmp_path / "log", watch).wait() == 0
@@ -235,20 +235,20 @@ DAMAGES = {"truncated": truncate, "flipped": flip_a_bit, "missing": Path.unlink,
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["state.safetensors", "numbers.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(name, damage, stopped, undisturbed, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(name, damage, stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     before, newest = checkpoints(tmp_path, "sft")
     DAMAGES[damage](newest / name)
     said = succeed(arguments)
     assert f"warning: {newest}: can't be used, " in said
-    # A flipped bit of the manifest may be in the digest of another file.
+    # A flipped bit in the manifest may change the digest of another file.
     assert name in said or (name, damage) == ("manifest.json", "flipped")
     assert f"goes on after step 2 of 6, from {before}" in said
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_any_flipped_bit_of_a_small_file_is_found(stopped, tmp_path):
-    """The manifest has no digest of its own: it is compared with what it would have to be."""
+def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
+    """The manifest has no digest of itself: it is compared with the expected manifest."""
     stopped("sft", tmp_path)
     newest = checkpoints(tmp_path, "sft")[-1]
     assert checkpoint_files.what_is_wrong(newest) is None
@@ -267,8 +267,8 @@ def test_any_flipped_bit_of_a_small_file_is_found(stopped, tmp_path):
     assert checkpoint_files.what_is_wrong(newest) is None
 
 
-def test_a_damaged_checkpoint_does_not_outlive_the_good_one_before(stopped, at_step, undisturbed, tmp_path):
-    """Pruning counts the last ones by their names: a damaged one with a later name must not push a good one out."""
+def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, undisturbed, tmp_path):
+    """Pruning keeps the last checkpoints by name. A damaged one with a later name must not push a good one out."""
     arguments = stopped("sft", tmp_path)
     truncate(checkpoints(tmp_path, "sft")[-1] / "state.safetensors")
     at_step(3, ask_to_stop)
@@ -280,8 +280,8 @@ def test_a_damaged_checkpoint_does_not_outlive_the_good_one_before(stopped, at_s
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo"])
-def test_where_all_are_damaged_the_run_begins_anew(case, stopped, undisturbed, tmp_path):
-    """Not one row or model of the first try is left in the second."""
+def test_a_run_with_only_damaged_checkpoints_starts_over(case, stopped, undisturbed, tmp_path):
+    """No row and no model of the first attempt remains."""
     arguments = stopped(case, tmp_path)
     partial = tmp_path / f".{case}.partial"
     (partial / "model").mkdir()
@@ -294,8 +294,8 @@ def test_where_all_are_damaged_the_run_begins_anew(case, stopped, undisturbed, t
     same(crash.outcome(tmp_path / case), undisturbed(case))
 
 
-def test_what_was_written_after_the_checkpoint_is_taken_back(stopped, undisturbed, tmp_path):
-    """Rows, half a row, a table that was begun since, half a model, the manifest of a publication cut off."""
+def test_resume_removes_what_was_written_after_the_checkpoint(stopped, undisturbed, tmp_path):
+    """Rows, half a row, a new file of rows, half a model, and the manifest of an interrupted publication."""
     arguments = stopped("ppo", tmp_path)
     partial = tmp_path / ".ppo.partial"
     for name in ("metrics", "samples", "evaluations", "later"):
@@ -311,7 +311,7 @@ def test_what_was_written_after_the_checkpoint_is_taken_back(stopped, undisturbe
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "."])
-def test_a_checkpoint_whose_rows_are_gone_is_said(gone, stopped, undisturbed, tmp_path):
+def test_a_checkpoint_with_missing_metrics_rows_is_reported(gone, stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     path = tmp_path / ".sft.partial" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -320,7 +320,7 @@ def test_a_checkpoint_whose_rows_are_gone_is_said(gone, stopped, undisturbed, tm
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_the_identity_of_the_run_that_cannot_be_read_is_said(stopped, undisturbed, tmp_path):
+def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     truncate(tmp_path / ".sft.checkpoints/run.json")
     said = succeed(arguments)
@@ -342,7 +342,7 @@ def test_the_identity_of_the_run_that_cannot_be_read_is_said(stopped, undisturbe
         ("ppo", "evaluation.best_metric=-kl", "evaluation.best_metric"),
     ],
 )
-def test_a_changed_config_is_refused_by_its_keys(case, override, key, stopped, undisturbed, tmp_path):
+def test_a_changed_config_is_refused_with_the_changed_keys(case, override, key, stopped, undisturbed, tmp_path):
     arguments = stopped(case, tmp_path)
     message = refused(arguments, "--set", override, "--set", "seed=5")
     assert f"was made with another {key}, seed." in message.replace("seed, ", "") or key in message
@@ -381,8 +381,8 @@ def test_more_steps_and_other_logging_are_accepted(case, overrides, stopped, tmp
     assert rows == list(range(1, total + 1))
 
 
-def test_a_longer_run_is_the_one_that_was_long_from_the_start(config_in, at_step, tmp_path):
-    """Where the schedule does not depend on the length."""
+def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_step, tmp_path):
+    """With a schedule that does not depend on the length of the run."""
     constant = {"optimizer": {"schedule": "constant"}}
     long = {"training": {"num_steps": 9}}
     succeed(config_in("sft", tmp_path / "long", **constant, **long))
@@ -395,14 +395,14 @@ def test_a_longer_run_is_the_one_that_was_long_from_the_start(config_in, at_step
     same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
 
 
-def test_fewer_steps_than_are_done_are_refused(stopped, undisturbed, tmp_path):
+def test_fewer_steps_than_completed_are_refused(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     assert "4 steps behind it, and now asks for 3" in refused(arguments, "--set", "training.num_steps=3")
     succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_restart_discards_and_says_what(stopped, undisturbed, tmp_path):
+def test_restart_reports_what_it_discards(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     said = succeed(arguments, "--restart")
     assert f"--restart: discards an unfinished run of 2 checkpoints, {checkpoints_name(tmp_path)}" in said
@@ -414,8 +414,8 @@ def checkpoints_name(root: Path) -> str:
     return f"{checkpoint_files.checkpoints_directory(root, 'sft')}/step-00000004"
 
 
-def test_a_restart_of_what_is_finished_can_be_stopped_and_goes_on(config_in, at_step, undisturbed, tmp_path):
-    """The same command without --restart, as the message says, though an equal stage stands there."""
+def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, undisturbed, tmp_path):
+    """By the same command without --restart, as the message says, though a finished stage exists."""
     arguments = config_in("sft", tmp_path)
     succeed(arguments)
     at_step(4, ask_to_stop)
