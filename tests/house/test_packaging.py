@@ -58,7 +58,7 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
 
 
 NAME_OF = {"yaml": "pyyaml"}
-COME_ALONG = {"pyarrow": "datasets"}
+COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 
 
