@@ -120,17 +120,21 @@ def eos_only_tokenizer(texts) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory, tokenizer, eos_only_tokenizer) -> Callable[..., Path]:
     """A function: architecture -> directory of a tiny random model, built once."""
-    made: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:
-        if architecture not in made:
-            own = copy.deepcopy(eos_only_tokenizer if architecture == "gpt2" else tokenizer)
+        if architecture not in directories:
+            own_tokenizer = copy.deepcopy(eos_only_tokenizer if architecture == "gpt2" else tokenizer)
             if architecture == "qwen2":
-                own.unk_token = "<pad>"  # as in released tokenizers; AutoTokenizer would add a 301st token otherwise
-            model = new_model(ScratchModel(architecture=architecture, config=SETTINGS[architecture]), own, seed=3)
-            made[architecture] = tmp_path_factory.mktemp(architecture) / "model"
-            save(model, own, made[architecture])
-        return made[architecture]
+                own_tokenizer.unk_token = (
+                    "<pad>"  # as in released tokenizers; AutoTokenizer would add a 301st token otherwise
+                )
+            model = new_model(
+                ScratchModel(architecture=architecture, config=SETTINGS[architecture]), own_tokenizer, seed=3
+            )
+            directories[architecture] = tmp_path_factory.mktemp(architecture) / "model"
+            save(model, own_tokenizer, directories[architecture])
+        return directories[architecture]
 
     return make
 

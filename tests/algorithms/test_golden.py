@@ -28,7 +28,7 @@ from support.paths import TESTS
 
 CASES = {case["name"]: case for case in json.loads((TESTS / "golden/golden.json").read_text())["cases"]}
 NOT_OFFERED = {
-    "variant_trl_score_one_later": "the score stands at the last real token, as in TRL <= 0.11 and OpenRLHF",
+    "variant_trl_score_one_later": "the score is at the last real token, as in TRL <= 0.11 and OpenRLHF",
     "clip_fraction_by_ratio_only": "policy/clip_fraction counts the tokens whose gradient is cut, not all out of range",
     "remax_advantages": "its baseline is the score of a greedy response, which the rollout doesn't sample",
     "rm_softmax_best_of_k": "the reward model learns from pairs, rankings and scores, not from the best of K responses",

@@ -53,7 +53,7 @@ WINDOWED = {**KV, "sliding_window": WINDOW}
 HALF = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
 
 
-def made(family, auto=AutoModelForCausalLM, **config):
+def tiny(family, auto=AutoModelForCausalLM, **config):
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -99,7 +99,7 @@ HANDED_ON = {
 @pytest.mark.parametrize("name", [*IN_MASK_ONLY, *HANDED_ON])
 def test_texts_longer_than_the_window(name):
     family, config, *reason = {**IN_MASK_ONLY, **HANDED_ON}[name]
-    plain = made(family, **config)
+    plain = tiny(family, **config)
     model = copy.deepcopy(plain)
     note = prepare(model, CPU)
     assert is_packed(model) == (not reason)
@@ -128,11 +128,11 @@ def test_watching_masks_ends_with_its_context():
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-@pytest.mark.parametrize("cached", [False, True], ids=["at once", "in two parts"])
+@pytest.mark.parametrize("cached", [False, True], ids=["one call", "two calls"])
 def test_a_prepared_model_called_directly_equals_the_plain_one(name, cached):
     """Without a mask and without `packed`, as other code of transformers may call it."""
     family, config = HANDED_ON[name]
-    plain = made(family, **config)
+    plain = tiny(family, **config)
     model = copy.deepcopy(plain)
     assert prepare(model, CPU) is None
     text = torch.tensor([SEQUENCES[0]])
@@ -159,7 +159,7 @@ LONGROPE = {
 
 
 def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
-    model = made("phi3", **KV, original_max_position_embeddings=32, rope_parameters=LONGROPE)
+    model = tiny("phi3", **KV, original_max_position_embeddings=32, rope_parameters=LONGROPE)
     assert positions(model) == 32
     check_positions(model, 32, "data.max_length")
     with pytest.raises(ConfigError) as error:
@@ -181,7 +181,7 @@ def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
 
 def test_a_dynamic_rotation_is_constant_up_to_the_models_positions():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = made("llama", **{**KV, "max_position_embeddings": 32}, rope_parameters=dynamic)
+    model = tiny("llama", **{**KV, "max_position_embeddings": 32}, rope_parameters=dynamic)
     assert positions(model) == 32
     short = ids(20, 1)
     for length, exact in ((32, True), (33, False)):
@@ -192,9 +192,9 @@ def test_a_dynamic_rotation_is_constant_up_to_the_models_positions():
 
 def test_positions_with_one_rotation_per_type_of_layer():
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
-    model = made("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
+    model = tiny("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
     assert positions(model) == 32
-    assert positions(made("llama", **KV)) == 128
+    assert positions(tiny("llama", **KV)) == 128
 
 
 # ------------------------------------------------------------------------------------------- sampling
@@ -257,7 +257,7 @@ STOP = Sampling(stop=frozenset(range(2, 40)))
 def pair(name):
     """(a model as transformers creates it, the same model prepared)."""
     family, config, _ = SAMPLED[name]
-    plain = made(family, **config)
+    plain = tiny(family, **config)
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     return plain, model
@@ -306,7 +306,7 @@ def test_the_three_paths_agree(how, monkeypatch):
 
 
 def test_a_model_is_probed_once(monkeypatch):
-    model = made("llama", **KV)
+    model = tiny("llama", **KV)
     asked = []
     real = plain_decoder._gap
     monkeypatch.setattr(plain_decoder, "_gap", lambda *args: asked.append(args[1]) or real(*args))
@@ -317,11 +317,11 @@ def test_a_model_is_probed_once(monkeypatch):
 def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
     monkeypatch.setattr(plain_decoder, "_gap", lambda _, how: 0.5 if how == WHOLE else 2.0)
     with pytest.raises(ArtifactError, match=r"LlamaForCausalLM: several texts at a time differ .* by 5\.0e-01"):
-        how_to_decode(made("llama", **KV))
+        how_to_decode(tiny("llama", **KV))
 
 
 def test_nan_weights_are_not_reported_as_an_unsupported_model():
-    model = made("llama", **KV)
+    model = tiny("llama", **KV)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     assert how_to_decode(model) == PADDED
 
@@ -363,7 +363,7 @@ def test_cost_and_logprobs_of_every_family(name):
     ],
 )
 def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, config):
-    model = made(family, auto, **config)
+    model = tiny(family, auto, **config)
     with pytest.raises(ArtifactError) as error:
         prepare(model, CPU)
     assert str(error.value).startswith(f"{type(model).__name__}: its backbone gives no hidden states")
@@ -386,7 +386,7 @@ def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training
 
 
 def test_the_head_runs_only_at_requested_positions_of_padded_batches():
-    plain = made("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    plain = tiny("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)
@@ -409,7 +409,7 @@ def test_the_head_runs_only_at_requested_positions_of_padded_batches():
 def test_logits_and_hidden_states_of_a_model_before_it_is_probed(family):
     """Gemma 2 caps its logits: its head alone would give other logits."""
     config = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    plain = made(family, **({**KV, "head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else config))
+    plain = tiny(family, **({**KV, "head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else config))
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)

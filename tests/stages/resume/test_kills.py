@@ -66,7 +66,7 @@ def test_resume_after_a_kill_at_any_moment_gives_the_same_bytes(case, config_in,
     print(f"{case}: {kills} kills in {runs} runs, all equal")
 
 
-SITUATIONS = ("from the start", "goes on", "goes on from an older one", "restart over a finished one")
+SITUATIONS = ("from the start", "resume", "resume from an older checkpoint", "restart over a finished stage")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str],
 
     def arrange(name: str, case: str, root: Path) -> tuple[list[str], list[str]]:
         arguments = config_in(case, root) if name == "from the start" else stopped(case, root)
-        if name == "goes on from an older one":
+        if name == "resume from an older checkpoint":
             truncate(checkpoints(root, case)[-1] / "state.safetensors")
-        if name != "restart over a finished one":
+        if name != "restart over a finished stage":
             return arguments, arguments
         unfinished = [root / f".{case}.{what}" for what in ("checkpoints", "partial")]
         for path in unfinished:
@@ -93,7 +93,7 @@ def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str],
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
-    [*((name, "sft") for name in SITUATIONS), ("goes on", "rm"), ("from the start", "ppo"), ("goes on", "ppo")],
+    [*((name, "sft") for name in SITUATIONS), ("resume", "rm"), ("from the start", "ppo"), ("resume", "ppo")],
 )
 def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, case, situation, undisturbed, tmp_path):
     """Kill before each operation of saving, pruning, restoring, discarding and publishing, and within weights and rows.
