@@ -192,7 +192,7 @@ def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")],
     template: Annotated[
         Literal["support", "sentiment", "hh", "stories", "blank"],
-        typer.Option("--from", help="The example to start from. support and stories run without the hub."),
+        typer.Option("--from", help="The example to start from. support and blank run without the hub."),
     ] = "support",
 ) -> None:
     """Write configs, sample data and a reward function to start from."""

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rlhf_cli.config.annotations import alternatives, fields_of, options_of, tag_values
 from rlhf_cli.config.by_stage import CONFIGS
@@ -103,7 +102,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
-    if default is PydanticUndefined or isinstance(default, BaseModel):
+    if isinstance(default, BaseModel):
         return "optional"
     if isinstance(default, list | tuple) and any(isinstance(item, BaseModel) for item in default):
         items = ", ".join(f"{{type: {getattr(item, 'type', '')}}}" for item in default)

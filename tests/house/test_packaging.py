@@ -55,6 +55,15 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path / "away", timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").is_file()
+    # `rlhf init` finds its templates in the wheel, and what it writes runs there.
+    rlhf = tmp_path / "env" / "bin" / "rlhf"
+    short = ["sft:training.num_steps=3", "rm:training.num_steps=3", "ppo:ppo.num_iterations=1"]
+    short += ["ppo:evaluation.num_prompts=4", "rm:evaluation.num_normalization_samples=4"]
+    sets = [word for pair in short for word in ("--set", pair)]
+    for command in (["init", "mine"], ["pipeline", "mine", "--quiet", *sets]):
+        result = subprocess.run([rlhf, *command], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
 
 
 NAME_OF = {"yaml": "pyyaml"}

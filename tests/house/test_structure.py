@@ -14,6 +14,7 @@ FLOORS = {
     "rlhf_cli.errors": 0,
     "rlhf_cli.environment": 0,
     "rlhf_cli.program": 0,
+    "rlhf_cli.templates": 0,
     "rlhf_cli.tensor_ops": 0,
     "rlhf_cli.algorithms.names": 0,
     "rlhf_cli.seeding": 1,

@@ -1,0 +1,130 @@
+"""`rlhf init`: write a folder with configs, sample data and a reward function to start from."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.program import command
+
+Template = Literal["support", "sentiment", "hh", "stories", "blank"]
+Files = dict[str, Callable[[], str]]
+"""The files of a template: the name below the folder, and what writes the text."""
+
+
+def initialize(directory: Path, template: Template) -> None:
+    """Write the files of ``template`` into ``directory`` and print the command that runs them.
+
+    Raises:
+        ConfigError: if one of the files exists already, or the folder cannot be written. Nothing is overwritten.
+    """
+    files = _files(template)
+    existing = [name for name in files if (directory / name).exists()]
+    if existing:
+        raise ConfigError(f"{directory / existing[0]}: exists already, and nothing was written. Give another folder")
+    name = re.sub(r"[^\w.+=-]+", "-", directory.resolve().name) or "run"
+    for file, write in files.items():
+        text = write()
+        if file.endswith(".yaml"):
+            text = _fill(text, directory, name)
+        try:
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            (directory / file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{directory / file}: cannot be written ({error.strerror})") from None
+    print(f"{directory}: wrote {', '.join(files)}")
+    print(_needs(template))
+    print(f"Run it: {command('pipeline', str(directory))}")
+
+
+def _files(template: Template) -> Files:
+    folder = resources.files("rlhf_cli.templates")
+
+    def copy(name: str) -> Callable[[], str]:
+        return lambda: folder.joinpath(name).read_text(encoding="utf-8")
+
+    stages = [stage for stage in STAGES if folder.joinpath(template, f"{stage}.yaml").is_file()]
+    files = {f"{stage}.yaml": copy(f"{template}/{stage}.yaml") for stage in stages}
+    match template:
+        case "support":
+            return {**files, "judge.py": copy("support_gold.py"), **_support_data()}
+        case "sentiment":
+            return {**files, "judge.py": copy("sentiment_judge.py")}
+        case "hh":
+            return files
+        case "stories":
+            return {**files, "reward.py": copy("stories_reward.py"), "data/prompts.jsonl": _story_prompts}
+        case "blank":
+            data = {
+                f"data/{name}": copy(f"blank/{name}") for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")
+            }
+            return {**files, "reward.py": copy("blank_reward.py"), **data}
+        case _:
+            assert_never(template)
+
+
+def _support_data() -> Files:
+    """The rows of the shop-support task, drawn from its grammar: the same rows in every folder."""
+    from rlhf_cli.templates import support_generate as task
+
+    def rows(name: str, count: int) -> Callable[[], str]:
+        write_row = {"sft": task.sft_row, "pref": task.pref_row, "prompts": task.prompt_row}[name.split("_")[0]]
+        return lambda: _lines(islice(task.draw_rows(7, name, task.ROWS[name], write_row), count))
+
+    return {
+        "data/sft.jsonl": rows("sft_train", 6000),
+        "data/sft_test.jsonl": rows("sft_test", 400),
+        "data/preferences.jsonl": rows("pref_train", 6000),
+        "data/preferences_test.jsonl": rows("pref_test", 400),
+        "data/prompts.jsonl": rows("prompts_train", 2000),
+        "data/prompts_test.jsonl": rows("prompts_test", 256),
+    }
+
+
+def _story_prompts() -> str:
+    """The 400 story openings of the example, in its order."""
+    from rlhf_cli.templates import stories_generate as task
+
+    texts = task.openings()
+    random.Random(7).shuffle(texts)
+    return _lines({"prompt": text} for text in texts[: task.NUM_PROMPTS])
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _fill(text: str, directory: Path, name: str) -> str:
+    """Replace __DIR__ and __NAME__. A path that YAML would read as something else puts its whole value in quotes."""
+    place = directory.as_posix()
+    lines = []
+    for line in text.replace("__NAME__", name).splitlines():
+        if not re.fullmatch(r"[\w./+=-]+", place) and not line.lstrip().startswith("#"):
+            line = re.sub(r"__DIR__[^\s,}\]]*", lambda path: json.dumps(path[0], ensure_ascii=False), line)
+        lines.append(line.replace("__DIR__", place))
+    return "\n".join(lines) + "\n"
+
+
+def _needs(template: Template) -> str:
+    """One line about what the template needs to run."""
+    match template:
+        case "support":
+            return "It runs on a CPU without the hub, in about two minutes."
+        case "blank":
+            return "It runs on a CPU without the hub, in seconds. Put your data and your model into the YAML files."
+        case "sentiment":
+            return "It needs the hub (gpt2 and rotten_tomatoes) and a GPU."
+        case "hh":
+            return "It needs the hub (Qwen2.5-0.5B and Anthropic/hh-rlhf) and a GPU."
+        case "stories":
+            return "It needs the hub (tinyllama-15M)."
+        case _:
+            assert_never(template)

@@ -1,0 +1,157 @@
+"""`rlhf init`: each template is valid, equals the shipped config it comes from, runs, and overwrites nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands.init import Template
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.loader import dump_config
+from rlhf_cli.config.stage import STAGES
+from support.paths import ROOT
+
+TEMPLATES = get_args(Template)
+
+
+def init(folder: Path | str, template: str) -> Result:
+    return CliRunner().invoke(app, ["init", str(folder), "--from", template])
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory away from the checkout."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_is_written_and_valid(template: str, empty: Path) -> None:
+    result = init("mine", template)
+    assert result.exit_code == 0, result.output
+    assert "pipeline mine" in result.stdout
+    assert ("It needs the hub" in result.stdout) == (template in ("sentiment", "hh", "stories"))
+    check = CliRunner().invoke(app, ["config", "check", "mine"])
+    assert check.exit_code == 0, check.output
+    for path in (empty / "mine").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        assert "__" not in text
+        assert text.startswith(f"# rlhf {path.stem} mine/{path.name}")
+        config = load_stage_config(path.stem, path)
+        assert config.artifacts == "artifacts/mine"
+        local = [source.path for source in config.sources.values() if source.path.startswith("mine/")]
+        local += [place for place, _ in config.inputs.values() if place.startswith("mine/")]
+        assert [name for name in local if not Path(name).is_file()] == []
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "blank"])
+@pytest.mark.usefixtures("empty")
+def test_a_template_is_the_shipped_config(template: str) -> None:
+    """Except for the directory of the run and the places of local files."""
+    init("mine", template)
+    same = {
+        "mine/data/sft.jsonl": "data/support/sft_train.jsonl.gz",
+        "mine/data/sft_test.jsonl": "data/support/sft_test.jsonl",
+        "mine/data/preferences.jsonl": "data/support/pref_train.jsonl.gz",
+        "mine/data/preferences_test.jsonl": "data/support/pref_test.jsonl",
+        "mine/data/prompts_test.jsonl": "data/support/prompts_test.jsonl",
+        "mine/judge.py": "data/support/gold.py" if template == "support" else "data/sentiment/judge.py",
+        "mine/reward.py": "data/stories/reward.py",
+        "mine/data/prompts.jsonl": "data/support/prompts_train.jsonl.gz"
+        if template == "support"
+        else "data/stories/prompts.jsonl",
+        "artifacts/mine": f"artifacts/{template}",
+    }
+    written = sorted(path.stem for path in Path("mine").glob("*.yaml"))
+    shipped = [stage for stage in STAGES if (ROOT / "configs" / template / f"{stage}.yaml").is_file()]
+    assert written == sorted(shipped)
+    for stage in written:
+        ours = dump_config(load_stage_config(stage, f"mine/{stage}.yaml"))
+        for name, original in same.items():
+            ours = ours.replace(f": {name}\n", f": {original}\n").replace(f": {name}:", f": {original}:")
+        theirs = dump_config(
+            load_stage_config(
+                stage, ROOT / "configs" / template / f"{stage}.yaml", ["data.probes=null"] * (stage == "rm")
+            )
+        )
+        assert ours == theirs
+
+
+def test_the_code_of_the_templates_is_that_of_the_data_folder() -> None:
+    """The wheel has no data folder, so the package holds copies."""
+    templates = ROOT / "rlhf_cli" / "templates"
+    for copy, original in (
+        ("support_gold", "support/gold"),
+        ("stories_generate", "stories/generate"),
+        ("stories_reward", "stories/reward"),
+        ("sentiment_judge", "sentiment/judge"),
+    ):
+        assert (templates / f"{copy}.py").read_bytes() == (ROOT / "data" / f"{original}.py").read_bytes(), copy
+    generate = (ROOT / "data/support/generate.py").read_text(encoding="utf-8")
+    expected = generate.replace("import gold\n", "from rlhf_cli.templates import support_gold as gold\n")
+    assert (templates / "support_generate.py").read_text(encoding="utf-8") == expected
+
+
+@pytest.mark.usefixtures("empty")
+def test_the_sample_data_is_that_of_the_shipped_configs() -> None:
+    def rows(path: Path) -> list[dict]:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return [json.loads(line) for line in text.splitlines()]
+
+    init("a", "support")
+    for name, original in (
+        ("sft", "sft_train.jsonl.gz"),
+        ("sft_test", "sft_test.jsonl"),
+        ("preferences", "pref_train.jsonl.gz"),
+        ("preferences_test", "pref_test.jsonl"),
+        ("prompts", "prompts_train.jsonl.gz"),
+        ("prompts_test", "prompts_test.jsonl"),
+    ):
+        assert rows(Path(f"a/data/{name}.jsonl")) == rows(ROOT / "data" / "support" / original), name
+    init("b", "stories")
+    assert Path("b/data/prompts.jsonl").read_bytes() == (ROOT / "data/stories/prompts.jsonl").read_bytes()
+
+
+@pytest.mark.usefixtures("empty")
+def test_nothing_is_overwritten() -> None:
+    Path("mine/data").mkdir(parents=True)
+    Path("mine/data/prompts.jsonl").write_text("precious\n", encoding="utf-8")
+    result = init("mine", "blank")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: mine/data/prompts.jsonl: exists already, and nothing was written. Give another folder\n"
+    )
+    assert [path.name for path in Path("mine").rglob("*") if path.is_file()] == ["prompts.jsonl"]
+    assert Path("mine/data/prompts.jsonl").read_text(encoding="utf-8") == "precious\n"
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_folder_that_cannot_be_written() -> None:
+    Path("file").write_text("", encoding="utf-8")
+    result = init("file/mine", "blank")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["mine", "with space", "a: b #c/d", "[x]", "deep/down/mine", "ünï"])
+@pytest.mark.usefixtures("empty")
+def test_the_blank_template_is_valid_in_any_folder(folder: str) -> None:
+    assert init(folder, "blank").exit_code == 0
+    check = CliRunner().invoke(app, ["config", "check", folder])
+    assert check.exit_code == 0, check.output
+    assert load_stage_config("ppo", f"{folder}/ppo.yaml").sources["train"].path == f"{folder}/data/prompts.jsonl"
+
+
+@pytest.mark.usefixtures("empty")
+def test_the_blank_template_runs() -> None:
+    init("with space", "blank")
+    result = CliRunner().invoke(app, ["pipeline", "with space", "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert Path("artifacts/with-space/ppo/model/model.safetensors").is_file()
