@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
@@ -96,7 +95,7 @@ def test_every_shipped_config_is_valid(file: Path) -> None:
 
 def test_there_are_configs_to_check() -> None:
     folders = {file.parent.name for file in CONFIG_FILES}
-    assert {"support", "sentiment", "hh", "stories"} <= folders
+    assert {"support", "sentiment", "sentiment-small", "hh", "hh-small", "stories", "stories-small"} <= folders
 
 
 @pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -112,9 +111,9 @@ def test_stages_of_a_folder_share_their_prompts() -> None:
         sft, ppo = folder / "sft.yaml", folder / "ppo.yaml"
         if not sft.is_file():
             continue
-        a, b = (yaml.safe_load(file.read_text(encoding="utf-8"))["data"] for file in (sft, ppo))
+        a, b = (load_config(file, CONFIGS[file.stem]).model_dump()["data"] for file in (sft, ppo))
         for key in ("prompt_words", "prompt_template"):
-            assert a.get(key) == b.get(key), f"{folder.name}: {key}"
+            assert a[key] == b[key], f"{folder.name}: {key}"
 
 
 def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
@@ -228,3 +227,18 @@ def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
         letters = sum(c.isalpha() or c in " .,!?'\"" for c in example["sft"]["reply"])
         assert letters > 0.9 * len(example["sft"]["reply"]), "a story, not noise"
         assert -3.0 <= example["sft"]["score"] <= 4.0
+
+
+def test_the_sentences_are_written_from_the_hub(tmp_path: Path) -> None:
+    """With a stand-in for `datasets`: every row of every split, in order."""
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(name):\n"
+        "    assert name == 'cornell-movie-review-data/rotten_tomatoes'\n"
+        "    return {'train': [{'text': 'good', 'label': 1, 'more': 0}], 'test': [{'text': 'bad', 'label': 0}]}\n"
+    )
+    out = tmp_path / "out.jsonl.gz"
+    command = [sys.executable, "-B", ROOT / "data/sentiment/download.py", "--out", out]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert "2 rows" in subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    rows = [json.loads(line) for line in gzip.decompress(out.read_bytes()).splitlines()]
+    assert rows == [{"text": "good", "label": 1}, {"text": "bad", "label": 0}]
