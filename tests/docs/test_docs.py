@@ -196,7 +196,8 @@ def commands(text: str) -> Iterator[list[str]]:
     for line in [*lines, *in_backticks(text)]:
         command = line.removeprefix("$ ").split(" | ")[0].strip()
         if command.startswith("rlhf ") and "..." not in command:
-            yield shlex.split(command, comments=True)[1:]
+            words = shlex.split(command, comments=True)[1:]
+            yield ["stage.yaml" if word == "FILE" else word for word in words]
 
 
 def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[str], parent: Any = None) -> None:
@@ -209,7 +210,6 @@ def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[
 
 
 ALL_COMMANDS = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
-SCHEMATIC = {"FILE", "DIR", "FOLDER", "SOURCE"}
 
 
 def test_there_are_commands() -> None:
@@ -248,10 +248,9 @@ def test_every_override_of_a_command_is_a_config(words: tuple[str, ...], monkeyp
             given = [part.removeprefix(f"{stage}:") for part in overrides(words)]
             given = [part for part in given if part.split(":")[0] not in CONFIGS]
             load_config(ROOT / words[1] / f"{stage}.yaml", CONFIGS[stage], given)
-    elif "--config" in words:
-        file = words[words.index("--config") + 1]
-        if file not in SCHEMATIC:
-            load_config(ROOT / file, CONFIGS[words[0]], overrides(words))
+    else:
+        file = next(word for word in words if word.endswith(".yaml"))
+        load_config(ROOT / file, CONFIGS[words[0]], overrides(words))
 
 
 # ------------------------------------------------------------------------------- links, files, figures
