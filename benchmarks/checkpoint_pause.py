@@ -24,8 +24,8 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.training.checkpoint import Checkpoints, Weights
-from rlhf_cli.training.checkpoint_files import found
+from rlhf_cli.training.checkpoint import CheckpointStore, Weights
+from rlhf_cli.training.checkpoint_files import list_checkpoints
 from rlhf_cli.training.optimizer import Stepper, build_stepper
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ def measured(name: str, model: LlamaForCausalLM, work: Path, times: int) -> str:
     place = work / "checkpoint_pause"
     place.mkdir(parents=True)
     try:
-        checkpoints = Checkpoints(place, keep=1, writes=True)
+        checkpoints = CheckpointStore(place, keep=1, writes=True)
         checkpoints.parts = {"model": Weights(model), "optimizer": stepper}
         pauses, wholes = [], []
         for number in range(times + 1):
@@ -69,7 +69,7 @@ def measured(name: str, model: LlamaForCausalLM, work: Path, times: int) -> str:
             pauses.append(time.perf_counter() - started)
             checkpoints.wait()
             wholes.append(time.perf_counter() - started)
-        size = sum(path.stat().st_size for path in found(place)[-1].iterdir())
+        size = sum(path.stat().st_size for path in list_checkpoints(place)[-1].iterdir())
     finally:
         shutil.rmtree(place)
     # The first run is a warm-up.

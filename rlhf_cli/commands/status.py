@@ -9,8 +9,9 @@ from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manif
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, owner_of
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step
 from rlhf_cli.training.identity import what_changed
+from rlhf_cli.training.lock import owner_of
 from rlhf_cli.training.progress import Display
 
 SHOWN = {

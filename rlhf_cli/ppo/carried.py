@@ -21,8 +21,9 @@ from rlhf_cli.ppo.replay import Recent
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.training.checkpoint import Part, State, Weights
-from rlhf_cli.training.health import RATIO_TOLERANCE, Health
+from rlhf_cli.training.checkpoint import State, Stateful, Weights
+from rlhf_cli.training.health import Health
+from rlhf_cli.training.health_rules import RATIO_TOLERANCE
 
 
 class Carried:
@@ -37,10 +38,10 @@ class Carried:
         self.held_out = HeldOut(setup, self.health)
         self.recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """Everything that a checkpoint of the run stores."""
         setup, models = self.setup, self.setup.models
-        parts: dict[str, Part] = {
+        parts: dict[str, Stateful] = {
             "policy": Weights(models.policy),
             "policy_optimizer": setup.policy_stepper,
             "carried": self,

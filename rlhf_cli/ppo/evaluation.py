@@ -61,6 +61,9 @@ class Reply:
     ended: bool
 
 
+GOLD_ADVICE = "Fix the function, set evaluation.gold to one that fits your data, or remove evaluation.gold"
+
+
 def load_gold(setup: Setup) -> GoldJudge | None:
     """The judge that `evaluation.gold` names, or None."""
     name = setup.config.evaluation.gold
@@ -71,7 +74,7 @@ def load_gold(setup: Setup) -> GoldJudge | None:
     def judge(replies: list[str], ended: list[bool]) -> list[dict[str, float]]:
         rows, where = [p.row.columns for p in setup.test], [p.row.where for p in setup.test]
         samples = Samples([p.text for p in setup.test], replies, [], [], ended, rows, where=where)
-        return call(name, function, samples, named_numbers)
+        return call(f"evaluation.gold ({name})", function, samples, named_numbers, GOLD_ADVICE)
 
     return judge
 

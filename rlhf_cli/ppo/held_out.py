@@ -69,7 +69,7 @@ class HeldOut:
             with self.setup.stage.speed.phase("evaluation"):
                 return evaluate(self.setup, self.gold)
         except RewardError:
-            self.setup.stage.save_what_stands(step)
+            self.setup.stage.save_now(step)
             raise
 
     def _measure_and_report(self, step: int) -> Evaluation:

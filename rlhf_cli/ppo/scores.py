@@ -58,7 +58,7 @@ def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tu
     except RewardError as error:
         failure = str(error)
     if first := setup.world.first_failure(failure):
-        setup.stage.save_what_stands(iteration)
+        setup.stage.save_now(iteration)
         raise RewardError(first)
     assert scores is not None
     return texts, scores

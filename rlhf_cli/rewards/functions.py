@@ -145,12 +145,18 @@ def named_numbers(value: Any) -> dict[str, float]:
     return found
 
 
-def call(name: str, function: Callable[..., Any], samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
+def call(
+    name: str,
+    function: Callable[..., Any],
+    samples: Samples,
+    check: Callable[[Any], Any],
+    advice: str = "Fix the function",
+) -> list[Any]:
     """Call a user's function on all samples; `check` of its value for each row.
 
-    Raises RewardError, with the row and the value, when it fails or returns a wrong value.
+    Raises RewardError, with the row, the value and `advice`, when it fails or returns a wrong value.
     """
-    return PythonFunction(name=name, function=function, advice="Fix the function").values(samples, check)
+    return PythonFunction(name=name, function=function, advice=advice).values(samples, check)
 
 
 def load_function_reward(reward: FunctionReward, name: str, key: str) -> PythonFunction:

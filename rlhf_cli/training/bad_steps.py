@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is no number: how many there were, and the batches that they would have learnt from.
+"""Bad steps: those with a NaN or infinite loss or gradient. They are skipped and counted, and their batches kept.
 
-Such a step moves nothing: not the weights, not an optimizer, not an average. The schedule and the stream of data go
-on as if it had, so the rate of a step depends on its number alone and a run is as long as it was planned.
+A bad step changes no weight, optimizer state or moving average. The learning-rate schedule and the data stream advance
+as usual. So the learning rate depends on the step number alone, and the run has its planned length.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rlhf_cli.training.checkpoint import State
 
 
 class BadSteps:
-    """How many there were, in a row and in all; a part of what a run carries from step to step."""
+    """Counts bad steps: consecutive ones, and all of them. Saved in checkpoints."""
 
-    def __init__(self, most_in_a_row: int):
-        self.most_in_a_row = most_in_a_row
-        """So many in a row stop the run."""
+    def __init__(self, limit: int):
+        self.limit = limit
+        """Consecutive bad steps that stop the run."""
         self.in_a_row = self.total = 0
 
     @property
     def are_too_many(self) -> bool:
-        return self.in_a_row >= self.most_in_a_row
+        return self.in_a_row >= self.limit
 
     def count(self, numbers: Mapping[str, float]) -> str | None:
-        """Count a step by its loss and gradient; returns what is no number about it, or None where all is well.
+        """Count a step, given its loss and gradient norm; returns which of them is not finite, or None for a good step.
 
         >>> steps = BadSteps(2)
         >>> steps.count({"loss": 0.5, "norm": math.inf}), steps.are_too_many
@@ -53,14 +53,14 @@ class BadSteps:
 
 
 def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append those rows to a .jsonl file that do not stand in it yet, and have the disk keep them.
+    """Append those rows to a .jsonl file that it does not contain yet, and flush it to disk.
 
-    A run that goes on from a checkpoint does its last steps again and comes to the same rows. Half a row at the end,
-    of a process that was killed, is cut off first. Raises ArtifactError where the file is a link.
+    A resumed run repeats its last steps and gives the same rows again. An incomplete last row, left by a killed
+    process, is removed first. Raises ArtifactError if the file is a symbolic link.
     """
     lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n" for row in rows]
     if path.is_symlink():
-        raise ArtifactError(f"{path}: is a link, and a run writes to what is there. Remove it")
+        raise ArtifactError(f"{path}: is a symbolic link, and a run writes to this path. Remove the link")
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
         known, end = set(), 0
         for line in file:

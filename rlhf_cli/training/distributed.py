@@ -1,8 +1,8 @@
-"""One process is the case n = 1 of many.
+"""Communication between the processes of a run. A single process is the case of a world of size 1.
 
-A loss is a sum divided by a count over all processes, so gradients are summed and never averaged, and a
-statistic is reduced before it is used. With one process nothing here communicates. `torchrun` sets the
-environment that `start` reads.
+A loss is a sum divided by a count over all processes. So gradients are summed, not averaged, and statistics are
+reduced before they are used. With one process nothing here communicates. `start` reads the environment variables that
+`torchrun` sets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: its number, how many there are, the device it computes on."""
+    """This process's rank, the number of processes, and this process's device."""
 
     rank: int
     size: int
@@ -33,7 +33,7 @@ class World:
         return self.rank == 0
 
     def shard(self, items: Sequence[T], together: int = 1) -> list[T]:
-        """This process's share of a global list: of its pieces of `together` items every size-th.
+        """This process's share of a global list, cut into pieces of `together` items that are dealt in turn.
 
         >>> World(1, 2, torch.device("cpu")).shard("aabbcc", together=2)
         ['b', 'b']
@@ -41,7 +41,7 @@ class World:
         return [item for i, item in enumerate(items) if i // together % self.size == self.rank]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor summed over all processes (a new tensor; the same one with one process)."""
+        """The tensor summed over all processes: a new tensor, or the same one with one process."""
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
@@ -49,10 +49,10 @@ class World:
         return total
 
     def sum_floats(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value summed over all processes; every process must give the same keys in the same order."""
+        """Each value summed over all processes; every process must pass the same keys in the same order."""
         if self.size == 1:
             return values
-        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=self._wire))
+        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=self._communication_device))
         return dict(zip(values, total.tolist(), strict=True))
 
     def gather(self, item: Any) -> list[Any]:
@@ -64,27 +64,27 @@ class World:
         return items
 
     def first_failure(self, failure: str) -> str | None:
-        """What went wrong on any process, for all of them to say; "" is nothing, and so is None for all.
+        """The first non-empty `failure` of any process, on all of them; None if there is none.
 
-        One that stopped by itself would leave the others waiting for it.
+        All processes then stop together. If one stopped alone, the others would wait for it forever.
         """
         return next(filter(None, self.gather(failure)), None)
 
     def interleave(self, shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
-        """The global list back from the shards that `shard` made of it.
+        """The global list from the shards of all processes: the inverse of `shard`.
 
         >>> World(0, 2, torch.device("cpu")).interleave(["aacc", "bb"], together=2)
         ['a', 'a', 'b', 'b', 'c', 'c']
         """
-        left = [iter(shard) for shard in shards]
-        return [next(left[i // together % self.size]) for i in range(sum(map(len, shards)))]
+        remaining = [iter(shard) for shard in shards]
+        return [next(remaining[i // together % self.size]) for i in range(sum(map(len, shards)))]
 
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
     def sync_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients over all processes, in one message."""
+        """Sum the gradients over all processes with one all-reduce."""
         if self.size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
@@ -93,42 +93,44 @@ class World:
                 p.grad = torch.zeros_like(p)
         flat = torch.cat([p.grad.reshape(-1) for p in trained if p.grad is not None])
         dist.all_reduce(flat)
-        for p, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-            p.grad = part.view_as(p).clone()
+        for p, gradient in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+            p.grad = gradient.view_as(p).clone()
 
     @property
-    def _wire(self) -> torch.device:
+    def _communication_device(self) -> torch.device:
         return self.device if self.device.type == "cuda" else torch.device("cpu")
 
 
 def start(device: str = "auto") -> World:
-    """Join the other processes, where torchrun started several, and choose the device.
+    """Choose the device, and join the other processes if torchrun started several.
 
-    Raises ConfigError for a device that this machine does not have.
+    Raises ConfigError if this machine does not have the device.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: found cuda, but torch sees no GPU here. Set device: auto or cpu")
+        raise ConfigError("device: is cuda, but torch finds no GPU on this machine. Set device: auto or cpu")
     if device == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device: found mps, but torch has no MPS here. Set device: auto or cpu")
-    place = torch.device(device)
+        raise ConfigError("device: is mps, but torch has no MPS on this machine. Set device: auto or cpu")
+    chosen = torch.device(device)
     if device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(place)
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
-    return World(rank, size, place)
+    return World(rank, size, chosen)
 
 
 def require_rows_for_all(world: World, batch_size: int, key: str) -> None:
-    """Raise ConfigError where a batch has fewer rows than there are processes."""
+    """Raise ConfigError if a batch has fewer rows than there are processes."""
     if batch_size < world.size:
-        raise ConfigError(f"{key}: {batch_size} rows for {world.size} processes, each needs one. Raise {key}")
+        raise ConfigError(
+            f"{key}: {batch_size} rows for {world.size} processes, and each needs at least one. Raise {key}"
+        )
 
 
 def stop() -> None:
-    """Leave the other processes."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -66,14 +66,14 @@ def run_stage(
                 print(f"{stage}: skipped, {directory} is finished and its config, data and inputs are unchanged")
                 sys.stdout.flush()
             if os.environ.get("RANK", "0") == "0":
-                checkpoint_files.remove_left_behind(config.artifacts, stage)
+                checkpoint_files.remove_leftovers(config.artifacts, stage)
             return False
         if reason and not silent:
             print(f"{stage}: runs again ({reason}); {directory} is replaced when the new run is finished", flush=True)
         try:
             load_run()(config, quiet=quiet, restart=restart)
         except Interrupted as error:
-            if checkpoint_files.unfinished(config.artifacts, stage) is None:
+            if checkpoint_files.unfinished_identity(config.artifacts, stage) is None:
                 raise
             how_to_resume = _resume(resume_with or _command(stage, config_path, overrides))
             raise Interrupted(f"{error}. {how_to_resume}", error.exit_code) from None
@@ -87,7 +87,7 @@ def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
     """
     current = json.loads(json.dumps(identity(config)))
     # An interrupted --restart of a finished stage is resumed by the same command without --restart.
-    is_unfinished = checkpoint_files.unfinished(config.artifacts, stage) == current
+    is_unfinished = checkpoint_files.unfinished_identity(config.artifacts, stage) == current
     try:
         changed = artifacts.changed_keys(config.artifacts, stage, current)
     except ArtifactError:
@@ -114,8 +114,8 @@ def _refuse_other_seed(stage: str, config: Stage, changed: Sequence[str]) -> Non
     differs = f"; {', '.join(others[:4])} {'differ' if len(others) > 1 else 'differs'} too" if others else ""
     raise ConfigError(
         f"seed: {artifacts.stage_directory(root, stage)} is finished with seed {manifest.seed}, and a run with seed "
-        f"{config.seed} would replace it{differs}. To keep both, give the new run its own directory: --set "
-        f"artifacts={shlex.quote(f'{root}-seed{config.seed}')}. To replace the finished one, pass --restart"
+        f"{config.seed} would replace it{differs}. To keep both, give each seed its own "
+        f"directory: --set {shlex.quote(f'artifacts={root}-{{seed}}')}. To replace the finished one, pass --restart"
     )
 
 

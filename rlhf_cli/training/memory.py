@@ -1,4 +1,4 @@
-"""Out of memory: what was tried, and which setting to lower."""
+"""Out-of-memory errors: how to recognise one, and which key to lower."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_cli.config.stage import Stage
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's, Python's, or that of torch's CPU allocator, which has no class of its own."""
+    """Whether a GPU, Python or torch's CPU allocator ran out of memory. The last raises a plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -18,9 +18,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:
-    """A line about what a process computes at a time and the key that makes it less.
+    """A message with the size of a microbatch on one process, and the key to lower.
 
-    `tokens_per_microbatch` is what the stage goes by, None where it came no further than loading.
+    `tokens_per_microbatch` is the limit in use; None if memory ran out while the model was loaded.
 
     >>> config = SFTConfig(
     ...     artifacts="a",
@@ -29,11 +29,11 @@ def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int 
     ...     training={"num_steps": 1, "minibatch_size": 8},
     ...     optimizer={"learning_rate": 1e-3},
     ... )
-    >>> what_to_lower(config, 2, 2048)
-    'out of memory with 4 rows of at most 64 tokens at a time. Lower training.tokens_per_microbatch below 256, with \
-which the same command goes on'
-    >>> what_to_lower(config, 2, 100).partition(",")[0]
-    'out of memory with 4 rows of at most 64 tokens and 100 tokens in all at a time. Lower \
+    >>> what_to_lower(config, 2, 2048).partition("; ")[0]
+    'out of memory with a microbatch of 4 rows of at most 64 tokens. Lower training.tokens_per_microbatch below 256 \
+and run the same command to resume'
+    >>> what_to_lower(config, 2, 100).partition(" and run")[0]
+    'out of memory with a microbatch of 4 rows of at most 64 tokens and 100 tokens in total. Lower \
 training.tokens_per_microbatch below 100'
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
@@ -41,23 +41,25 @@ training.tokens_per_microbatch below 100'
         section, minibatch, microbatch = "ppo", config.ppo.minibatch_size, config.ppo.microbatch_size
         what, longest = "responses", config.data.max_prompt_length + config.rollout.max_new_tokens
         lengths = f"{config.data.max_prompt_length} + {config.rollout.max_new_tokens}"
+        length_keys = "data.max_prompt_length or rollout.max_new_tokens"
         sampled = config.rollout.max_live_rows or -(-config.ppo.rollout_batch_size // num_processes)
-        more = f"; where it ran out while sampling, {sampled} responses at a time, rollout.max_live_rows"
+        more = f"; if it ran out while sampling, lower rollout.max_live_rows below {sampled}"
     else:
         section, minibatch = "training", config.training.minibatch_size
         microbatch = config.training.microbatch_size
         what, longest, lengths, more = "rows", config.data.max_length, str(config.data.max_length), ""
+        length_keys = "data.max_length"
     rows = -(-minibatch // num_processes)
     rows = rows if microbatch is None else min(rows, microbatch)
-    at_once = rows * longest
-    whole = ""
-    if tokens_per_microbatch is not None and tokens_per_microbatch < at_once:
-        at_once = tokens_per_microbatch
-        whole = f" and {at_once} tokens in all"
-    lower = f"Lower {section}.tokens_per_microbatch below {at_once}, with which the same command goes on"
-    if at_once <= longest:
-        # A row of the longest length is computed alone, and whether there was one is not known here.
-        lower = "Lower the longest length" if rows == 1 else f"{lower}, or the longest length"
+    tokens = rows * longest
+    limit = ""
+    if tokens_per_microbatch is not None and tokens_per_microbatch < tokens:
+        tokens = tokens_per_microbatch
+        limit = f" and {tokens} tokens in total"
+    lower = f"Lower {section}.tokens_per_microbatch below {tokens} and run the same command to resume"
+    if tokens <= longest:
+        # A row that is longer than the limit is a microbatch by itself, and this may have been one.
+        lower = f"Lower {length_keys}" if rows == 1 else f"{lower}, or lower {length_keys}"
     if not (config.gradient_checkpointing or config.compile):
-        more += "; gradient_checkpointing: true takes less as well"
-    return f"out of memory with {rows} {what} of at most {lengths} tokens{whole} at a time. {lower}{more}"
+        more += "; gradient_checkpointing: true needs less memory too"
+    return f"out of memory with a microbatch of {rows} {what} of at most {lengths} tokens{limit}. {lower}{more}"

@@ -1,4 +1,4 @@
-"""AdamW and its schedule, from the config."""
+"""AdamW and the learning-rate schedule, built from the config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_cli.training.distributed import World
 
 @dataclass
 class Stepper:
-    """A model's optimizer and schedule, and what happens between a backward pass and the next one."""
+    """A model's optimizer and learning-rate schedule: everything between one backward pass and the next."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -27,28 +27,28 @@ class Stepper:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step takes."""
+        """The learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
     def clip(self, world: World) -> float:
-        """Sum the gradients over processes and clip them; returns their norm before that."""
+        """Sum the gradients over all processes and clip them; returns their norm before clipping."""
         world.sync_gradients(self.model.parameters())
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm).item()
 
     def state(self) -> State:
-        """The optimizer's tensors, by the number of their parameter, and how far the schedule is."""
+        """The optimizer's tensors by parameter number, and the schedule's step."""
         inner = self.optimizer.state_dict()["state"]
-        tensors = {f"{number}.{key}": value for number, own in inner.items() for key, value in own.items()}
+        tensors = {f"{number}.{key}": value for number, state in inner.items() for key, value in state.items()}
         return tensors, {"steps": self.scheduler.last_epoch}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        """Become what `state` gave; the rate is what this run's own schedule says at that step."""
-        whole = self.optimizer.state_dict()
+        """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
+        full_state = self.optimizer.state_dict()
         state: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             number, _, key = name.partition(".")
             state.setdefault(int(number), {})[key] = tensor
-        self.optimizer.load_state_dict({**whole, "state": state})
+        self.optimizer.load_state_dict({**full_state, "state": state})
         assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
         self.scheduler.last_epoch = int(numbers["steps"])
         rates = [
@@ -60,30 +60,33 @@ class Stepper:
         self.scheduler._last_lr = rates
 
     def advance(self, *, move: bool = True) -> None:
-        """One step of the optimizer and of the schedule; without `move` of the schedule only."""
+        """One step of the optimizer and the schedule; without `move`, of the schedule only (a bad step)."""
         if move:
             self.optimizer.step()
         with warnings.catch_warnings():
-            # torch warns of a schedule that is ahead of its optimizer, which is what a skipped step is.
+            # torch warns if the schedule is ahead of the optimizer, as it is after a skipped step.
             warnings.simplefilter("ignore", UserWarning)
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
 def warmup_warning(warmup_steps: int, steps: int) -> str:
-    """What to say where the warm-up outlasts the run."""
+    """The warning for a warm-up that is at least as long as the run."""
     return (
         f"optimizer.warmup_steps is {warmup_steps} and the run has {steps} steps: the learning rate never reaches "
-        "its peak. Shorten the warm-up"
+        "its peak. Lower optimizer.warmup_steps"
     )
 
 
 def build_stepper(
     model: torch.nn.Module, config: Optimizer, total_steps: int, *, learning_rate: float | None = None
 ) -> Stepper:
-    """AdamW over `model`'s trainable weights, with warm-up and schedule over `total_steps`.
+    """AdamW over the trainable weights of `model`, with warm-up and schedule over `total_steps`.
 
-    Matrices are decayed, biases and norms are not.
+    Weight decay applies to matrices, not to biases and normalization weights.
+
+    The schedule is torch's LambdaLR over `rate_at`. LinearLR and CosineAnnealingLR compute each rate from the one
+    before: the last bits would differ, and resuming at a step with another `total_steps` would not be exact.
     """
     peak = learning_rate if learning_rate is not None else config.learning_rate
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -99,13 +102,13 @@ def build_stepper(
 
 
 def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
-    """The learning rate of step `step` (from 0) as a share of its peak.
+    """The learning rate of `step` (from 0) as a fraction of its peak.
 
-    step / warmup_steps while it warms up, so that the first step has rate 0. Then, with
-    progress = (step - warmup_steps) / (total_steps - warmup_steps), from 1 to `min_lr_ratio` by
-    1 - progress (linear) or (1 + cos(pi * progress)) / 2 (cosine), which would be there one step after the last; or
-    1 (constant). These are the schedules of transformers' `get_scheduler`, whose module takes longer to import than a
-    small model to begin.
+    During warm-up it is step / warmup_steps, so the first step has rate 0. After it, with
+    progress = (step - warmup_steps) / (total_steps - warmup_steps), it is
+    min_lr_ratio + (1 - min_lr_ratio) * left, where left is 1 - progress (linear), (1 + cos(pi * progress)) / 2
+    (cosine) or 1 (constant). The minimum would be reached one step after the last. These are the schedules of
+    transformers' `get_scheduler`, whose module takes longer to import than a small model takes to train.
 
     >>> config = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
     >>> [rate_at(step, config=config, total_steps=6) for step in range(7)]

@@ -1,82 +1,133 @@
-"""What the user sees while a stage works: a live bar on a terminal, calm lines elsewhere."""
+"""What a stage prints: a live progress line on a terminal, and occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 10.0
+BAR_WIDTH, NARROW_BAR_WIDTH = 24, 12
+"""Characters of the bar in a terminal of at least 100 columns, and in a narrower one."""
+LONGEST_FIGURE = 28
+LABELS = {"learning_rate": "lr", "grad_norm": "grad norm", "step_tokens_per_s": "tokens/s"}
+
+
+class Progress:
+    """One live line: stage, bar, steps and time left, then as many figures as fit, the most important first."""
+
+    def __init__(self, stage: str, total: int, unit: str, done: int):
+        self.stage, self.total, self.unit = stage, total, unit
+        self.done = self.done_before = done
+        self.started = time.monotonic()
+        self.figures: Sequence[str] = ()
+
+    def rate(self) -> str:
+        """Steps per second, or seconds per step, since this process started."""
+        elapsed, here = self._pace()
+        return f"{here / elapsed:.1f} {self.unit}s/s" if here >= elapsed else f"{elapsed / here:.1f} s/{self.unit}"
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the average pace so far; None before the first step."""
+        if self.done == self.done_before:
+            return 0.0 if self.done == self.total else None
+        elapsed, here = self._pace()
+        return elapsed / here * (self.total - self.done)
+
+    def _pace(self) -> tuple[float, int]:
+        return max(time.monotonic() - self.started, 1e-9), max(self.done - self.done_before, 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        width = options.max_width
+        bar = BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH
+        counts = f"{self.done}/{self.total}  {clock(self.seconds_left())} left"
+        bar = max(0, min(bar, width - len(self.stage) - len(counts) - 2))
+        filled = round(bar * self.done / max(self.total, 1))
+        line = Text(no_wrap=True, overflow="crop", end="")
+        line.append(self.stage, "bold")
+        line.append(" ")
+        character = "-" if options.ascii_only else "━"
+        line.append(character * filled, "bar.complete")
+        # Without colours the rest of the bar would look like the filled part.
+        has_colours = console.color_system is not None and not console.no_color and not options.ascii_only
+        line.append((character if has_colours else " ") * (bar - filled), "bar.back")
+        line.append(f" {counts}")
+        for figure in (*self.figures, self.rate()):
+            text = f"  {figure}" if len(figure) <= LONGEST_FIGURE else f"  {figure[: LONGEST_FIGURE - 3]}..."
+            if line.cell_len + len(text) > width:
+                break
+            line.append(text)
+        yield line
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as minutes and seconds, or hours, minutes and seconds.
+
+    >>> clock(65), clock(3725), clock(None)
+    ('1:05', '1:02:05', '-:--')
+    """
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 class Display:
-    """Progress, notes and tables of one stage; says nothing on processes other than the first or when quiet."""
+    """The output of one stage. With `quiet` it prints warnings only; with `silent` (other processes) nothing."""
 
-    def __init__(self, stage: str, *, quiet: bool, silent: bool = False):
+    def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: Console | None = None):
         self.stage, self.quiet, self.silent = stage, quiet or silent, silent
-        self.console = Console(highlight=False, soft_wrap=not Console().is_terminal)
-        self._live: Progress | None = None
-        self._task: Any = None
-        self._total = 0
-        self._started = self._last_line = time.monotonic()
+        self.console = console or Console(highlight=False, soft_wrap=not Console().is_terminal)
+        self._progress: Progress | None = None
+        self._live: Live | None = None
+        self._last_line = 0.0
 
     def begin(self, total: int, unit: str, done: int = 0) -> None:
-        """Start counting `total` steps, called `unit` in the rate, of which `done` were done before."""
-        self._done_before = done
-        self._total, self._started, self._last_line = total, time.monotonic(), 0.0
-        self._unit = unit
+        """Start to count `total` steps, of which `done` were done before; `unit` is what a step is called."""
+        self._progress = Progress(self.stage, total, unit, done)
+        self._last_line = 0.0
         if not self.quiet and self.console.is_terminal:
-            self._live = Progress(
-                TextColumn("[bold]{task.description}[/]"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[shown]}"),
-                console=self.console,
-            )
-            self._task = self._live.add_task(self.stage, total=total, rate="", shown="")
+            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
             self._live.start()
 
-    def step(self, done: int, text: str) -> None:
-        """`done` steps are behind us; `text` are the few figures that matter."""
-        if self.quiet:
+    def step(self, done: int, shown: Sequence[str]) -> None:
+        """Update the progress: `done` steps are finished; `shown` are the figures, the most important first."""
+        progress = self._progress
+        if self.quiet or progress is None:
             return
+        progress.done, progress.figures = done, shown
         now = time.monotonic()
-        elapsed, here = max(now - self._started, 1e-9), max(done - self._done_before, 1)
-        rate = f"{here / elapsed:.1f} {self._unit}/s" if here >= elapsed else f"{elapsed / here:.1f} s/{self._unit}"
-        if self._live is not None:
-            self._live.update(self._task, completed=done, rate=rate, shown=text)
-        elif done == self._total or now - self._last_line >= SECONDS_BETWEEN_LINES:
+        if self._live is None and (done == progress.total or now - self._last_line >= SECONDS_BETWEEN_LINES):
             self._last_line = now
-            left = elapsed / here * (self._total - done)
-            self.console.print(f"{self.stage} {done}/{self._total}  {rate}  {left:.0f} s left  {text}", markup=False)
+            words = [f"{self.stage} {done}/{progress.total}", f"{clock(progress.seconds_left())} left", *shown]
+            self.console.print("  ".join([*words, progress.rate()]), markup=False)
 
     def end(self) -> None:
-        """The counted steps are over, done or not."""
+        """Stop the live line, whether all steps are done or not."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def note(self, text: str) -> None:
-        """A line that the user should read once."""
+        """Print a line of information."""
         if not self.quiet:
             self.console.print(f"{self.stage}: {text}", markup=False)
 
     def about_rows(self, lines: Sequence[str], warnings: Sequence[str]) -> None:
-        """What became of the rows of the data: notes, then warnings."""
+        """Print the notes about the rows of the data, then the warnings."""
         for line in lines:
             self.note(line)
         for line in warnings:
             self.warn(line)
 
     def block(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Some lines under a title, what each is about on the left."""
+        """Print a title and labelled lines below it."""
         if self.quiet:
             return
         width = max(len(name) for name, _ in rows)
@@ -84,13 +135,13 @@ class Display:
         self.console.print(f"{self.stage}: {title}\n{text}", markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that is printed even when quiet (and by one process only)."""
+        """Print a warning, also when quiet; only the first process prints."""
         if self.silent:
             return
         self.console.print(f"{self.stage}: warning: {text}", markup=False, style="yellow")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """A table; the first column is text, the others are figures."""
+        """Print a table; the first column holds text, the others hold numbers."""
         if self.quiet:
             return
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
@@ -101,7 +152,7 @@ class Display:
         self.console.print(table, markup=False)
 
     def before_and_after(self, evaluation: dict[str, Any]) -> None:
-        """The end of the pipeline: SFT against PPO in figures and in replies (`evaluation.json`)."""
+        """Print the comparison of SFT and PPO from `evaluation.json`: figures and example replies."""
         sft, ppo = evaluation["sft"], evaluation["ppo"]
         self.table(
             f"SFT against PPO, {evaluation['num_prompts']} held-out prompts, one reply each",
@@ -117,7 +168,7 @@ class Display:
             self.exchange(example["prompt"], replies)
 
     def exchange(self, prompt: str, replies: dict[str, str]) -> None:
-        """A prompt and what was said to it, a line each: line breaks and runs of blanks become one blank."""
+        """Print a prompt and the replies to it on one line each; each run of whitespace becomes one space."""
         if self.quiet:
             return
         self.console.print("  " + " ".join(prompt.split()), style="dim", markup=False)
@@ -125,9 +176,18 @@ class Display:
             self.console.print(f"    {name}> {' '.join(reply.split())}", markup=False)
 
 
-def figures(shown: dict[str, float]) -> str:
-    """A few metrics in a line, by the ends of their names."""
-    return "  ".join(f"{name.split('/')[-1]} {_short(value)}" for name, value in shown.items())
+def figures(metrics: dict[str, float]) -> list[str]:
+    """Metrics as short texts for the progress line.
+
+    >>> figures({"loss/sft": 1.2345, "sft/learning_rate": 1e-3, "rm/accuracy": 0.75})
+    ['loss 1.23', 'lr 0.001', 'accuracy 0.75']
+    """
+    return [f"{_label(name)} {_short(value)}" for name, value in metrics.items()]
+
+
+def _label(name: str) -> str:
+    group, _, last = name.rpartition("/")
+    return "loss" if group == "loss" else LABELS.get(last, last)
 
 
 def _short(value: float) -> str:

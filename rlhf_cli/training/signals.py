@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it finishes its step, saves, and says how to go on."""
+"""Signals that ask a run to stop. It finishes its step, saves a checkpoint and prints how to resume."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import threading
 from types import FrameType
 from typing import Any
 
-ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C; a scheduler's or a container's end; Slurm's warning before it (`--signal=USR1@120`)."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Ctrl-C; the end of a job or container; Slurm's warning before the end of a job (`--signal=USR1@120`)."""
 
 
 class StopRequests:
-    """While it is installed, the first such signal is remembered and the second interrupts at once."""
+    """While installed, records the first stop signal. The second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Listen; does nothing outside of the main thread, where Python can't."""
+        """Install the handlers. Does nothing outside the main thread, where Python does not allow it."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in ASKS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
 
     def remove(self) -> None:
-        """Leave the signals to whoever had them before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

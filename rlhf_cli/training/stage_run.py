@@ -1,4 +1,4 @@
-"""One run of a stage: its directory while it is built, its metrics, its progress, and its publication."""
+"""One run of a stage: its directory, metrics, progress, checkpoints and publication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import platform
 import shutil
 import signal
@@ -27,30 +26,29 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
-from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
-from rlhf_cli.training.checkpoint import Checkpoints, Part, State
+from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import identity, may_change, require_inputs
+from rlhf_cli.training.lock import Lock
 from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
 from rlhf_cli.training.speed import Speed
+from rlhf_cli.training.stage_files import NOTHING_WRITTEN, StageFiles
 
-WHAT_TO_TRY = (
-    "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for numbers that are not "
-    "finite or far from the others"
+ADVICE_ON_BAD_STEPS = (
+    "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for values that are not "
+    "finite or are outliers"
 )
-NOTHING_YET: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
 
 
 class StageRun:
-    """A context: inside it `directory` is being built, and only `publish` makes it the finished stage.
+    """A context in which a stage is built in `directory`; `publish` turns it into the finished stage.
 
-    Only the first process writes and prints; the others take part in what all must do together. A run that was
-    stopped goes on: `resume` puts what it carries into the state of its last checkpoint and says where that is,
-    and `finish_step` writes the next one when it is due.
+    Only the first process writes and prints. The others take part in collective operations. An interrupted run is
+    resumed: `resume` restores the state of the last checkpoint, and `finish_step` writes the next one when it is due.
     """
 
     def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
@@ -60,18 +58,19 @@ class StageRun:
         self.world = distributed.start(config.device)
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
-        self.started = time.monotonic()
-        self.lock = checkpoint_files.Lock(config.artifacts, stage)
-        self.place = checkpoint_files.checkpoints_directory(config.artifacts, stage)
-        self.checkpoints = Checkpoints(self.place, keep=config.checkpoints.keep, writes=self.world.is_main)
+        self.files = StageFiles(self.directory, writes=self.world.is_main)
+        self.lock = Lock(config.artifacts, stage)
+        self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
+        self.checkpoints = CheckpointStore(
+            self.checkpoints_directory, keep=config.checkpoints.keep, writes=self.world.is_main
+        )
         self.stop_requests = StopRequests()
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
         self.speed = Speed(stage, self.world)
         self.tokens_per_microbatch: int | None = None
-        """What was given or found, once the model is there: said where memory runs out."""
-        self._files: dict[str, JsonLines] = {}
-        self._last_checkpoint = self.started
+        """Set once the model is loaded; named in the message when memory runs out."""
+        self._last_checkpoint = time.monotonic()
         self._saved_step = 0
         self._is_due = False
 
@@ -94,10 +93,10 @@ class StageRun:
         self.display.end()
         if self.world.is_main:
             try:
-                # What is being written is finished whatever happened; what goes wrong here counts less.
+                # Finish the current checkpoint in any case; an error here must not hide the one that ends the run.
                 with contextlib.suppress(*((Exception,) if error is not None else ())):
                     self.checkpoints.wait()
-                    self._close()
+                    self.files.close()
             finally:
                 self.lock.release()
         if error is not None and is_out_of_memory(error):
@@ -105,99 +104,114 @@ class StageRun:
                 f"{self.stage}: {what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)}"
             ) from None
         if error is None and self.stop_requests.received is not None:
-            raise self._interrupted(self.stop_requests.received, "the stage was done by then, and is finished")
+            raise self._interrupted(self.stop_requests.received, "the stage had already finished")
+
+    # ------------------------------------------------------------------------------------ start and resume
 
     def _open(self) -> None:
-        """Make the directory to build in: a new one, or the one of the run that was stopped."""
+        """Prepare the directory to build in: an empty one, or that of the interrupted run."""
         root, stage = self.config.artifacts, self.stage
         checkpoint_files.refuse_links(root, stage)
         artifacts.recover(root, stage)
-        identity = json.loads(json.dumps(self.identity))
-        old, steps = checkpoint_files.read_run(self.place), checkpoint_files.to_go_on_with(root, stage)
-        goes_on = bool(steps) and old is not None and not self.restart
-        if steps and self.restart:
-            self.display.note(f"--restart: discards an unfinished run of {len(steps)} checkpoints, {steps[-1]}")
-        elif steps and old is None:
-            self.display.warn(
-                f"{self.place / checkpoint_files.RUN}: can't be read, so nobody knows whose the {len(steps)} "
-                "checkpoints beside it are; the run begins anew"
-            )
-        if goes_on and old is not None:
-            changed = artifacts.differences(old, identity)
-            refused = [key.removeprefix("config.") for key in changed if not may_change(key)]
-            if refused:
-                raise ConfigError(
-                    f"{root}: an unfinished {stage} run stands here, at {steps[-1].name}, and was made with another "
-                    f"{', '.join(refused)}. Put it back to go on, begin anew with --restart, or give another "
-                    "`artifacts`"
-                )
-            if changed:
-                self.display.note(f"goes on with another {', '.join(k.removeprefix('config.') for k in changed)}")
-        if not goes_on:
-            # Before the rows that they count on.
-            shutil.rmtree(self.place, ignore_errors=True)
-        artifacts.open_partial(root, stage, keep=goes_on)
-        self.place.mkdir(exist_ok=True)
-        checkpoint_files.remove_cut_off(self.place)
-        checkpoint_files.write_text(self.place / checkpoint_files.RUN, json.dumps(identity) + "\n")
+        current = json.loads(json.dumps(self.identity))
+        resumes = self._resumes(current)
+        if not resumes:
+            # Before the files of rows: a checkpoint without its rows cannot be used.
+            shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
+        artifacts.open_partial(root, stage, keep=resumes)
+        self.checkpoints_directory.mkdir(exist_ok=True)
+        checkpoint_files.remove_temporary(self.checkpoints_directory)
+        checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.RUN, json.dumps(current) + "\n")
         checkpoint_files.write_text(
             self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
         )
 
-    def resume(self, parts: Mapping[str, Part], total: int) -> int:
-        """How many of `total` steps are done; the parts are put into the state after them.
+    def _resumes(self, current: dict[str, Any]) -> bool:
+        """Whether an unfinished run is resumed. Raises ConfigError if a key differs that must not."""
+        root = self.config.artifacts
+        checkpoints = checkpoint_files.resumable_checkpoints(root, self.stage)
+        if not checkpoints:
+            return False
+        if self.restart:
+            self.display.note(
+                f"--restart: discarding an unfinished run ({len(checkpoints)} checkpoints, the last {checkpoints[-1]})"
+            )
+            return False
+        saved = checkpoint_files.read_run(self.checkpoints_directory)
+        if saved is None:
+            self.display.warn(
+                f"{self.checkpoints_directory / checkpoint_files.RUN}: cannot be read, so the {len(checkpoints)} "
+                "checkpoints beside it may belong to another run; starting over"
+            )
+            return False
+        changed = artifacts.differences(saved, current)
+        names = [key.removeprefix("config.") for key in changed]
+        refused = [name for name, key in zip(names, changed, strict=True) if not may_change(key)]
+        if refused:
+            raise ConfigError(
+                f"{root}: an unfinished {self.stage} run (step {checkpoint_files.step_of(checkpoints[-1])}) was "
+                f"started with a different {', '.join(refused)}. Restore it to resume, pass --restart to start over, "
+                "or set another `artifacts`"
+            )
+        if names:
+            self.display.note(f"resuming with a different {', '.join(names)}")
+        return True
 
-        Rows of metrics and samples that were written after the last checkpoint are taken back, as their steps are
-        done again and come out the same.
+    def resume(self, parts: Mapping[str, Stateful], total: int) -> int:
+        """Restore `parts` from the newest usable checkpoint; returns how many of the `total` steps are done.
+
+        Rows of metrics and samples that were written after the checkpoint are removed: these steps are repeated with
+        the same result.
         """
-        self.checkpoints.parts = {"files": self, "bad_steps": self.bad_steps, **parts}
-        found: tuple[Path | None, dict[Path, str]] = (None, {})
+        self.checkpoints.parts = {"files": self.files, "bad_steps": self.bad_steps, **parts}
+        newest: tuple[Path | None, dict[Path, str]] = (None, {})
         if self.world.is_main:
-            found = self.checkpoints.newest(self._rows_missing)
-        path, wrong_ones = self.world.gather(found)[0]
-        then = "the run begins anew" if path is None else "an older one is taken"
-        for checkpoint, wrong in wrong_ones.items():
-            self.display.warn(f"{checkpoint}: can't be used, {wrong}; {then}")
+            newest = self.checkpoints.newest(lambda numbers: self.files.mismatch(numbers["files"]))
+        path, rejected = self.world.gather(newest)[0]
+        for checkpoint, reason in rejected.items():
+            instead = "starting over" if path is None else "using an older one"
+            self.display.warn(f"{checkpoint}: cannot be used, {reason}; {instead}")
         done = checkpoint_files.step_of(path) if path is not None else 0
         if done > total:
-            raise ConfigError(f"the unfinished run has {done} steps behind it, and now asks for {total}. Ask for more")
+            raise ConfigError(
+                f"the unfinished run has done {done} steps, more than the {total} of this config. Raise the number of "
+                "steps, or pass --restart to start over"
+            )
         if path is not None:
             self.checkpoints.restore(path)
-            self.display.note(f"goes on after step {done} of {total}, from {path}")
+            self.display.note(f"resuming after step {done} of {total}, from {path}")
         else:
-            self.restore({}, NOTHING_YET)
+            self.files.restore({}, NOTHING_WRITTEN)
         if self.world.is_main:
-            # They would count among the last ones that are kept.
-            checkpoint_files.remove(list(wrong_ones))
-            self._files |= {
-                name: JsonLines(self.directory / f"{name}.jsonl")
-                for name in ("metrics", "samples")
-                if name not in self._files
-            }
+            # Else they would count among the last `checkpoints.keep`.
+            checkpoint_files.remove(list(rejected))
+            for name in ("metrics", "samples"):
+                self.files.rows(name)
         self.world.barrier()
         self._last_checkpoint = time.monotonic()
         self._saved_step = done
         return done
 
-    def finish_step(self, step: int, total: int) -> None:
-        """A step is over: save if it is time to, and stop if a signal asked for it.
+    # ---------------------------------------------------------------------------------------------- steps
 
-        While steps are bad none is saved that a signal did not ask for: the last good ones would have to go for
-        them. Raises Interrupted, after saving, where a signal came, and RunError for weights that are no numbers.
+    def finish_step(self, step: int, total: int) -> None:
+        """End a step: save a checkpoint if one is due, and stop if a signal asked for it.
+
+        After a bad step only a signal causes a checkpoint, so that the last good checkpoints are kept. Raises
+        Interrupted after saving if a signal arrived, and RunError if a weight is NaN or infinite.
         """
         settings, now = self.config.checkpoints, time.monotonic()
-        late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
-        due = late or (settings.every_steps is not None and step % settings.every_steps == 0)
-        self._is_due |= due
-        asked = self.world.gather((self._is_due, self.stop_requests.received))
-        stop = next((number for _, number in asked if number is not None), None)
+        is_late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
+        self._is_due |= is_late or (settings.every_steps is not None and step % settings.every_steps == 0)
+        everyone = self.world.gather((self._is_due, self.stop_requests.received))
+        stop = next((number for _, number in everyone if number is not None), None)
         if self.world.is_main:
-            self._require_place()
-        # The clock of the first process counts, a signal to any of them.
-        is_time = asked[0][0] and not self.bad_steps.in_a_row and step < total
+            self._require_files()
+        # The clock of the first process decides; a signal to any process counts.
+        is_time = everyone[0][0] and not self.bad_steps.in_a_row and step < total
         began = time.monotonic()
         if is_time or stop is not None or step == total or self.bad_steps.in_a_row:
-            self._require_numbers(step)
+            self._require_finite_weights(step)
         if is_time or stop is not None:
             self._is_due = False
             self.checkpoints.save(step)
@@ -210,120 +224,22 @@ class StageRun:
                 self.checkpoints.wait()
             raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
 
-    def save_what_stands(self, step: int) -> None:
-        """Save the state after `step`, which is as it was then: something outside of the run is about to end it."""
+    def save_now(self, step: int) -> None:
+        """Save the unchanged state after `step`, because an error outside the training is about to end the run."""
         if step > 0 and step != self._saved_step and not self.bad_steps.in_a_row:
             self.checkpoints.save(step)
             self._saved_step = step
         if self.world.is_main:
             self.checkpoints.wait()
 
-    def _require_numbers(self, step: int) -> None:
-        """Raise RunError where a weight is no number: that is neither saved nor published."""
-        name = self.checkpoints.not_finite()
-        if name is not None:
-            raise RunError(
-                f"{self.stage} step {step}: the weights are no numbers any more ({name}), and nothing is saved of "
-                f"them. {self._what_stands()} Lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
-            )
-
-    def _what_stands(self) -> str:
-        self.checkpoints.wait()
-        step = checkpoint_files.last_step(self.config.artifacts, self.stage)
-        return "No checkpoint was written before." if step is None else f"The checkpoint of step {step} stands."
-
-    def _interrupted(self, number: int, what: str) -> Interrupted:
-        """The end of a run that was asked to stop."""
-        code = 130 if number == signal.SIGINT else 143
-        return Interrupted(f"{self.stage}: {signal.Signals(number).name}: {what}", code)
-
-    # What stands in the directory is a part of the run's state: how many bytes of each file of rows, which folders;
-    # and how long it took.
-
-    def state(self) -> State:
-        if not self.world.is_main:
-            return {}, {}
-        artifacts.sync_tree(self.directory)
-        sizes = {name: file.size() for name, file in self._files.items() if name != "checkpoints"}
-        folders = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
-        return {}, {"sizes": sizes, "folders": folders, "seconds": round(time.monotonic() - self.started, 3)}
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Take back what came after: rows, models, the manifest of a publication that was cut off."""
-        if not self.world.is_main:
-            return
-        self.started -= numbers["seconds"]
-        stays = {"config.yaml", "checkpoints.jsonl", *numbers["folders"], *(f"{n}.jsonl" for n in numbers["sizes"])}
-        for path in self.directory.iterdir():
-            if path.name not in stays:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for name, size in numbers["sizes"].items():
-            os.truncate(self.directory / f"{name}.jsonl", size)
-            self._files[name] = JsonLines(self.directory / f"{name}.jsonl")
-
-    def _rows_missing(self, numbers: Mapping[str, Any]) -> str | None:
-        for name, size in numbers["files"]["sizes"].items():
-            if Path(name).name != name:
-                return f"its numbers name a file outside of the stage ({name})"
-            path = self.directory / f"{name}.jsonl"
-            has = path.stat().st_size if path.is_file() else 0
-            if has < size:
-                return f"{path.name} has {has} of the {size} bytes that it had then"
-        return None
-
-    def _require_place(self) -> None:
-        """Raise ArtifactError where somebody removed what is being built, and perhaps builds there himself."""
-        files = [self.place / checkpoint_files.RUN, *(file.path for file in self._files.values())]
-        gone = [path for path in files if not path.exists()]
-        if not self.lock.is_held():
-            gone = [self.lock.path]
-        if gone:
-            raise ArtifactError(f"{gone[0]}: was removed while the {self.stage} stage was built. Start it again")
-
-    def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
-        """A row of metrics.jsonl, and progress where `shown` names what to show."""
-        if not self.world.is_main:
-            return
-        self._files["metrics"].write(
-            {"step": step, **metrics, "time/elapsed_s": round(time.monotonic() - self.started, 3)}
-        )
-        if shown:
-            self.display.step(step, figures({name: metrics[name] for name in shown if name in metrics}))
-
-    def sample(self, row: dict[str, Any]) -> None:
-        """A row of samples.jsonl."""
-        if self.world.is_main:
-            self._files["samples"].write(row)
-
-    def record(self, name: str, row: dict[str, Any]) -> None:
-        """A row of <name>.jsonl, which is begun with its first row."""
-        if self.world.is_main:
-            if name not in self._files:
-                self._files[name] = JsonLines(self.directory / f"{name}.jsonl")
-            self._files[name].write(row)
-
-    def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
-        """What is wrong, on the screen and in health.jsonl; `line` sums up a step's health beside the progress.
-
-        Raises RunError for a finding that ends the run.
-        """
-        if line is not None or findings:
-            self.record("health", {"step": step, "line": line, "findings": [asdict(f) for f in findings]})
-        if line is not None and self.world.is_main:
-            self.display.step(step, line)
-        for finding in findings:
-            if finding.severity == "stop":
-                raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message} To try: {finding.advice}")
-            self.display.warn(f"step {step}, {finding.name}: {finding.message}\n  To try: {finding.advice}")
-
     def may_step(
         self, step: int, what: str, numbers: Mapping[str, float], rows: Callable[[], list[dict[str, Any]]]
     ) -> bool:
-        """Is a step's loss and gradient a number, so that it may be taken?
+        """Whether an optimizer step may be taken: the loss and gradient norm in `numbers` are finite.
 
-        Where it is not, the batch's `rows` go to the file beside the stage, with `step`, that of the metrics' row.
-        All processes ask, with the same numbers. Raises RunError where there were too many in a row
-        (`optimizer.max_bad_steps`).
+        If not, the batch from `rows` is written beside the stage, together with `step`, the step of the metrics row.
+        All processes must call this with the same numbers. Raises RunError after `optimizer.max_bad_steps`
+        consecutive bad steps.
         """
         wrong = self.bad_steps.count(numbers)
         if wrong is None:
@@ -332,33 +248,95 @@ class StageRun:
         batch = [{"step": step, **row} for row in rows()]
         if self.world.is_main:
             append_new(path, batch)
-        message, most = f"{wrong}; nothing was stepped. The batch is in {path}.", self.bad_steps.most_in_a_row
+        message, limit = f"{wrong}; the step was skipped. The batch is in {path}.", self.bad_steps.limit
         if self.bad_steps.are_too_many:
-            many = f" It was the last of {most} such steps in a row." if most > 1 else ""
-            raise RunError(f"{what}: {message}{many} {self._what_stands()} {WHAT_TO_TRY}")
+            count = f" These were {limit} bad steps in a row, the limit (optimizer.max_bad_steps)." if limit > 1 else ""
+            raise RunError(f"{what}: {message}{count} {self._last_checkpoint_in_words()} {ADVICE_ON_BAD_STEPS}")
         if self.bad_steps.in_a_row == 1:
-            text = f"{what}: {message} The run goes on, and stops after {most} such steps in a row."
-            self.report(step, [Finding("bad_step", "warning", text, WHAT_TO_TRY)], None)
+            text = f"{what}: {message} The run continues, and stops after {limit} such steps in a row."
+            self.report(step, [Finding("bad_step", "warning", text, ADVICE_ON_BAD_STEPS)], None)
         return False
 
-    def _close(self) -> None:
-        for file in self._files.values():
-            file.close()
+    def _require_finite_weights(self, step: int) -> None:
+        """Raise RunError for a NaN or infinite weight: such a state is neither saved nor published."""
+        name = self.checkpoints.not_finite()
+        if name is not None:
+            raise RunError(
+                f"{self.stage} step {step}: weight {name} contains NaN or inf; nothing was saved from this step. "
+                f"{self._last_checkpoint_in_words()} Lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
+            )
+
+    def _last_checkpoint_in_words(self) -> str:
+        self.checkpoints.wait()
+        step = checkpoint_files.last_step(self.config.artifacts, self.stage)
+        return "There is no earlier checkpoint." if step is None else f"The checkpoint of step {step} is intact."
+
+    def _interrupted(self, number: int, what: str) -> Interrupted:
+        code = 130 if number == signal.SIGINT else 143
+        return Interrupted(f"{self.stage}: {signal.Signals(number).name}: {what}", code)
+
+    def _require_files(self) -> None:
+        """Raise ArtifactError if the files of this run were removed, perhaps by another run in the same directory."""
+        files = [self.checkpoints_directory / checkpoint_files.RUN, *self.files.paths()]
+        missing = [path for path in files if not path.exists()]
+        if not self.lock.is_held():
+            missing = [self.lock.path]
+        if missing:
+            raise ArtifactError(
+                f"{missing[0]}: was removed while the {self.stage} stage was running. Run the same command again"
+            )
+
+    # -------------------------------------------------------------------------------------------- rows
+
+    def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
+        """Write a row of metrics.jsonl, and update the progress line with the metrics named in `shown`."""
+        if not self.world.is_main:
+            return
+        self.files.rows("metrics").write({"step": step, **metrics, "time/elapsed_s": self.files.seconds()})
+        if shown:
+            self.display.step(step, figures({name: metrics[name] for name in shown if name in metrics}))
+
+    def sample(self, row: dict[str, Any]) -> None:
+        """Write a row of samples.jsonl."""
+        if self.world.is_main:
+            self.files.rows("samples").write(row)
+
+    def record(self, name: str, row: dict[str, Any]) -> None:
+        """Write a row of <name>.jsonl; the file is created with its first row."""
+        if self.world.is_main:
+            self.files.rows(name).write(row)
+
+    def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
+        """Print health findings and write them to health.jsonl; `line` is the summary shown beside the progress.
+
+        Raises RunError for a finding that stops the run.
+        """
+        if line is not None or findings:
+            self.record("health", {"step": step, "line": line, "findings": [asdict(f) for f in findings]})
+        if line is not None and self.world.is_main:
+            state, _, shown = line.partition(": ")
+            self.display.step(step, [state, *filter(None, shown.split(", "))])
+        for finding in findings:
+            if finding.severity == "stop":
+                raise RunError(f"{self.stage} step {step}: {finding.name}: {finding.message} To try: {finding.advice}")
+            self.display.warn(f"step {step}, {finding.name}: {finding.message}\n  To try: {finding.advice}")
+
+    # -------------------------------------------------------------------------------------- publication
 
     def publish(self, metrics: dict[str, float]) -> None:
-        """Make what was built the finished stage; `metrics` are its final figures."""
+        """Turn the directory into the finished stage; `metrics` are its final figures."""
         self.world.barrier()
         if self.world.is_main:
             self._publish(metrics)
-        # Nobody goes on to a stage that stands on this one before it is there.
+        # No process may start the next stage before this one is published.
         self.world.barrier()
 
     def _publish(self, metrics: dict[str, float]) -> None:
-        self._require_place()
+        self._require_files()
         self.checkpoints.wait()
         if self.bad_steps.total:
-            self.display.warn(f"{self.bad_steps.total} steps were left out, their loss or gradient was no number")
-        self._close()
+            self.display.warn(f"{self.bad_steps.total} steps were skipped: their loss or gradient was NaN or infinite")
+        self.files.close()
         (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:
             artifacts.publish(
@@ -375,12 +353,12 @@ class StageRun:
                 },
                 device=str(self.world.device),
                 num_processes=self.world.size,
-                seconds=round(time.monotonic() - self.started, 1),
+                seconds=round(self.files.seconds(), 1),
                 finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             )
         except OSError as error:
-            raise ArtifactError(f"{self.directory}: can't be published ({error.strerror or error})") from None
-        shutil.rmtree(self.place, ignore_errors=True)
-        place = artifacts.stage_directory(self.config.artifacts, self.stage)
+            raise ArtifactError(f"{self.directory}: cannot be published ({error.strerror or error})") from None
+        shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
+        directory = artifacts.stage_directory(self.config.artifacts, self.stage)
         self.display.note(self.speed.line())
-        self.display.note(f"finished in {time.monotonic() - self.started:.0f} s, {place}/model is the model")
+        self.display.note(f"finished in {self.files.seconds():.0f} s; the model is in {directory}/model")

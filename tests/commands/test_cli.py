@@ -360,7 +360,12 @@ def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
     run = project / "run"
     assert f"{run}/sft is finished with seed 0, and a run with seed 7 would replace it" in result.stderr
     assert "training.num_steps differs too" in result.stderr
-    assert f"--set artifacts={run}-seed7" in result.stderr
+    assert f"--set 'artifacts={run}-{{seed}}'" in result.stderr
+    assert digests(project) == before
+    assert pipeline(project, "--set", "seed=7", "--set", f"artifacts={run}-{{seed}}").count(": skipped, ") == 0
+    assert json.loads((project / "run-7/ppo/manifest.json").read_text())["seed"] == 7
+    assert digests(project) != before, "the run of seed 7 is beside it"
+    shutil.rmtree(project / "run-7")
     assert digests(project) == before
     assert pipeline(project, "--set", "seed=7", "--restart").count("runs again (changed: config.seed") == 3
     assert json.loads((run / "ppo/manifest.json").read_text())["seed"] == 7

@@ -1,4 +1,4 @@
-"""`rlhf doctor`: it finds what is wrong, names it, reads nothing outside and changes nothing."""
+"""`rlhf doctor` finds and names what is wrong, reads nothing outside the directory and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from rlhf_cli.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.cli import app
-from rlhf_cli.commands import doctor
-from rlhf_cli.commands.doctor import Line
-from rlhf_cli.training.checkpoint_files import Lock, checkpoints_directory, new_checkpoint
+from rlhf_cli.commands import doctor_artifacts, doctor_machine
+from rlhf_cli.commands.doctor_text import Line, size
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, new_checkpoint
+from rlhf_cli.training.lock import Lock
 from support.paths import ROOT
 from support.projects import digests
 
@@ -72,8 +73,8 @@ def test_a_good_run_has_no_problem_and_is_not_touched(project: Path) -> None:
     for name in ("sft", "rm", "ppo"):
         about = [line for line in lines if line.split()[1] == name]
         assert [line.split()[0] for line in about] == ["ok", "ok"]
-        assert "each as it was written" in about[0]
-        assert "what it was made from is unchanged" in about[1]
+        assert "all unchanged since they were written" in about[0]
+        assert "its data and inputs are unchanged" in about[1]
     assert {path: (path.stat().st_mtime_ns, path.is_dir()) for path in project.rglob("*")} == before
     assert digests(project) == bytes_before
 
@@ -87,32 +88,32 @@ def test_problems_are_counted_and_the_exit_code_is_2(project: Path) -> None:
     assert stderr == "error: 2 problems, see above\n"
     assert sum(line.startswith("problem ") for line in lines) == 2
     assert any(line.startswith("problem sft") and line.endswith("missing: model/config.json") for line in lines)
-    assert any("changed since they were written: metrics.jsonl" in line for line in lines)
+    assert any("modified after they were written: metrics.jsonl" in line for line in lines)
 
 
-def test_the_directory_of_one_stage_wherever_it_stands(stage: Path, tmp_path: Path) -> None:
+def test_the_directory_of_one_stage_anywhere(stage: Path, tmp_path: Path) -> None:
     for place in (stage, Path(shutil.copytree(stage, tmp_path / "downloaded" / "a-model"))):
         code, lines, _ = examined(place)
         assert code == 0
         about = [line for line in lines if line.split()[1] == place.name]
-        assert len([line for line in about if "each as it was written" in line]) == 1
+        assert len([line for line in about if "all unchanged since they were written" in line]) == 1
     (place / "config.yaml").write_text("seed: 1\n")
     code, lines, _ = examined(place)
     assert code == 2
-    assert any("changed since they were written: config.yaml" in line for line in lines)
+    assert any("modified after they were written: config.yaml" in line for line in lines)
 
 
-def test_a_folder_of_runs_names_them_and_an_empty_one_says_so(project: Path, tmp_path: Path) -> None:
+def test_a_folder_of_runs_names_them(project: Path, tmp_path: Path) -> None:
     code, lines, _ = examined(project)
     assert code == 2
-    assert f"runs are in it: {project / 'run'}" in lines[-1]
+    assert f"is not a run, but contains runs: {project / 'run'}." in lines[-1]
     (tmp_path / "empty").mkdir()
     code, lines, _ = examined(tmp_path / "empty")
     assert code == 2
-    assert lines[-1].endswith("no run. Give the `artifacts` of the configs")
+    assert lines[-1].endswith("is not a run. Give the `artifacts` directory of your configs")
 
 
-def test_a_directory_that_is_not_there_is_answered_without_torch() -> None:
+def test_a_missing_directory_is_refused_without_torch() -> None:
     check = (
         "import sys, runpy\n"
         "sys.argv = ['rlhf', 'doctor', '/no/such/place']\n"
@@ -134,15 +135,15 @@ def test_a_name_that_would_move_the_cursor_is_shown_as_text(stage: Path) -> None
 # ------------------------------------------------------------------------------------------ the machine
 
 
-def test_versions_are_those_that_are_asked_for() -> None:
-    lines = list(doctor.versions())
+def test_versions_are_the_required_ones() -> None:
+    lines = list(doctor_machine.versions())
     assert words(lines) == ["ok"] * len(lines)
     assert lines[0] == Line("ok", "python", platform.python_version())
     assert Line("ok", "torch", importlib.metadata.version("torch")) in lines
 
 
-def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_mends_it() -> None:
-    found = doctor.packages(
+def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it() -> None:
+    found = doctor_machine.packages(
         [
             "torch>=999",
             "transformers>=1",
@@ -157,9 +158,11 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_mends_it(
     lines = {line.what: line for line in found}
     assert set(lines) == {"torch", "transformers", "rich", "no-such-package-as-this", "packages"}
     assert [lines[name].word for name in ("torch", "rich", "no-such-package-as-this")] == ["problem"] * 3
-    assert lines["torch"].text == f"{torch.__version__} is installed, >=999 is asked for. Run: pip install 'torch>=999'"
+    assert lines["torch"].text == f"{torch.__version__} is installed, >=999 is required. Run: pip install 'torch>=999'"
     assert "pip install 'no-such-package-as-this>=1.5'" in lines["no-such-package-as-this"].text
-    assert lines["packages"].text.startswith("missing-but-optional not installed (lora needs it), typer ")
+    assert lines["packages"].text.startswith(
+        "missing-but-optional not installed (needed for adapters, extra lora), typer "
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,29 +170,29 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_mends_it(
     [(1, 2, 9.0, "ok"), (2, 2, 0.3, "ok"), (2, 2, 1.1, "warning"), (8, 16, 7.0, "ok"), (16, 2, 0.0, "warning")],
 )
 def test_threads_on_a_busy_cpu(num_threads: int, cores: int, load: float, word: str) -> None:
-    line = doctor.threads(num_threads, cores, load)
+    line = doctor_machine.threads(num_threads, cores, load)
     assert line.word == word
     if word == "warning":
         assert f"OMP_NUM_THREADS={2 if num_threads > cores else 1}" in line.text
 
 
 def test_usable_cores() -> None:
-    assert 1 <= doctor.usable_cores() <= (os.cpu_count() or 1)
+    assert 1 <= doctor_machine.usable_cores() <= (os.cpu_count() or 1)
 
 
-def test_arithmetic_says_what_auto_takes() -> None:
-    text = doctor.arithmetic(CPU, False).text
+def test_arithmetic_names_the_choice_of_auto() -> None:
+    text = doctor_machine.arithmetic(CPU, False).text
     milliseconds = [float(part.split()[-1]) for part in text.split(" ms in ")[:2]]
     ratio = float(text.split("which is ")[1].split()[0])
     assert ratio == pytest.approx(milliseconds[0] / milliseconds[1], rel=0.06)
-    assert text.endswith("precision: auto takes float32")
+    assert text.endswith("precision: auto uses float32")
 
 
 def test_arithmetic_on_a_busy_machine() -> None:
-    """Three processes more than there are cores: the seconds that they take are not counted."""
+    """Three more processes than cores: their time is not counted."""
 
     def ratio() -> float:
-        return float(doctor.arithmetic(CPU, False).text.split("which is ")[1].split()[0])
+        return float(doctor_machine.arithmetic(CPU, False).text.split("which is ")[1].split()[0])
 
     threads, calm = torch.get_num_threads(), ratio()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 3)]
@@ -204,67 +207,67 @@ def test_arithmetic_on_a_busy_machine() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_training_steps_repeat_here_and_others_do_not() -> None:
-    first, note = doctor.training_digest(CPU)
+def test_training_steps_are_reproducible_and_other_seeds_differ() -> None:
+    first, note = doctor_machine.training_digest(CPU)
     assert note is None
-    again, other = doctor.training_digest(CPU)[0], doctor.training_digest(CPU, seed=1)[0]
-    assert doctor.repeats([first, again], CPU).word == "ok"
-    assert doctor.repeats([first, other], CPU).word == "problem"
+    again, other = doctor_machine.training_digest(CPU)[0], doctor_machine.training_digest(CPU, seed=1)[0]
+    assert doctor_machine.repeats([first, again], CPU).word == "ok"
+    assert doctor_machine.repeats([first, other], CPU).word == "problem"
 
 
 # ------------------------------------------------------------------------------------------------ disk
 
 
-def test_disk_says_the_arithmetic(project: Path) -> None:
-    """sft: one model; ppo: policy and value model; 2 checkpoints are kept and one more is being written."""
+def test_disk_shows_the_calculation(project: Path) -> None:
+    """sft: one model; ppo: policy and value model. 2 checkpoints are kept, and one more is being written."""
     run = project / "run"
-    line = doctor.disk(run)
+    line = doctor_artifacts.disk(run)
     assert line.word == "ok"
     most = 0
     for stage, names in {"sft": ["model"], "rm": ["model"], "ppo": ["model", "value_model"]}.items():
         tensors = [load_file(run / stage / name / "model.safetensors") for name in names]
-        saved = 4 * sum(tensor.numel() for own in tensors for tensor in own.values())
+        saved = 4 * sum(tensor.numel() for model in tensors for tensor in model.values())
         checkpoint = 3 * saved
         need = saved + 3 * checkpoint
         most = max(most, need)
-        assert f"{stage} {doctor._size(saved)} x (1 + 3 x 3) = {doctor._size(need)}" in line.text
-    assert f"a run writes up to {doctor._size(most)} at once" in line.text
+        assert f"{stage} {size(saved)} x (1 + 3 x 3) = {size(need)}" in line.text
+    assert f"a run needs up to {size(most)}:" in line.text
     config = run / "sft" / "config.yaml"
     config.write_text(config.read_text().replace("keep: 2", "keep: 5"))
-    assert "x (1 + 3 x 6)" in doctor.disk(run).text
+    assert "x (1 + 3 x 6)" in doctor_artifacts.disk(run).text
 
 
-def test_disk_of_a_stage_that_has_yet_to_run_goes_by_what_it_starts_from(project: Path) -> None:
+def test_the_space_for_a_stage_that_has_not_run_follows_from_its_inputs(project: Path) -> None:
     run = project / "run"
-    before = doctor.disk(run).text
+    before = doctor_artifacts.disk(run).text
     models = {name: run / "ppo" / name / "model.safetensors" for name in ("model", "value_model")}
     policy = 4 * sum(t.numel() for t in load_file(models["model"]).values())
     (run / "ppo").rename(run / ".ppo.partial")
     for path in models.values():
         (run / ".ppo.partial" / path.relative_to(run / "ppo")).unlink()
-    after = doctor.disk(run).text
+    after = doctor_artifacts.disk(run).text
     assert "ppo" in before
-    assert f"ppo {doctor._size(2 * policy)} x (1 + 3 x 3)" in after
+    assert f"ppo {size(2 * policy)} x (1 + 3 x 3)" in after
 
 
 def test_a_disk_that_is_too_small_is_a_problem(project: Path) -> None:
     weights = project / "run" / "sft" / "model" / "model.safetensors"
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**9, 10**6], "data_offsets": [0, 0]}}).encode()
     weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    line = doctor.disk(project / "run")
+    line = doctor_artifacts.disk(project / "run")
     assert line.word == "problem"
-    assert "Make room" in line.text
+    assert "Free disk space" in line.text
 
 
 def test_weight_bytes(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros((), dtype=torch.float32)}, tmp_path / "1.safetensors")
-    assert doctor.weight_bytes(tmp_path) == 4 * 16
+    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * 16
     save_file({"c": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "2.safetensors", metadata={"format": "pt"})
-    assert doctor.weight_bytes(tmp_path) == 4 * (16 + 7)
+    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * (16 + 7)
     for number, text in enumerate([b"", b"\1", b"\xff" * 9, b"\2" + bytes(7) + b"[]", b"\1" + bytes(7) + b"3"]):
         (tmp_path / f"broken{number}.safetensors").write_bytes(text)
-    assert doctor.weight_bytes(tmp_path) == 4 * (16 + 7)
-    assert doctor.weight_bytes(tmp_path / "nowhere") == 0
+    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * (16 + 7)
+    assert doctor_artifacts.weight_bytes(tmp_path / "nowhere") == 0
 
 
 # ------------------------------------------------------------------------------------ finished stages
@@ -273,7 +276,7 @@ def test_weight_bytes(tmp_path: Path) -> None:
 def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
     manifest = read_manifest(stage)
     assert manifest is not None
-    assert words(doctor.finished(stage, "sft")) == ["ok", "ok"]
+    assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
     for name in manifest.files:
         path = stage / name
         whole = path.read_bytes()
@@ -281,30 +284,32 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :] if whole else b"x"
         for broken in (flipped, whole + b"\0", *([whole[:-1]] if whole else [])):
             path.write_bytes(broken)
-            line = only(doctor.finished(stage, "sft"), "problem")
-            assert line == f"{stage}: changed since they were written: {name}"
+            line = only(doctor_artifacts.finished(stage, "sft"), "problem")
+            assert line == f"{stage}: modified after they were written: {name}"
         path.unlink()
-        assert only(doctor.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
+        assert only(doctor_artifacts.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
         path.write_bytes(whole)
-    assert words(doctor.finished(stage, "sft")) == ["ok", "ok"]
+    assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
 
 
 def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Path) -> None:
     for name in ("notes.txt", "model/pytorch_model.bin", "model/modeling.py"):
         (stage / name).write_text("")
     (stage / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
-    lines = list(doctor.finished(stage, "sft"))
+    lines = list(doctor_artifacts.finished(stage, "sft"))
     assert "problem" not in words(lines)
     extra, pickles, code = [line.text for line in lines if line.word == "warning"]
     assert "elsewhere, model/modeling.py, model/pytorch_model.bin, notes.txt" in extra
-    assert pickles.endswith("may run code that is in them: model/pytorch_model.bin")
-    assert code.endswith("code, which rlhf never runs: model/modeling.py")
+    assert pickles.endswith("may run code in them: model/pytorch_model.bin")
+    assert code.endswith("Python code, which rlhf does not run: model/modeling.py")
 
 
 def test_many_names_are_counted(stage: Path) -> None:
     for number in range(8):
         (stage / f"note{number}").write_text("")
-    assert only(doctor.finished(stage, "sft"), "warning").endswith("note0, note1, note2, note3, note4 and 3 more")
+    assert only(doctor_artifacts.finished(stage, "sft"), "warning").endswith(
+        "note0, note1, note2, note3, note4 and 3 more"
+    )
 
 
 opened: list[str] = []
@@ -318,7 +323,7 @@ def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(note_opened)
 
 
-def test_names_that_lead_out_of_the_stage_are_not_read(stage: Path, tmp_path: Path) -> None:
+def test_names_that_lead_outside_the_stage_are_not_read(stage: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("not yours")
     (stage / "link.txt").symlink_to(secret)
@@ -335,14 +340,14 @@ def test_names_that_lead_out_of_the_stage_are_not_read(stage: Path, tmp_path: Pa
     files = {name: digest_file(secret) for name in [*out, "a\0b", "link.txt", "folder/secret.txt"]}
     path.write_text(json.dumps({**whole, "files": whole["files"] | files}))
     opened.clear()
-    lines = list(doctor.finished(stage, "sft"))
+    lines = list(doctor_artifacts.finished(stage, "sft"))
     assert opened, "the hook notes what is opened"
     assert not [name for name in opened if "secret" in name or "link.txt" in name]
     outside, links = [line.text for line in lines if line.word == "problem"]
-    assert "names files outside of it" in outside
+    assert "names files outside the directory" in outside
     for name in out[:4]:
         assert name in outside
-    assert links.endswith("links where files were written, not followed: link.txt, folder/secret.txt")
+    assert links.endswith("files were replaced by links, which were not followed: link.txt, folder/secret.txt")
     assert "not yours" not in str(lines)
 
 
@@ -354,7 +359,7 @@ def test_names_that_lead_out_of_the_stage_are_not_read(stage: Path, tmp_path: Pa
 )  # fmt: skip
 def test_a_broken_manifest_is_a_problem(stage: Path, text: str) -> None:
     (stage / "manifest.json").write_bytes(text.encode("latin-1"))
-    (line,) = doctor.finished(stage, "sft")
+    (line,) = doctor_artifacts.finished(stage, "sft")
     assert line.word == "problem"
 
 
@@ -365,10 +370,10 @@ def test_a_broken_manifest_is_a_problem(stage: Path, text: str) -> None:
         {"identity": {"data": [], "inputs": {}}}, {"stage": "../sft"}, {"stage": 3}, {"finished": None},
     ],
 )  # fmt: skip
-def test_a_manifest_with_other_kinds_of_values_is_a_problem(stage: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change: dict[str, Any]) -> None:
     path = stage / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    (line,) = doctor.finished(stage, "sft")
+    (line,) = doctor_artifacts.finished(stage, "sft")
     assert line.word == "problem"
     assert line.text.startswith(f"{path}: ")
     assert line.text.endswith(". Run the stage again with --restart")
@@ -376,19 +381,19 @@ def test_a_manifest_with_other_kinds_of_values_is_a_problem(stage: Path, change:
 
 def test_a_stage_directory_without_a_manifest_is_a_problem(stage: Path) -> None:
     (stage / "manifest.json").unlink()
-    assert "no manifest.json" in only(doctor.finished(stage, "sft"), "problem")
+    assert "has no manifest.json" in only(doctor_artifacts.finished(stage, "sft"), "problem")
 
 
-def test_what_a_stage_was_made_from(stage: Path, project: Path) -> None:
+def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None:
     with (project / "sft.jsonl").open("a") as file:
         file.write("\n")
-    assert only(doctor.finished(stage, "sft"), "warning") == "stale, changed since: data train"
+    assert only(doctor_artifacts.finished(stage, "sft"), "warning") == "stale, changed since: data train"
     (project / "sft.jsonl").rename(project / "moved.jsonl")
-    text = only(doctor.finished(stage, "sft"), "warning")
+    text = only(doctor_artifacts.finished(stage, "sft"), "warning")
     assert text == f"not found from {Path.cwd()}: data train ({project / 'sft.jsonl'})"
     (stage / "config.yaml").write_text("written: by another version\n")
-    lines = list(doctor.finished(stage, "sft"))
-    assert "config.yaml can't be read by this version" in only(lines, "warning")
+    lines = list(doctor_artifacts.finished(stage, "sft"))
+    assert "this version of rlhf cannot read its config.yaml" in only(lines, "warning")
     assert "config.yaml" in only(lines, "problem")
 
 
@@ -407,8 +412,8 @@ def checkpoint(run: Path, stage: str, step: int) -> Path:
 
 def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, "sft", 10), checkpoint(tmp_path, "sft", 20)
-    assert words(doctor.unfinished(tmp_path, "sft")) == ["ok"]
-    assert "goes on from step-00000020, 2 good" in only(doctor.unfinished(tmp_path, "sft"), "ok")
+    assert words(doctor_artifacts.unfinished(tmp_path, "sft")) == ["ok"]
+    assert "resumes from step-00000020, 2 good" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "ok")
     for name in ("state.safetensors", "numbers.json", "manifest.json"):
         path = second / name
         whole = path.read_bytes()
@@ -417,15 +422,15 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
                 path.unlink()
             else:
                 path.write_bytes(broken)
-            lines = list(doctor.unfinished(tmp_path, "sft"))
-            assert "goes on from step-00000010, 1 good" in only(lines, "ok")
+            lines = list(doctor_artifacts.unfinished(tmp_path, "sft"))
+            assert "resumes from step-00000010, 1 good" in only(lines, "ok")
             warning = only(lines, "warning")
             assert "step-00000020" in warning
             assert name in warning
         path.write_bytes(whole)
     for path in (first, second):
         (path / "numbers.json").unlink()
-    assert "no checkpoint is good" in only(doctor.unfinished(tmp_path, "sft"), "problem")
+    assert "every checkpoint is damaged" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
 
 
 def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -433,70 +438,72 @@ def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
     state = good / "state.safetensors"
     state.rename(tmp_path / "elsewhere")
     state.symlink_to(tmp_path / "elsewhere")
-    assert "state.safetensors is no file" in only(doctor.unfinished(tmp_path, "sft"), "problem")
+    assert "state.safetensors is not a regular file" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
     shutil.rmtree(good)
     good.symlink_to(tmp_path, target_is_directory=True)
-    assert "no folder" in only(doctor.unfinished(tmp_path, "sft"), "problem")
+    assert "not a folder" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
 
 
 @pytest.mark.parametrize(
     "manifest", ['{"files": [[1, 2]]}', '{"files": {"a\\u0000b": "x"}}', '{"files": {"..": "x"}}', "[" * 100_000, "3"]
 )
-def test_a_checkpoint_whose_manifest_makes_no_sense(tmp_path: Path, manifest: str) -> None:
+def test_a_checkpoint_with_an_invalid_manifest(tmp_path: Path, manifest: str) -> None:
     (checkpoint(tmp_path, "sft", 10) / "manifest.json").write_text(manifest)
-    assert "no checkpoint is good" in only(doctor.unfinished(tmp_path, "sft"), "problem")
+    assert "every checkpoint is damaged" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
 
 
-def test_who_is_writing(tmp_path: Path) -> None:
-    assert list(doctor.unfinished(tmp_path, "sft")) == []
+def test_the_running_process_is_named(tmp_path: Path) -> None:
+    assert list(doctor_artifacts.unfinished(tmp_path, "sft")) == []
     lock = Lock(tmp_path, "sft")
     lock.acquire()
-    assert only(doctor.unfinished(tmp_path, "sft"), "ok").startswith(f"running: process {os.getpid()} on ")
+    assert only(doctor_artifacts.unfinished(tmp_path, "sft"), "ok").startswith(f"running: process {os.getpid()} on ")
     checkpoint(tmp_path, "sft", 10)
-    lines = [line.text for line in doctor.unfinished(tmp_path, "sft")]
+    lines = [line.text for line in doctor_artifacts.unfinished(tmp_path, "sft")]
     assert lines[1] == "1 good checkpoints, the newest step-00000010"
     lock.release()
     (tmp_path / ".sft.lock").write_text('{"pid": 1, "host": "x", "since": "y"}')
-    assert "left by a process that is gone" in next(line.text for line in doctor.unfinished(tmp_path, "sft"))
+    assert "left by a process that has ended" in next(
+        line.text for line in doctor_artifacts.unfinished(tmp_path, "sft")
+    )
 
 
 def leftovers(run: Path) -> Iterator[tuple[str, str]]:
     (run / ".sft.partial").mkdir()
-    yield "warning", "stopped before it saved"
+    yield "warning", "stopped before its first checkpoint"
     shutil.rmtree(run / ".sft.partial")
     shutil.copytree(run / "sft", run / ".sft.old")
-    yield "warning", "left by a publication that was cut off"
+    yield "warning", "left by an interrupted publication"
     (run / "sft").rename(run / "moved")
-    yield "warning", "the next run puts it back"
+    yield "warning", "the next run restores it"
     (run / "moved").rename(run / "sft")
     shutil.rmtree(run / ".sft.old")
     checkpoint(run, "sft", 2)
     (run / ".sft.partial").rmdir()
-    yield "warning", "left behind by a run that was finished"
+    yield "warning", "left by a finished run"
     (run / ".sft.partial").mkdir()
     (run / ".sft.checkpoints" / ".step-00000003.writing").mkdir()
-    yield "warning", "half written or half removed, and never read: .step-00000003.writing"
+    yield "warning", "temporary files, not used: .step-00000003.writing"
     shutil.rmtree(run / ".sft.checkpoints" / ".step-00000003.writing")
     (run / ".sft.lock").symlink_to(run / "sft" / "config.yaml")
-    yield "problem", "no file of ours"
+    yield "problem", "is not a lock file of rlhf"
 
 
-def test_what_a_kill_leaves_behind(project: Path) -> None:
+def test_the_leftovers_of_a_killed_process(project: Path) -> None:
     run = project / "run"
     for word, text in leftovers(run):
-        assert text in only(doctor.unfinished(run, "sft"), word)
+        assert text in only(doctor_artifacts.unfinished(run, "sft"), word)
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_keep_it_waiting(stage: Path) -> None:
+def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
     for path in (stage / "manifest.json", stage / "config.yaml", stage / "model" / "model.safetensors"):
         whole = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        assert "problem" in words(doctor.finished(stage, "sft"))
-        doctor.disk(stage.parent)
+        assert "problem" in words(doctor_artifacts.finished(stage, "sft"))
+        doctor_artifacts.disk(stage.parent)
         path.unlink()
         path.write_bytes(whole)
     run = stage.parent
     os.mkfifo(checkpoint(run, "sft", 3) / "pipe")
     os.mkfifo(run / ".sft.lock")
-    assert words(doctor.unfinished(run, "sft")) == ["problem", "problem"]
+    assert words(doctor_artifacts.unfinished(run, "sft")) == ["problem", "problem"]

@@ -374,7 +374,7 @@ REFUSED = {
     "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "can't be served at"),
     "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
     "label": (["--label", "good"], "the model has a single score"),
-    "device": (["--device", "cuda"], "torch sees no GPU"),
+    "device": (["--device", "cuda"], "torch finds no GPU"),
 }
 
 

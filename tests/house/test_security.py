@@ -34,7 +34,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, found, new_checkpoint, what_is_wrong
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints, new_checkpoint
 from rlhf_cli.training.stage_run import StageRun
 from support.paths import ROOT
 from support.projects import DEMONSTRATIONS, PREFERENCES, fails, write_project, write_rows
@@ -503,8 +503,8 @@ def saved(root: Path, names: dict[str, bytes]) -> Path:
     with new_checkpoint(place, 3) as directory:
         for name, data in names.items():
             (directory / name).write_bytes(data)
-    (checkpoint,) = found(place)
-    assert what_is_wrong(checkpoint) is None
+    (checkpoint,) = list_checkpoints(place)
+    assert damage_of(checkpoint) is None
     return checkpoint
 
 
@@ -523,7 +523,7 @@ def test_a_checkpoint_with_a_path_outside_it_is_refused(tmp_path: Path, name: st
     files = {"state.safetensors": digest_file(checkpoint / "state.safetensors"), name: digest_file(secret)}
     opened.clear()
     write_manifest(checkpoint, files)
-    assert what_is_wrong(checkpoint) is not None
+    assert damage_of(checkpoint) is not None
     assert not [path for path in opened if path.endswith(("secret", "hostname"))]
 
 
@@ -531,14 +531,14 @@ def test_a_checkpoint_with_a_path_outside_it_is_refused(tmp_path: Path, name: st
 def test_a_checkpoint_manifest_with_values_of_a_wrong_type_is_refused(tmp_path: Path, files: Any) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     write_manifest(checkpoint, files)
-    assert what_is_wrong(checkpoint) is not None
+    assert damage_of(checkpoint) is not None
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\xff", "", "3"])
 def test_a_checkpoint_with_an_invalid_manifest_is_refused(tmp_path: Path, text: str) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     (checkpoint / "manifest.json").write_bytes(text.encode("latin-1"))
-    assert what_is_wrong(checkpoint) is not None
+    assert damage_of(checkpoint) is not None
 
 
 def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -547,14 +547,14 @@ def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     state = checkpoint / "state.safetensors"
     state.rename(tmp_path / "elsewhere")
     state.symlink_to(tmp_path / "elsewhere")
-    assert what_is_wrong(checkpoint) is not None
+    assert damage_of(checkpoint) is not None
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
     checkpoint.rename(tmp_path / checkpoint.name)
     checkpoint.symlink_to(tmp_path / checkpoint.name, target_is_directory=True)
-    assert checkpoint not in found(checkpoint.parent) or what_is_wrong(checkpoint) is not None
+    assert checkpoint not in list_checkpoints(checkpoint.parent) or damage_of(checkpoint) is not None
 
 
 @pytest.fixture
@@ -571,7 +571,7 @@ def interrupt(config: Stage) -> Path:
         stage.log(1, {"loss": 1.0})
         stage.finish_step(1, 5)
         raise KeyboardInterrupt
-    (checkpoint,) = found(checkpoints_directory(config.artifacts, "sft"))
+    (checkpoint,) = list_checkpoints(checkpoints_directory(config.artifacts, "sft"))
     return checkpoint
 
 

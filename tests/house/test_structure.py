@@ -64,6 +64,10 @@ WITHOUT_TORCH = (
     "training.launch",
     "training.identity",
     "training.health",
+    "training.health_history",
+    "training.health_rules",
+    "training.health_trends",
+    "training.lock",
     "training.checkpoint_files",
 )
 

@@ -472,7 +472,7 @@ def test_speed_metrics_by_hand(clock):
     clock.at = 110.0
     line = watch.line()
     assert line.startswith("speed: step 50 tokens/s (MFU 15%); peak 0 GFLOPS; time:")
-    assert "time: data 10%, step 40%, evaluation 5%, checkpoint 25%, rest 20%; memory at most" in line
+    assert "time: data 10%, step 40%, evaluation 5%, checkpoint 25%, rest 20%; peak memory" in line
     assert "\n" not in line
 
 
@@ -522,5 +522,5 @@ def test_a_stage_ends_with_a_line_about_its_speed(write_config, make_model, tmp_
     (line,) = [line for line in said.splitlines() if "speed:" in line]
     assert "step " in line
     assert "tokens/s (MFU" in line
-    assert "memory at most" in line
+    assert "peak memory" in line
     assert "at most 30 tokens per microbatch" in said

@@ -143,9 +143,9 @@ def stops(arguments: list[str], *more: str) -> str:
 
 
 def saved_steps(root: Path, stage: str) -> list[int]:
-    place = checkpoint_files.checkpoints_directory(root, stage)
-    assert all(checkpoint_files.what_is_wrong(path) is None for path in checkpoint_files.found(place))
-    return [checkpoint_files.step_of(path) for path in checkpoint_files.found(place)]
+    paths = checkpoint_files.list_checkpoints(checkpoint_files.checkpoints_directory(root, stage))
+    assert all(checkpoint_files.damage_of(path) is None for path in paths)
+    return [checkpoint_files.step_of(path) for path in paths]
 
 
 def step_rows(directory: Path, stage: str) -> list[dict[str, Any]]:
@@ -228,7 +228,7 @@ def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, w
     findings = [f for row in read_jsonl(tmp_path / stage / "health.jsonl") for f in row["findings"]]
     assert [f["severity"] for f in findings if f["name"] == "bad_step"] == ["warning"]
     assert said.count("bad_step: ") == 1
-    assert f"{int(counted) * len(bad)} steps were left out" in said
+    assert f"{int(counted) * len(bad)} steps were skipped" in said
     for path in (tmp_path / stage).rglob("*.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(path).values()), path
 
@@ -269,10 +269,10 @@ def test_too_many_consecutive_bad_steps_stop_at_the_last_good_checkpoint(stage, 
     step = "ppo iteration 2, step 8: " if stage == "ppo" else f"{stage} step {BAD[stage][-1]}: "
     assert message.startswith(f"error: {step}")
     assert " is nan" in message or " is inf" in message
-    assert "nothing was stepped" in message
+    assert "the step was skipped" in message
     assert str(tmp_path / f"run/{stage}.failed_batch.jsonl") in message
-    assert f"the last of {IN_A_ROW[stage]} such steps in a row" in message
-    assert f"The checkpoint of step {first - 1} stands" in message
+    assert f"These were {IN_A_ROW[stage]} bad steps in a row, the limit (optimizer.max_bad_steps)" in message
+    assert f"The checkpoint of step {first - 1} is intact" in message
     assert not (tmp_path / "run" / stage).exists()
     assert saved_steps(tmp_path / "run", stage) == list(range(1, first)), "no checkpoint between bad steps"
     failed = (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes()
@@ -280,7 +280,7 @@ def test_too_many_consecutive_bad_steps_stop_at_the_last_good_checkpoint(stage, 
     assert (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes() == failed, "not doubled"
 
     said = succeed(arguments, "--set", "optimizer.max_bad_steps=5")
-    assert f"goes on after step {first - 1}" in said
+    assert f"resuming after step {first - 1}" in said
     assert (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes() == failed
     succeed(config_in(stage, tmp_path / "whole"), "--quiet")
     one, two = (crash.outcome(tmp_path / name / stage) for name in ("run", "whole"))
@@ -307,7 +307,7 @@ def test_only_consecutive_bad_steps_count(config_in, tmp_path):
     arguments = config_in("sft", tmp_path, bad=[1, 2, 4, 5], optimizer={"max_bad_steps": 3})
     said = succeed(arguments)
     assert said.count("bad_step: ") == 2
-    assert "4 steps were left out" in said
+    assert "4 steps were skipped" in said
 
 
 # -------------------------------------------------------------------------------- weights that are not finite
@@ -321,8 +321,9 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_published(stage, conf
     for name, changes in (("checkpoint", {}), ("last step", long)):
         root = tmp_path / name
         message = stops(config_in(stage, root, bad=[], **merged(rate, changes)))
-        assert f"{stage} step 1: the weights are no numbers any more (" in message
-        assert "No checkpoint was written before" in message
+        assert f"{stage} step 1: weight " in message
+        assert "contains NaN or inf; nothing was saved from this step" in message
+        assert "There is no earlier checkpoint" in message
         assert saved_steps(root, stage) == []
         assert not (root / stage).exists()
 
@@ -344,7 +345,7 @@ def test_resuming_between_bad_steps_gives_the_same_bytes(stage, config_in, monke
         patch.setattr(StageRun, "finish_step", stop)
         codes = [rlhf(arguments, "--quiet").exit_code for _ in range(NUM_STEPS[stage])]
     assert codes == [143] * NUM_STEPS[stage]
-    assert f"{len(BAD[stage]) * (4 if stage == 'ppo' else 1)} steps were left out" in succeed(arguments)
+    assert f"{len(BAD[stage]) * (4 if stage == 'ppo' else 1)} steps were skipped" in succeed(arguments)
     one, two = (crash.outcome(tmp_path / name / stage) for name in ("run", "whole"))
     for name in ("run", "whole"):
         path = tmp_path / name / f"{stage}.failed_batch.jsonl"
@@ -378,7 +379,7 @@ def test_the_count_of_consecutive_bad_steps_is_resumed(stage, config_in, monkeyp
         assert rlhf(arguments, "--quiet").exit_code == 143
     message = stops(arguments)
     assert message.startswith("error: ppo iteration 3, step 9: " if stage == "ppo" else f"error: {stage} step 6: ")
-    assert "the last of 5 such steps in a row" in message
+    assert "These were 5 bad steps in a row" in message
 
 
 def test_a_checkpoint_of_another_version_is_ignored(config_in, monkeypatch, tmp_path):
@@ -393,7 +394,7 @@ def test_a_checkpoint_of_another_version_is_ignored(config_in, monkeypatch, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(StageRun, "finish_step", stop)
         assert rlhf(arguments, "--quiet").exit_code == 143
-    assert "can't be used, another version wrote it (bad_steps); the run begins anew" in succeed(arguments)
+    assert "cannot be used, another version of rlhf wrote it (bad_steps); starting over" in succeed(arguments)
 
 
 @pytest.mark.parametrize("point", ["open", "fsync"])
@@ -436,7 +437,7 @@ def test_rows_are_appended_once_and_a_partial_row_is_removed(tmp_path):
 def test_batches_are_not_written_through_a_symbolic_link(target, tmp_path):
     (tmp_path / "there").write_text("{}\n")
     (tmp_path / "rows.jsonl").symlink_to(tmp_path / target)
-    with pytest.raises(ArtifactError, match="is a link"):
+    with pytest.raises(ArtifactError, match="is a symbolic link"):
         append_new(tmp_path / "rows.jsonl", [{"step": 1}])
     assert (tmp_path / "there").read_text() == "{}\n"
     assert not (tmp_path / "nowhere").exists()
@@ -481,7 +482,7 @@ def test_all_processes_skip_a_bad_step_together(stage, allowed, config_in, tmp_p
     names = [f"{name}/{stage}.failed_batch.jsonl" for name in ("one", "two")]
     if allowed is None:
         assert done.returncode != 0
-        assert f"the last of {most} such steps in a row" in done.stderr
+        assert f"These were {most} bad steps in a row" in done.stderr
         assert stops(one)
     else:
         assert done.returncode == 0, done.stderr[-3000:]

@@ -652,7 +652,8 @@ def test_a_failing_gold_judge_fails_before_training(tmp_path, make_model, run_st
         "def ones(prompts, responses, rows):\n    return [1.0] * len(prompts)\n\n\n"
         "def judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
     )
-    with pytest.raises(RunError, match="raised KeyError"):
+    expected = r"evaluation\.gold \(.*judge\.py:judge\).*raised KeyError.*fits your data, or remove evaluation\.gold"
+    with pytest.raises(RunError, match=expected):
         run_stage(
             "ppo",
             tmp_path / "run",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.checkpoint import Checkpoints
+from rlhf_cli.training.checkpoint import CheckpointStore
 from rlhf_cli.training.stage_run import StageRun
 
 ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
@@ -77,13 +77,13 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def checkpoints(root: Path, stage: str) -> list[Path]:
-    return checkpoint_files.found(checkpoint_files.checkpoints_directory(root, stage))
+    return checkpoint_files.list_checkpoints(checkpoint_files.checkpoints_directory(root, stage))
 
 
-def state_of(whole: Checkpoints) -> dict[str, Any]:
+def state_of(store: CheckpointStore) -> dict[str, Any]:
     """Copies of the tensors and numbers of every part."""
     found = {}
-    for name, part in whole.parts.items():
+    for name, part in store.parts.items():
         tensors, numbers = part.state()
         found[name] = ({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(numbers)))
     return found

@@ -1,4 +1,4 @@
-"""The health of a run: every finding on a run that has it, none on a run that is well, and no finding too often."""
+"""The health rules: each finds its problem, finds nothing in a good run, and does not repeat itself too often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from pydantic import BaseModel
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.training import health as health_module
-from rlhf_cli.training.health import MUST_BE_FINITE, RATIO_TOLERANCE, REPEAT, SHOWN, WATCHED, Finding, Health
+from rlhf_cli.training import health_history
+from rlhf_cli.training.health import REPEAT, SHOWN, WARNINGS, WATCHED, Finding, Health
+from rlhf_cli.training.health_rules import MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
 from support.tiny import read_jsonl
 
 Row = dict[str, float]
@@ -65,7 +66,7 @@ SUPPORT = (
 )
 
 
-# What every iteration of it had.
+# Metrics that every iteration of it had.
 ALWAYS = {
     "objective/reward": 0.5,
     "objective/kl_coef": 0.1,
@@ -82,8 +83,8 @@ ALWAYS = {
 }
 
 
-WELL: list[Row] = [ALWAYS | dict(zip(COLUMNS, row, strict=True)) for row in SUPPORT]
-STEADY = WELL[0] | {"objective/score": 1.0, "objective/score_std": 1.0, "value/explained_variance": 0.5}
+GOOD: list[Row] = [ALWAYS | dict(zip(COLUMNS, row, strict=True)) for row in SUPPORT]
+STEADY = GOOD[0] | {"objective/score": 1.0, "objective/score_std": 1.0, "value/explained_variance": 0.5}
 
 
 def new_health(**changes: Any) -> Health:
@@ -122,36 +123,36 @@ def names_of(rows: Sequence[Mapping[str, float]], health: Health | None = None) 
 # ------------------------------------------------------------------------------------------- a run that is well
 
 
-def test_nothing_is_found_in_a_run_that_went_well() -> None:
-    assert names_of(WELL) == []
-    assert names_of(WELL + WELL[12:] * 20) == []
+def test_nothing_is_found_in_a_good_run() -> None:
+    assert names_of(GOOD) == []
+    assert names_of(GOOD + GOOD[12:] * 20) == []
     assert names_of([STEADY] * 60) == []
 
 
-def test_the_line_of_a_run_that_is_well() -> None:
+def test_the_line_of_a_good_run() -> None:
     health = new_health()
-    findings = health.check(1, WELL[0])
-    assert health.line(findings, WELL[0]) == "healthy: score 0.00579, KL 0, length 25.4, entropy 0.355"
+    findings = health.check(1, GOOD[0])
+    assert health.line(findings, GOOD[0]) == "healthy: score 0.00579, KL 0, length 25.4, entropy 0.355"
 
 
 @pytest.mark.parametrize("key", sorted(STEADY))
 def test_a_metric_may_be_absent(key: str) -> None:
-    without = [{k: v for k, v in row.items() if k != key} for row in WELL + WELL[12:] * 3]
+    without = [{k: v for k, v in row.items() if k != key} for row in GOOD + GOOD[12:] * 3]
     assert names_of(without) == []
 
 
 @pytest.mark.parametrize("key", sorted(set(STEADY) - set(MUST_BE_FINITE) - {"policy/first_ratio_error"}))
 def test_a_metric_that_is_nan_counts_as_absent(key: str) -> None:
-    assert names_of([row | {key: math.nan} for row in WELL]) == []
+    assert names_of([row | {key: math.nan} for row in GOOD]) == []
 
 
-def test_no_metrics_at_all() -> None:
+def test_without_metrics_nothing_is_found() -> None:
     health = new_health()
     assert names_of([{}] * 40, health) == []
     assert health.line([], {}) == "healthy"
 
 
-def test_a_metric_that_comes_late_or_now_and_then_is_judged_by_the_rows_that_have_it() -> None:
+def test_a_metric_that_is_sometimes_absent_is_judged_by_the_rows_that_have_it() -> None:
     low = [STEADY | {"policy/entropy": 0.001}] * 3
     absent = [{k: v for k, v in STEADY.items() if k != "policy/entropy"}] * 2
     assert names_of([*absent, STEADY, *low]) == [(6, "entropy_collapse")]
@@ -174,10 +175,10 @@ def test_a_first_ratio_that_is_not_one_stops_at_any_iteration(error: float) -> N
         assert cause in finding.message
 
 
-def test_the_mean_ratio_stands_in_for_the_largest_error() -> None:
+def test_the_mean_ratio_is_used_if_the_largest_error_is_absent() -> None:
     rows = [{"policy/first_ratio": 0.994}, {"policy/first_ratio": 1.004}]
     assert names_of(rows) == [(1, "ratio_not_one")]
-    # With the error at hand the mean is not asked: it is 1 for two policies far apart.
+    # If the error is logged, the mean is not used: it is 1 for two policies that are far apart.
     assert names_of([{"policy/first_ratio": 1.0, "policy/first_ratio_error": 0.2}]) == [(1, "ratio_not_one")]
 
 
@@ -200,7 +201,7 @@ def test_a_first_kl_within_tolerance_and_a_later_one_are_fine() -> None:
 
 @pytest.mark.parametrize("key", MUST_BE_FINITE)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_none_stops_and_is_named(key: str, value: float) -> None:
+def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key: str, value: float) -> None:
     rows = sequence(3, {key: [0.0, value, 0.0]})
     found = [(i, f) for i, f in findings_of(rows) if f.severity == "stop"]
     assert [(i, f.name) for i, f in found] == [(2, "not_finite")]
@@ -210,8 +211,8 @@ def test_a_number_that_is_none_stops_and_is_named(key: str, value: float) -> Non
 # ------------------------------------------------------------------------------------------------- warnings
 
 
-# name, what differs from a steady run, the first iteration in which it must be said. Nothing else may be said.
-ILL: list[tuple[str, dict[str, Any], int]] = [
+# Name, differences from a steady run, and the iteration of the first warning. There must be no other finding.
+BAD: list[tuple[str, dict[str, Any], int]] = [
     ("sampler_gap", {"policy/sampler_gap": [0.0, 0.011]}, 2),
     ("skipped", {"policy/skipped_steps": [0.0, 1.0]}, 2),
     ("kl_negative", {"objective/kl": [0.0, 0.0, -1.01]}, 3),
@@ -255,8 +256,8 @@ ILL: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-# The same, a little less of it: nothing may be said.
-NEARLY_ILL: list[tuple[str, dict[str, Any]]] = [
+# The same just below the limit: there must be no finding.
+NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
     ("sampler_gap", {"policy/sampler_gap": 0.0099}),
     ("kl_negative", {"objective/kl": [0.0, 0.0, -0.99, 0.1]}),
     ("kl_negative", {"objective/kl": [0.0, -0.049]}),
@@ -309,36 +310,34 @@ NEARLY_ILL: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "columns", "first"), ILL)
-def test_each_finding_is_said_in_time_and_alone(name: str, columns: dict[str, Any], first: int) -> None:
+@pytest.mark.parametrize(("name", "columns", "first"), BAD)
+def test_each_problem_is_found_in_time_and_alone(name: str, columns: dict[str, Any], first: int) -> None:
     assert names_of(sequence(first + REPEAT - 1, columns)) == [(first, name)]
 
 
-@pytest.mark.parametrize(("name", "columns"), NEARLY_ILL)
-def test_a_little_less_is_not_said(name: str, columns: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "columns"), NEARLY_BAD)
+def test_just_below_a_limit_nothing_is_found(name: str, columns: dict[str, Any]) -> None:
     del name
     assert names_of(sequence(40, columns)) == []
 
 
-# A gap of the sampler, a skipped minibatch and a KL below -1 are said at once.
-@pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, columns, _ in ILL[3:]])
-def test_single_bad_iterations_are_not_said(name: str, columns: dict[str, Any]) -> None:
-    """Two bad rows between good ones, for ever."""
+# A sampler gap, a skipped minibatch and a KL below -1 are reported after one iteration.
+@pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, columns, _ in BAD[3:]])
+def test_single_bad_iterations_give_no_warning(name: str, columns: dict[str, Any]) -> None:
+    """Bad rows between good ones, never several in a row."""
     del name
     bad = sequence(60, columns)[-1]
     assert names_of([STEADY] * 3 + [bad, STEADY, bad, STEADY, STEADY] * 10) == []
 
 
-def test_without_a_value_model_its_metrics_say_nothing() -> None:
+def test_without_a_value_model_its_metrics_are_ignored() -> None:
     rows = sequence(40, {"value/explained_variance": -1.0})
     assert names_of(rows, new_health(has_value_model=False)) == []
 
 
-def test_every_finding_has_a_run_here() -> None:
-    source = Path(health_module.__file__).read_text(encoding="utf-8")
-    names = set(re.findall(r'Finding\(\s*"(\w+)"', source))
-    tested = {name for name, _, _ in ILL} | {"not_finite", "ratio_not_one", "kl_not_zero", "overoptimisation"}
-    assert names == tested
+def test_every_rule_has_a_run_here() -> None:
+    tested = {name for name, _, _ in BAD} | {"not_finite", "ratio_not_one", "kl_not_zero"}
+    assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
 
 def test_the_numbers_in_a_message_are_those_of_the_run() -> None:
@@ -374,12 +373,12 @@ def test_a_rise_is_one_beyond_two_standard_errors() -> None:
         early, late = values[:10], values[10:]
         error = math.sqrt(statistics.variance(early) / 10 + statistics.variance(late) / 10)
         expected = statistics.mean(late) - statistics.mean(early) > 2 * error
-        assert health_module._rises(values) is expected
+        assert health_history.rises(values) is expected
         results.add(expected)
     assert results == {True, False}
 
 
-def test_whether_anything_holds_the_policy_is_in_the_advice() -> None:
+def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
     columns = {"policy/entropy": [2.0, 2.0, 2.0, 0.1]}
     (_, held), *_ = findings_of(sequence(6, columns))
     (_, free), *_ = findings_of(sequence(6, columns | {"objective/kl_coef": 0.0}))
@@ -387,7 +386,7 @@ def test_whether_anything_holds_the_policy_is_in_the_advice() -> None:
     assert "set ppo.kl_coef above 0" in free.advice
 
 
-def test_a_negative_kl_pays_where_it_is_in_the_reward() -> None:
+def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
     rows = sequence(3, {"objective/kl": [0.0, 0.0, -2.0]})
     (_, reward), *_ = findings_of(rows)
     (_, loss), *_ = findings_of(rows, new_health(kl_in_reward=False))
@@ -398,28 +397,28 @@ def test_a_negative_kl_pays_where_it_is_in_the_reward() -> None:
 # --------------------------------------------------------------------------------------------- how often
 
 
-def test_a_warning_that_stays_is_said_every_ten_iterations() -> None:
+def test_a_warning_that_still_holds_is_repeated_every_ten_iterations() -> None:
     rows = sequence(40, {"response/empty_fraction": 1.0})
     assert names_of(rows) == [(3, "empty"), (13, "empty"), (23, "empty"), (33, "empty")]
 
 
-def test_a_warning_that_went_away_and_comes_back_is_said_again() -> None:
+def test_a_warning_that_returns_is_given_again() -> None:
     gap = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
     assert names_of(sequence(7, {"policy/sampler_gap": gap})) == [(2, "sampler_gap"), (6, "sampler_gap")]
 
 
-def test_a_warning_that_comes_and_goes_does_not_flood() -> None:
-    """On in every second iteration: said at most once in three."""
+def test_a_warning_that_comes_and_goes_is_not_given_each_time() -> None:
+    """It holds in every second iteration, and is given at most once in three."""
     rows = sequence(20, {"policy/sampler_gap": [1.0, 0.0] * 10})
     assert [i for i, _ in names_of(rows)] == [1, 5, 9, 13, 17]
 
 
-def test_a_stop_is_said_each_time() -> None:
+def test_a_stop_is_given_each_time() -> None:
     rows = sequence(3, {"policy/first_ratio_error": 1.0})
     assert names_of(rows) == [(1, "ratio_not_one"), (2, "ratio_not_one"), (3, "ratio_not_one")]
 
 
-def test_the_line_names_what_is_new_and_what_still_holds() -> None:
+def test_the_line_names_new_findings_and_those_that_still_hold() -> None:
     health = new_health()
     rows = sequence(12, {"response/empty_fraction": 1.0, "policy/approx_kl": [0.0] * 8 + [1.0] * 3 + [0.0]})
     lines = [health.line(health.check(i, row), row).split(":")[0] for i, row in enumerate(rows, 1)]
@@ -453,8 +452,8 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
         (30, "overoptimisation", "warning"),
         (40, "overoptimisation", "warning"),
     ]
-    assert health.check(41, WELL[-1]) == []
-    assert health.line([], WELL[-1]).startswith("overoptimisation (since iteration 30): ")
+    assert health.check(41, GOOD[-1]) == []
+    assert health.line([], GOOD[-1]).startswith("overoptimisation (since iteration 30): ")
     message = found[0][1].message
     assert "its best, at iteration 20 " in message
     for column, error in zip((0, 1), ("rose", "fell"), strict=True):
@@ -470,7 +469,7 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
     [(1.0, 1.0), (1.0, -0.05), (-1.0, -1.0), (-0.05, -1.0), (0.0, 0.0)],
     ids=["both rise", "gold as good as stays", "both fall", "score as good as stays", "both stay"],
 )
-def test_what_is_no_overoptimisation(score: float, gold: float) -> None:
+def test_no_overoptimisation(score: float, gold: float) -> None:
     rng = random.Random(2)
     health = new_health()
     assert health.check_evaluation(0, *evaluation(rng, 0.0, 0.0)) == []
@@ -478,7 +477,7 @@ def test_what_is_no_overoptimisation(score: float, gold: float) -> None:
 
 
 def test_evaluations_are_compared_prompt_by_prompt() -> None:
-    """Prompts differ by 100 and the gold of each falls by 0.1: unpaired nobody could see it."""
+    """Prompts differ by 100 and the gold of each falls by 0.1: an unpaired comparison would not see it."""
     rng = random.Random(0)
     level = [rng.gauss(0, 100) for _ in range(50)]
     health = new_health()
@@ -500,7 +499,7 @@ def test_both_standard_errors_on_both_sides() -> None:
 
 
 def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
-    """20 evaluations whose gold only varies by chance while the score rises; 1 run in 10 is said to be the rate."""
+    """20 evaluations whose gold varies by chance while the score rises; the stated rate is 1 run in 10."""
     alarms = 0
     for run in range(60):
         rng, health = random.Random(run), new_health()
@@ -508,7 +507,7 @@ def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
     assert alarms <= 12
 
 
-def test_too_few_prompts_or_no_gold_say_nothing() -> None:
+def test_with_too_few_prompts_or_without_gold_nothing_is_found() -> None:
     health = new_health()
     assert health.check_evaluation(0, [0.0] * 9, [1.0] * 9) == []
     assert health.check_evaluation(10, [1.0] * 9, [0.0] * 9) == []
@@ -516,7 +515,7 @@ def test_too_few_prompts_or_no_gold_say_nothing() -> None:
     assert new_health().check_evaluation(0, [], []) == []
 
 
-def test_other_prompts_can_not_be_compared() -> None:
+def test_another_number_of_prompts_is_refused() -> None:
     health = new_health()
     health.check_evaluation(0, [0.0] * 20, [0.0] * 20)
     with pytest.raises(ValueError, match="iteration 10"):
@@ -528,8 +527,8 @@ def test_other_prompts_can_not_be_compared() -> None:
 # ----------------------------------------------------------------------------------------------- resuming
 
 
-def test_a_run_split_anywhere_finds_the_same() -> None:
-    """The state goes through JSON; the run has nearly everything, and each warning several times."""
+def test_a_resumed_run_gives_the_same_findings() -> None:
+    """The state passes through JSON. The run has nearly every problem, and each warning several times."""
     rng = random.Random(7)
     rows = []
     for i in range(1, 61):
@@ -575,7 +574,7 @@ def test_a_run_split_anywhere_finds_the_same() -> None:
 
 def test_a_state_is_a_copy() -> None:
     health = new_health()
-    for i, row in enumerate(WELL, 1):
+    for i, row in enumerate(GOOD, 1):
         health.check(i, row)
     health.check_evaluation(5, [0.0] * 20, [0.0] * 20)
     state = health.state_dict()
@@ -593,7 +592,7 @@ def test_the_state_does_not_grow_with_the_run() -> None:
     def size(n: int) -> int:
         health = new_health()
         for i in range(1, n + 1):
-            health.check(i, WELL[-1] | {"objective/kl": 0.0})
+            health.check(i, GOOD[-1] | {"objective/kl": 0.0})
         return len(json.dumps(health.state_dict()))
 
     assert size(400) < 1.05 * size(40)
@@ -603,9 +602,9 @@ def test_the_state_does_not_grow_with_the_run() -> None:
 
 
 def everything() -> list[Finding]:
-    found = [finding for _, columns, first in ILL for _, finding in findings_of(sequence(first, columns))]
+    found = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
     free = {"objective/kl_coef": 0.0}
-    found += [finding for _, columns, first in ILL for _, finding in findings_of(sequence(first, columns | free))]
+    found += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
     stops = {"policy/first_ratio_error": 1.0, "objective/kl": 1.0, "loss/policy": math.nan}
     found += new_health().check(1, STEADY | stops)
     found += new_health().check(1, {"policy/first_ratio": 2.0})

@@ -17,7 +17,9 @@ import torch
 from rlhf_cli import artifacts
 from rlhf_cli.artifacts import digest_file
 from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.checkpoint import Checkpoints
+from rlhf_cli.training.checkpoint import CheckpointStore
+from rlhf_cli.training.lock import Lock
+from rlhf_cli.training.stage_files import StageFiles
 from rlhf_cli.training.stage_run import StageRun
 from stages import sft as sft_stage
 from support import crash
@@ -43,7 +45,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(case, number, code, config_i
     assert last.endswith(f"rlhf {case} --config '{arguments[2]}' --set checkpoints.keep=2")
     assert [path.name for path in checkpoints(root, case)] == ["step-00000002", "step-00000003"]
     assert "interrupted (saved after step 3; run the same command to resume)" in status(root)
-    assert "goes on after step 3" in succeed(arguments)
+    assert "resuming after step 3" in succeed(arguments)
     same(crash.outcome(root / case), undisturbed(case))
 
 
@@ -60,7 +62,7 @@ def test_a_second_signal_stops_immediately(config_in, undisturbed, tmp_path):
         .splitlines()[-1]
         .startswith("interrupted; finished stages and the last checkpoint are intact")
     )
-    assert "goes on after step 2" in succeed(arguments)
+    assert "resuming after step 2" in succeed(arguments)
     (tmp_path / "log").unlink()
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
@@ -72,7 +74,7 @@ def test_a_signal_after_the_last_step_lets_the_stage_finish_and_stops_the_pipeli
     watch = crash.Watch(str(tmp_path), signals={"open .sft.partial/model/config.json #1": signal.SIGINT})
     attempt = crash.Attempt(["pipeline", str(tmp_path)], tmp_path / "log", watch)
     assert attempt.wait() == 130, attempt.said
-    assert attempt.said.strip().splitlines()[-1] == "sft: SIGINT: the stage was done by then, and is finished"
+    assert attempt.said.strip().splitlines()[-1] == "sft: SIGINT: the stage had already finished"
     assert not (tmp_path / "rm").exists()
     assert not (tmp_path / ".rm.partial").exists()
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
@@ -94,7 +96,7 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, undisturbed, tm
         second = crash.Attempt([*arguments, *more], tmp_path / "second")
         assert second.wait() == 2
         assert f"process {first.pid} on {socket.gethostname()}" in second.said
-        assert "is writing its sft stage. Wait for it, stop it, or give another `artifacts`" in second.said
+        assert "is writing its sft stage. Wait for it, stop it, or set another `artifacts`" in second.said
         assert len(second.said.strip().splitlines()) == 1
     assert f"process {first.pid} on {socket.gethostname()}" in refused(arguments)
     assert before == {path: digest_file(path) for path in tmp_path.rglob("*.safetensors")}
@@ -104,14 +106,14 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, undisturbed, tm
     assert first.wait() == crash.KILLED
     assert (tmp_path / ".sft.lock").is_file()
     assert re.search("interrupted [(]saved after step [24]; run the same command to resume[)]", status(tmp_path))
-    assert re.search("goes on after step [24]", succeed(arguments))
+    assert re.search("resuming after step [24]", succeed(arguments))
     assert "finished" in status(tmp_path)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 def test_status_never_takes_the_lock(tmp_path):
     """A stage that starts while `rlhf status` runs must not be refused."""
-    lock = checkpoint_files.Lock(tmp_path, "sft")
+    lock = Lock(tmp_path, "sft")
     lock.acquire()
     lock.release()
     (tmp_path / ".sft.lock").touch()
@@ -125,9 +127,8 @@ def test_status_never_takes_the_lock(tmp_path):
 def test_the_lock_is_released_after_every_failure(config_in, tmp_path, monkeypatch):
     """Also within one process, where no exit releases it."""
     arguments = config_in("sft", tmp_path)
-    for name in ("_close", "wait"):
+    for where, name in ((StageFiles, "close"), (CheckpointStore, "wait")):
         with monkeypatch.context() as patch:
-            where = StageRun if name == "_close" else Checkpoints
             patch.setattr(where, name, lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             assert rlhf(arguments).exit_code == 2
     succeed(arguments)
@@ -169,11 +170,11 @@ def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, un
     message = refused(arguments)
     assert "No space left on device" in message
     assert [path.name for path in checkpoints(root, "sft")] == ["step-00000002"]
-    assert checkpoint_files.what_is_wrong(checkpoints(root, "sft")[0]) is None
+    assert checkpoint_files.damage_of(checkpoints(root, "sft")[0]) is None
     assert "interrupted (saved after step 2" in status(root)
     assert "No space left on device" in refused(arguments)
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-    assert "goes on after step 2" in succeed(arguments)
+    assert "resuming after step 2" in succeed(arguments)
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
 
@@ -220,7 +221,7 @@ def test_a_disk_that_another_process_fills(small_disk, config_in, undisturbed, a
     assert "metrics.jsonl" in refused(arguments, "--set", "checkpoints.every_steps=null")
     (disk / "ballast").unlink()
     at_step(0, ask_to_stop)
-    assert "goes on after step 1" in succeed(arguments)
+    assert "resuming after step 1" in succeed(arguments)
     same(crash.outcome(disk / "run/ppo"), undisturbed("ppo"))
 
 
@@ -228,10 +229,10 @@ def test_a_disk_that_is_read_only(small_disk, stopped, undisturbed):
     disk = small_disk("9m")
     arguments = stopped("sft", disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert "can't be written (Read-only file system)" in refused(arguments)
+    assert "cannot be written (Read-only file system)" in refused(arguments)
     assert "interrupted (saved after step 4" in status(disk / "run")
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    assert "goes on after step 4" in succeed(arguments)
+    assert "resuming after step 4" in succeed(arguments)
     same(crash.outcome(disk / "run/sft"), undisturbed("sft"))
 
 
@@ -245,9 +246,9 @@ def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
         message = refused(arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    assert "can't be written" in message
+    assert "cannot be written" in message
     assert before == [digest_file(path / "state.safetensors") for path in checkpoints(tmp_path, "sft")]
-    assert "goes on after step 4" in succeed(arguments)
+    assert "resuming after step 4" in succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -283,7 +284,7 @@ def test_a_stage_directory_that_is_deleted_during_the_run(
 
 def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step, undisturbed, tmp_path):
     """After a full disk, a stop and a bug. The resumed run then replaces it."""
-    arguments = config_in("sft", tmp_path / "run", seed=1)
+    arguments = config_in("sft", tmp_path / "run", optimizer={"weight_decay": 0.2})
     succeed(arguments)
     old = crash.outcome(tmp_path / "run/sft")
     config_in("sft", tmp_path / "run")
@@ -295,10 +296,10 @@ def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step
     same(crash.outcome(tmp_path / "run/sft"), old)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts, "sync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        assert "can't be published (Input/output error)" in refused(arguments)
+        assert "cannot be published (Input/output error)" in refused(arguments)
     same(crash.outcome(tmp_path / "run/sft"), old)
     at_step(0, ask_to_stop)
-    assert "goes on after step 4" in succeed(arguments)
+    assert "resuming after step 4" in succeed(arguments)
     same(crash.outcome(tmp_path / "run/sft"), undisturbed("sft"))
 
 
@@ -311,7 +312,7 @@ def test_the_artifact_root_can_be_a_link(stopped, config_in, undisturbed, tmp_pa
     stopped("sft", scratch)
     root.symlink_to("scratch", target_is_directory=True)
     arguments = config_in("sft", root)
-    assert "goes on after step 4" in succeed(arguments)
+    assert "resuming after step 4" in succeed(arguments)
     same(crash.outcome(root / "sft"), undisturbed("sft"))
     for _ in range(2):
         succeed(arguments, "--restart")
@@ -330,7 +331,7 @@ def test_a_broken_link_as_artifact_root_is_refused(config_in, tmp_path):
     arguments = config_in("sft", tmp_path / "other")
     (tmp_path / "run").symlink_to(tmp_path / "unmounted")
     message = refused(arguments, "--set", f"artifacts={tmp_path}/run")
-    assert f"{tmp_path}/run: can't be written" in message
+    assert f"{tmp_path}/run: cannot be written" in message
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -349,7 +350,7 @@ def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, 
     config_in("sft", tmp_path / "run")
     for more in ([], ["--restart"]):
         message = refused(arguments, *more)
-        assert "is a link, and a finished stage is renamed into its place" in message
+        assert "is a symbolic link, and the finished stage is renamed to this path" in message
         assert f"{tmp_path}/run/" in message
     assert not (tmp_path / "run/.sft.partial").exists()
     assert before == {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
@@ -379,9 +380,9 @@ def test_out_of_memory_names_the_allocation_and_the_key_to_lower(error, stopped,
     assert "3 rows of at most 96 tokens" in message
     assert "Lower training.tokens_per_microbatch below 288" in message
     said = succeed(arguments, "--set", "training.tokens_per_microbatch=100")
-    assert "goes on with another training.tokens_per_microbatch" in said
-    assert "at most 100 tokens at a time" in said
-    assert "goes on after step 4" in said
+    assert "resuming with a different training.tokens_per_microbatch" in said
+    assert "at most 100 tokens per microbatch" in said
+    assert "resuming after step 4" in said
 
 
 def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
@@ -390,5 +391,5 @@ def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
     arguments = stopped("ppo", tmp_path)
     monkeypatch.setattr(ppo_stage, "_update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA ...")))
     message = refused(arguments, code=1)
-    assert "4 responses of at most 512 + 8 tokens and 2048 tokens in all" in message
+    assert "4 responses of at most 512 + 8 tokens and 2048 tokens in total" in message
     assert "Lower ppo.tokens_per_microbatch below 2048" in message

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhf_cli import artifacts
+from rlhf_cli.program import torchrun
 from rlhf_cli.training import checkpoint_files
 from support import crash
 from support.crash import wait_for
@@ -82,7 +83,7 @@ def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str],
         unfinished = [root / f".{case}.{what}" for what in ("checkpoints", "partial")]
         for path in unfinished:
             path.rename(path.with_name(f"kept{path.name}"))
-        succeed(arguments, "--quiet", "--set", "seed=1")
+        succeed(arguments, "--quiet", "--set", "optimizer.weight_decay=0.2")
         for path in unfinished:
             path.with_name(f"kept{path.name}").rename(path)
         return [*arguments, "--restart"], arguments
@@ -157,7 +158,7 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
         Path(arguments[2]).write_text(yaml.safe_dump(whole))
         return arguments
 
-    def torchrun(arguments: list[str], *, stop: bool) -> None:
+    def run_on_two(arguments: list[str], *, stop: bool) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         log = tmp_path / "log"
@@ -179,15 +180,15 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
     succeed(config("undisturbed"))
     arguments = config("changed")
     if begins_with == 2:
-        torchrun(arguments, stop=True)
+        run_on_two(arguments, stop=True)
         [newest] = checkpoints(tmp_path / "changed", "ppo")
         assert 2 <= checkpoint_files.step_of(newest) < 9
-        assert f"goes on after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
+        assert f"resuming after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
     else:
         at_step(4, ask_to_stop)
         assert rlhf(arguments).exit_code == 143
-        torchrun(arguments, stop=False)
-        assert "goes on after step 4 of 9" in (tmp_path / "log").read_text()
+        run_on_two(arguments, stop=False)
+        assert "resuming after step 4 of 9" in (tmp_path / "log").read_text()
     runs = ("undisturbed", "changed")
     one, two = (read_jsonl(tmp_path / run / "ppo/metrics.jsonl") for run in runs)
     [key] = [key for key in one[0] if key.startswith("reward/") and "seen" in key]

@@ -18,7 +18,7 @@ from rlhf_cli import artifacts
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.program import program
 from rlhf_cli.training import checkpoint, checkpoint_files
-from rlhf_cli.training.checkpoint import Checkpoints, State
+from rlhf_cli.training.checkpoint import CheckpointStore, State
 from rlhf_cli.training.stage_run import StageRun
 from support import crash
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
@@ -35,24 +35,24 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
     """Weights have the same bytes, metrics the same values except durations, and every part the same state."""
     stage, states = case.split()[0], {}
     arguments = config_in(case, tmp_path)
-    save, restore = Checkpoints.save, Checkpoints.restore
+    save, restore = CheckpointStore.save, CheckpointStore.restore
 
-    def saves(self: Checkpoints, step: int) -> float:
+    def saves(self: CheckpointStore, step: int) -> float:
         states["saved"] = state_of(self)
         return save(self, step)
 
-    def restores(self: Checkpoints, path: Path) -> int:
+    def restores(self: CheckpointStore, path: Path) -> int:
         step = restore(self, path)
         states["restored"] = state_of(self)
         return step
 
-    monkeypatch.setattr(Checkpoints, "save", saves)
+    monkeypatch.setattr(CheckpointStore, "save", saves)
     at_step(STEPS[stage] // 2, ask_to_stop)
     assert rlhf(arguments, "--quiet").exit_code == 143
-    monkeypatch.setattr(Checkpoints, "save", save)
-    monkeypatch.setattr(Checkpoints, "restore", restores)
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    monkeypatch.setattr(CheckpointStore, "restore", restores)
     at_step(0, ask_to_stop)
-    assert f"goes on after step {STEPS[stage] // 2} of {STEPS[stage]}" in succeed(arguments)
+    assert f"resuming after step {STEPS[stage] // 2} of {STEPS[stage]}" in succeed(arguments)
     same(crash.outcome(tmp_path / stage), undisturbed(case))
     assert states["saved"].keys() == states["restored"].keys()
     for part, (tensors, numbers) in states["saved"].items():
@@ -81,8 +81,8 @@ def test_checkpoints_are_saved_every_few_minutes(config_in, undisturbed, tmp_pat
     day = iter(range(2_000_000_000, 0, -7919))
     monkeypatch.setattr("time.time", lambda: float(next(day)))
     saved = []
-    real = Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, step: saved.append(step) or real(self, step))
+    real = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda self, step: saved.append(step) or real(self, step))
     succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 1e-9}))
     assert saved == [1, 2, 3, 4, 5]
     assert crash.outcome(tmp_path / "sft")["model/model.safetensors"] == undisturbed("sft")["model/model.safetensors"]
@@ -90,8 +90,8 @@ def test_checkpoints_are_saved_every_few_minutes(config_in, undisturbed, tmp_pat
 
 def test_minutes_are_counted_from_the_last_checkpoint(config_in, at_step, tmp_path, monkeypatch):
     saved = []
-    real = Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, step: saved.append(step) or real(self, step))
+    real = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda self, step: saved.append(step) or real(self, step))
     at_step(3, lambda stage: setattr(stage, "_last_checkpoint", stage._last_checkpoint - 660))
     succeed(config_in("sft", tmp_path, checkpoints={"every_steps": None, "every_minutes": 10}))
     assert saved == [3]
@@ -135,7 +135,7 @@ class Counter:
 def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(60) and save_file(*args))
-    counter, whole = Counter(), Checkpoints(tmp_path, keep=2, writes=True)
+    counter, whole = Counter(), CheckpointStore(tmp_path, keep=2, writes=True)
     whole.parts = {"counter": counter}
     whole.save(1)
     counter.count += 1
@@ -143,17 +143,17 @@ def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monke
     second.start()
     second.join(0.2)
     assert second.is_alive(), "two at a time would fill the memory"
-    assert checkpoint_files.found(tmp_path) == []
+    assert checkpoint_files.list_checkpoints(tmp_path) == []
     goes_on.set()
     second.join()
     whole.wait()
-    for step, path in enumerate(checkpoint_files.found(tmp_path), 1):
+    for step, path in enumerate(checkpoint_files.list_checkpoints(tmp_path), 1):
         assert whole.restore(path) == step
         assert counter.count.tolist() == [step - 1] * 3
 
 
 def test_a_failed_checkpoint_is_reported_at_the_next_one(tmp_path, monkeypatch):
-    whole = Checkpoints(tmp_path, keep=2, writes=True)
+    whole = CheckpointStore(tmp_path, keep=2, writes=True)
     for error, told in ((OSError(28, "No space left"), ArtifactError), (ValueError("a bug"), ValueError)):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "save_file", lambda *_, error=error: (_ for _ in ()).throw(error))
@@ -190,11 +190,11 @@ def test_a_checkpoint_without_memory_for_a_copy_is_written_in_the_foreground(
         assert [rlhf(config_in("ppo", tmp_path)).exit_code for _ in range(2)] == [143, 143]
     assert [path.name for path in checkpoints(tmp_path, "ppo")] == ["step-00000002", "step-00000003"]
     assert len(failed) == 2
-    assert "goes on after step 3" in succeed(config_in("ppo", tmp_path))
+    assert "resuming after step 3" in succeed(config_in("ppo", tmp_path))
     same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
     monkeypatch.setattr(checkpoint, "copied", lambda _: (_ for _ in ()).throw(RuntimeError("another error")))
     with pytest.raises(RuntimeError, match="another error"):
-        Checkpoints(tmp_path, keep=2, writes=True).save(1)
+        CheckpointStore(tmp_path, keep=2, writes=True).save(1)
 
 
 def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
@@ -240,10 +240,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(name, damage
     before, newest = checkpoints(tmp_path, "sft")
     DAMAGES[damage](newest / name)
     said = succeed(arguments)
-    assert f"warning: {newest}: can't be used, " in said
+    assert f"warning: {newest}: cannot be used, " in said
     # A flipped bit in the manifest may change the digest of another file.
     assert name in said or (name, damage) == ("manifest.json", "flipped")
-    assert f"goes on after step 2 of 6, from {before}" in said
+    assert f"resuming after step 2 of 6, from {before}" in said
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -251,7 +251,7 @@ def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
     """The manifest has no digest of itself: it is compared with the expected manifest."""
     stopped("sft", tmp_path)
     newest = checkpoints(tmp_path, "sft")[-1]
-    assert checkpoint_files.what_is_wrong(newest) is None
+    assert checkpoint_files.damage_of(newest) is None
     for name in ("manifest.json", "numbers.json"):
         whole = (newest / name).read_bytes()
         for number in range(len(whole)):
@@ -259,12 +259,12 @@ def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
                 spoilt = bytearray(whole)
                 spoilt[number] ^= 1 << bit
                 (newest / name).write_bytes(spoilt)
-                assert checkpoint_files.what_is_wrong(newest) is not None, (name, number, bit)
+                assert checkpoint_files.damage_of(newest) is not None, (name, number, bit)
         (newest / name).write_bytes(whole)
     (newest / "more").write_text("")
-    assert checkpoint_files.what_is_wrong(newest) is not None
+    assert checkpoint_files.damage_of(newest) is not None
     (newest / "more").unlink()
-    assert checkpoint_files.what_is_wrong(newest) is None
+    assert checkpoint_files.damage_of(newest) is None
 
 
 def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, undisturbed, tmp_path):
@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, undi
     assert rlhf(arguments, "--set", "checkpoints.keep=1").exit_code == 143
     assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000003"]
     at_step(0, ask_to_stop)
-    assert "goes on after step 3" in succeed(arguments)
+    assert "resuming after step 3" in succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -289,8 +289,8 @@ def test_a_run_with_only_damaged_checkpoints_starts_over(case, stopped, undistur
     for path in checkpoints(tmp_path, case):
         truncate(path / "state.safetensors")
     said = succeed(arguments)
-    assert said.count("can't be used, state.safetensors is not as it was written") == 2
-    assert "begins anew" in said
+    assert said.count("cannot be used, state.safetensors was modified") == 2
+    assert "starting over" in said
     same(crash.outcome(tmp_path / case), undisturbed(case))
 
 
@@ -316,7 +316,7 @@ def test_a_checkpoint_with_missing_metrics_rows_is_reported(gone, stopped, undis
     path = tmp_path / ".sft.partial" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     said = succeed(arguments)
-    assert "goes on" not in said
+    assert "resuming" not in said
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -324,8 +324,8 @@ def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp
     arguments = stopped("sft", tmp_path)
     truncate(tmp_path / ".sft.checkpoints/run.json")
     said = succeed(arguments)
-    assert "run.json: can't be read" in said
-    assert "begins anew" in said
+    assert "run.json: cannot be read" in said
+    assert "starting over" in said
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -345,7 +345,7 @@ def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp
 def test_a_changed_config_is_refused_with_the_changed_keys(case, override, key, stopped, undisturbed, tmp_path):
     arguments = stopped(case, tmp_path)
     message = refused(arguments, "--set", override, "--set", "seed=5")
-    assert f"was made with another {key}, seed." in message.replace("seed, ", "") or key in message
+    assert f"was started with a different {', '.join(sorted([key, 'seed']))}. Restore it" in message
     assert "seed" in message
     assert "--restart" in message
     succeed(arguments)
@@ -374,7 +374,7 @@ def test_changed_data_is_refused(stopped, data, tmp_path):
 def test_more_steps_and_other_logging_are_accepted(case, overrides, stopped, tmp_path):
     arguments = stopped(case, tmp_path)
     said = succeed(arguments, *(part for text in overrides for part in ("--set", text)))
-    assert "goes on with another " in said
+    assert "resuming with a different " in said
     main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[case]
     total = {"sft": 8, "rm": 8, "ppo": 5}[case]
     rows = [row["step"] for row in read_jsonl(tmp_path / case / "metrics.jsonl") if main in row]
@@ -389,7 +389,7 @@ def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_s
     at_step(5, ask_to_stop)
     assert rlhf(config_in("sft", tmp_path / "short", **constant)).exit_code == 143
     at_step(0, ask_to_stop)
-    assert "goes on with another training.num_steps" in succeed(
+    assert "resuming with a different training.num_steps" in succeed(
         config_in("sft", tmp_path / "short", **constant, **long)
     )
     same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
@@ -397,7 +397,7 @@ def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_s
 
 def test_fewer_steps_than_completed_are_refused(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
-    assert "4 steps behind it, and now asks for 3" in refused(arguments, "--set", "training.num_steps=3")
+    assert "has done 4 steps, more than the 3 of this config" in refused(arguments, "--set", "training.num_steps=3")
     succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
@@ -405,8 +405,8 @@ def test_fewer_steps_than_completed_are_refused(stopped, undisturbed, tmp_path):
 def test_restart_reports_what_it_discards(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     said = succeed(arguments, "--restart")
-    assert f"--restart: discards an unfinished run of 2 checkpoints, {checkpoints_name(tmp_path)}" in said
-    assert "goes on" not in said
+    assert f"--restart: discarding an unfinished run (2 checkpoints, the last {checkpoints_name(tmp_path)})" in said
+    assert "resuming" not in said
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -424,6 +424,6 @@ def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, un
     assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
     assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
     at_step(0, ask_to_stop)
-    assert "goes on after step 4" in succeed(arguments)
+    assert "resuming after step 4" in succeed(arguments)
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
     assert "skipped" in succeed(arguments)

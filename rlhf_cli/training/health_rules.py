@@ -1,0 +1,290 @@
+"""The rules of `health.py` that look at one or a few iterations. `health_trends.py` has those on the whole run.
+
+A rule reads the metrics in a `History` and returns a message, or None if it finds nothing. To add one: write the
+function, add a `Rule` to the tuple below it, and a run that shows it to `tests/training/test_health.py`.
+
+The figures after "good" and "bad" come from measured runs (see `health.py`). They explain a limit; other tasks may
+differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from rlhf_cli.training.health_history import PERSIST, History
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong with a run."""
+
+    name: str
+    severity: Literal["stop", "warning"]
+    """`stop` for what is wrong whatever the data, `warning` for what may be intended."""
+    message: Callable[[History], str | None]
+    """What was found, its number, the limit and the likely cause, in full sentences; None if there is nothing."""
+    advice: str
+    """What to try, with config keys, on one line. `{stay}` is replaced by `History.stay_near_reference`."""
+
+
+# ---------------------------------------------------------------------------------------------- stops
+
+MUST_BE_FINITE = (
+    "loss/policy",
+    "loss/value",
+    "objective/score",
+    "objective/kl",
+    "objective/reward",
+    "policy/entropy",
+    "policy/grad_norm",
+)
+RATIO_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.5}
+"""Nats: the largest |log ratio| before the first step. Good: 0 on a CPU, however the batch was split. A GPU may round
+differently for batches of another shape. A temperature that is 1 % off gives 0.1. bfloat16 rounds a logit near 16 by up
+to 1/16, and the largest of many thousand tokens is far out in the tail."""
+
+
+def _not_finite(run: History) -> str | None:
+    wrong = [f"{key} is {run.metrics[key]}" for key in MUST_BE_FINITE if not math.isfinite(run.metrics.get(key, 0.0))]
+    # Bad steps that were skipped have been reported, and too many of them have stopped the run already.
+    if not wrong or run.metrics.get("policy/bad_steps", 0.0) > 0:
+        return None
+    return (
+        f"{', '.join(wrong)}. These metrics must be finite, or the next step destroys the weights. Either a reward "
+        "function returned NaN, or the learning rate is too high, or the precision is too low."
+    )
+
+
+def _ratio_not_one(run: History) -> str | None:
+    """Falls back to the mean ratio if the largest error is not logged, although the mean sees less.
+
+    Over samples of one policy, the mean ratio of another policy to it is 1 however far apart they are (the sum of
+    q * p / q). Dropout that was left on does not show in the mean, but it shows in the largest error.
+    """
+    if "policy/first_ratio_error" in run.metrics:
+        error = run.metrics["policy/first_ratio_error"]
+        seen = f"policy/first_ratio_error: the log ratio of a token is off by {error:.3g}"
+    elif "policy/first_ratio" in run.metrics:
+        error = abs(run.metrics["policy/first_ratio"] - 1)
+        seen = f"policy/first_ratio: the mean ratio is {run.metrics['policy/first_ratio']:.6g}"
+    else:
+        return None
+    if error <= run.ratio_tolerance:
+        return None
+    return (
+        f"{seen} in the first minibatch of the iteration. No step was taken since these log-probabilities were "
+        f"computed, so every ratio must be 1 (tolerance {run.ratio_tolerance:g}). Possible causes: Dropout is on; the "
+        "two passes differ in temperature, filters, position ids or padding; the responses were tokenized again; the "
+        "ratio is taken to ref_policy or to an older policy."
+    )
+
+
+def _kl_not_zero(run: History) -> str | None:
+    kl = run.metrics.get("objective/kl")
+    if run.iteration != 1 or not run.starts_at_reference or kl is None or abs(kl) <= run.ratio_tolerance:
+        return None
+    return (
+        f"objective/kl is {kl:.3g} nats per response in iteration 1. There policy and ref_policy are the same model, "
+        f"so it must be 0 (tolerance {run.ratio_tolerance:g}). One of the two has dropout on, uses another "
+        "temperature, "
+        "filter, precision or position ids, or was loaded from other weights."
+    )
+
+
+STOPS = (
+    Rule(
+        "not_finite",
+        "stop",
+        _not_finite,
+        "Look for a reward that can divide by zero, lower optimizer.learning_rate, lengthen optimizer.warmup_steps, "
+        "or set precision: float32",
+    ),
+    Rule(
+        "ratio_not_one",
+        "stop",
+        _ratio_not_one,
+        "Print logprobs and new_logprobs of that minibatch side by side. A constant factor points to "
+        "rollout.temperature, random differences to dropout or precision, differences in some rows only to padding or "
+        "position ids",
+    ),
+    Rule(
+        "kl_not_zero",
+        "stop",
+        _kl_not_zero,
+        "Check that both models come from policy.path and policy.revision, are in eval mode and compute "
+        "log-probabilities at rollout.temperature. If they are meant to differ, set ref_policy.path",
+    ),
+)
+
+# ------------------------------------------------------------------------------- warnings on one iteration
+
+SAMPLER_FACTOR = 2.0
+"""Tolerance of the sampler gap, in ratio tolerances. Sampling (token by token, with a cache) and training are two
+different computations. Good: 3e-5 nats in float32, and 0.1 in bfloat16 with a model of few layers."""
+KL_NEGATIVE = -1.0
+"""Nats per response in one iteration; TRL warns at the same limit. Good: above -0.04."""
+KL_NEGATIVE_LONG = -0.05
+"""Nats per response: the mean of KL_NEGATIVE_ITERATIONS that are all below 0. Chance is not negative for long."""
+KL_NEGATIVE_ITERATIONS = 5
+
+
+def _sampler_gap(run: History) -> str | None:
+    gap, tolerance = run.metrics.get("policy/sampler_gap", 0.0), SAMPLER_FACTOR * run.ratio_tolerance
+    if not gap > tolerance:
+        return None
+    return (
+        f"policy/sampler_gap: the log-probability of a token differs by {gap:.3g} nats between sampling and training "
+        f"(tolerance {tolerance:g}). So the responses come from another policy than the one that is trained: the "
+        "cache, position ids, temperature or a filter differ, or the precision is too low."
+    )
+
+
+def _skipped(run: History) -> str | None:
+    skipped = run.metrics.get("policy/skipped_steps", 0.0)
+    if not skipped > 0:
+        return None
+    return (
+        f"policy/skipped_steps: {skipped:g} minibatches of this iteration were skipped, because their mean ratio was "
+        "above ppo.max_ratio. Once is an accident; repeatedly, it means that the policy moves too far per iteration."
+    )
+
+
+def _kl_negative(run: History) -> str | None:
+    now = run.recent[-1].get("objective/kl", 0.0)
+    last = run.last("objective/kl", KL_NEGATIVE_ITERATIONS)
+    if now < KL_NEGATIVE:
+        seen = f"{now:.3g} nats per response (limit {KL_NEGATIVE:g})"
+    elif last and max(last) < 0 and fmean(last) < KL_NEGATIVE_LONG:
+        seen = (
+            f"below 0 for {len(last)} iterations, on average {fmean(last):.3g} nats per response (limit "
+            f"{KL_NEGATIVE_LONG:g})"
+        )
+    else:
+        return None
+    pays = " As a penalty in the reward it now pays the policy." if run.kl_in_reward else ""
+    return (
+        f"objective/kl is {seen}.{pays} A KL is never negative. Its estimate, logprobs - ref_logprobs of the sampled "
+        "tokens, can be negative by chance with few responses. It also is if the tokens were not sampled from the "
+        "policy of logprobs, because a filter or a temperature was used for sampling only."
+    )
+
+
+ON_ONE_ITERATION = (
+    Rule(
+        "sampler_gap",
+        "warning",
+        _sampler_gap,
+        "Set precision: float32. If the gap remains, compare one response token by token with rollout.temperature: 1.0 "
+        "and without rollout.top_k, rollout.top_p and rollout.min_p",
+    ),
+    Rule(
+        "skipped",
+        "warning",
+        _skipped,
+        "Lower optimizer.learning_rate or ppo.ppo_epochs, raise ppo.minibatch_size, or set ppo.max_approx_kl",
+    ),
+    Rule(
+        "kl_negative",
+        "warning",
+        _kl_negative,
+        "Compare with policy/sampler_gap. Sample with rollout.temperature: 1.0 and without rollout.top_k, "
+        "rollout.top_p, rollout.min_p and rollout.min_new_tokens. If it is chance, raise ppo.rollout_batch_size",
+    ),
+)
+
+# --------------------------------------------------------------------------- warnings on a few iterations
+
+APPROX_KL = 0.1
+"""Nats per token, PERSIST times in a row. Good: 0.01, single iterations up to 0.07; bad: 0.2 to 0.8."""
+CLIP_FRACTION = 0.3
+"""PERSIST times in a row. Good: 0.05, single iterations up to 0.09. A far too high learning rate gives 0.1 to 0.3 and
+shows in approx_kl first. At this limit a third of the batch is lost."""
+EMPTY = 0.25
+"""Share of responses without text, PERSIST times in a row. Good: 0.005; bad: 1, soon after this limit is passed."""
+VALUE_ITERATIONS = 10
+"""Consecutive iterations with explained variance below 0. Good: 5 in total, the first ones."""
+VALUE_WARMUP = 5
+"""First iterations that do not count: the value head starts at 0, which explains nothing."""
+
+
+def _approx_kl(run: History) -> str | None:
+    last = run.last("policy/approx_kl", PERSIST)
+    if not last or min(last) <= APPROX_KL:
+        return None
+    return (
+        f"policy/approx_kl is {last[-1]:.3g} nats per token and was above {APPROX_KL:g} for {PERSIST} iterations. "
+        "Within "
+        "one iteration the policy moves so far from the one that sampled the responses that they no longer show what "
+        "is good for it."
+    )
+
+
+def _clip_fraction(run: History) -> str | None:
+    last = run.last("policy/clip_fraction", PERSIST)
+    if not last or min(last) <= CLIP_FRACTION:
+        return None
+    return (
+        f"policy/clip_fraction is {last[-1]:.0%} and was above {CLIP_FRACTION:.0%} for {PERSIST} iterations. The ratio "
+        "of these tokens is outside ppo.clip_range, so they have no gradient."
+    )
+
+
+def _empty(run: History) -> str | None:
+    last = run.last("response/empty_fraction", PERSIST)
+    if not last or min(last) <= EMPTY:
+        return None
+    return (
+        f"response/empty_fraction: {last[-1]:.0%} of the responses have no text, above {EMPTY:.0%} for {PERSIST} "
+        "iterations. Either an empty response scores better than text, or too large a step broke the policy."
+    )
+
+
+def _value_blind(run: History) -> str | None:
+    last = run.last("value/explained_variance", VALUE_ITERATIONS)
+    is_early = run.iteration < VALUE_WARMUP + VALUE_ITERATIONS
+    if not run.has_value_model or is_early or not last or max(last) >= 0:
+        return None
+    return (
+        f"value/explained_variance is {last[-1]:.3g} and was below 0 for {VALUE_ITERATIONS} iterations. The value "
+        "model "
+        "predicts the returns worse than their mean would, so the advantages are noisier than without it. It learns "
+        "too slowly or in too large steps, or the returns hardly vary."
+    )
+
+
+ON_SOME_ITERATIONS = (
+    Rule(
+        "approx_kl",
+        "warning",
+        _approx_kl,
+        "Lower optimizer.learning_rate (for example to a third) or ppo.ppo_epochs, lengthen optimizer.warmup_steps, or "
+        "raise ppo.minibatch_size. ppo.max_approx_kl ends an update early",
+    ),
+    Rule(
+        "clip_fraction",
+        "warning",
+        _clip_fraction,
+        "Lower optimizer.learning_rate or ppo.ppo_epochs, or raise ppo.minibatch_size. A wider ppo.clip_range would "
+        "only hide the problem",
+    ),
+    Rule(
+        "empty",
+        "warning",
+        _empty,
+        "Start over, because empty responses give nothing to learn from. If policy/approx_kl was high, lower "
+        "optimizer.learning_rate. If empty responses score well, set rollout.min_new_tokens or add a reward against "
+        "them: a reward model that never saw an empty response cannot judge one",
+    ),
+    Rule(
+        "value_blind",
+        "warning",
+        _value_blind,
+        "Raise value_model.warmup_iterations. Raise value_model.learning_rate if value/error falls slowly, lower it if "
+        "value/error jumps. If scores are far from 1 in size, widen ppo.value_clip_range or set "
+        "ppo.score_normalization",
+    ),
+)

@@ -1,0 +1,249 @@
+"""The rules of `health.py` that compare a run with its own start or follow it over many iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import correlation, fmean
+
+from rlhf_cli.training.health_history import PERSIST, STANDARD_ERRORS, History, halves, paired, rises
+from rlhf_cli.training.health_rules import Rule
+
+# ----------------------------------------------------------------------------------- against the start
+
+ENTROPY = 0.2
+"""Share of the entropy at the start. Good: 0.4 to 1.1; bad: 0.12 (kl_coef 0), below 0.01 (brevity, learning rates)."""
+DISTINCT_2 = 0.4
+"""Share of distinct_2 at the start. Good: 0.8 to 1.05; bad: 0.07 (length). It falls with length alone: by a quarter if
+the text is twice as long."""
+DUPLICATES = 0.5
+"""Share of responses that were given to another prompt too, PERSIST times in a row. Good: 0.02; bad: 0.6 to 1."""
+DUPLICATES_RISE = 0.25
+"""The share must also be this much above the start: short answers (yes, no, a number) repeat by nature ..."""
+ALL_DUPLICATES = 0.95
+"""... unless it is this high."""
+NEVER_ENDS = 0.05
+"""Share of responses that end by themselves. With fewer there is hardly an example of an end to learn from."""
+FEWER_ENDS = 0.5
+"""Share of eos_fraction at the start, if that was at least FEWER_ENDS_FROM."""
+FEWER_ENDS_FROM = 0.2
+SATURATED = 0.25
+"""Share of the score's standard deviation at the start. Good: 0.28 to 0.6; bad: 0.2 (kl_coef 0), 0.05 (length)."""
+
+
+def _entropy_collapse(run: History) -> str | None:
+    entropy, start = run.mean("policy/entropy"), run.mean_at_start("policy/entropy")
+    if entropy is None or start is None or entropy >= ENTROPY * start:
+        return None
+    return (
+        f"policy/entropy is {entropy:.3g} nats per token over {PERSIST} iterations, {entropy / start:.0%} of the "
+        f"{start:.3g} at the start (limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to "
+        "compare and to learn from."
+    )
+
+
+def _alike(run: History) -> str | None:
+    seen = []
+    duplicates = run.last("response/duplicate_fraction", PERSIST)
+    before = run.mean_at_start("response/duplicate_fraction")
+    if duplicates and before is not None:
+        limit = min(max(DUPLICATES, before + DUPLICATES_RISE), ALL_DUPLICATES)
+        if min(duplicates) >= limit:
+            seen.append(
+                f"response/duplicate_fraction: {duplicates[-1]:.0%} of the responses were given to another prompt too, "
+                f"word for word ({before:.0%} at the start, limit {limit:.0%})"
+            )
+    distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
+    if distinct is not None and start is not None and distinct < DISTINCT_2 * start:
+        seen.append(
+            f"response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of the {start:.3g} at the start (limit "
+            f"{DISTINCT_2:.0%})"
+        )
+    if not seen:
+        return None
+    return (
+        f"{'; '.join(seen)}, for {PERSIST} iterations. The responses repeat each other or themselves. Either the "
+        "policy "
+        "found a text that scores well for every prompt, or it is broken."
+    )
+
+
+def _ends_limit(start: float) -> float:
+    """The lowest eos_fraction without a warning, given that at the start."""
+    return max(NEVER_ENDS, FEWER_ENDS * start) if start >= FEWER_ENDS_FROM else NEVER_ENDS
+
+
+def _never_ends(run: History) -> str | None:
+    last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
+    if not last or start is None or start >= NEVER_ENDS or max(last) >= NEVER_ENDS:
+        return None
+    return (
+        f"response/eos_fraction is {last[-1]:.0%} and was {start:.0%} at the start (limit {NEVER_ENDS:.0%}). Almost no "
+        f"response ends within {run.max_new_tokens} tokens. Either good responses are longer, or the SFT model did not "
+        "learn to end, or it ends with another token than EOS."
+    )
+
+
+def _truncated(run: History) -> str | None:
+    last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
+    if not last or start is None or start < NEVER_ENDS or max(last) >= _ends_limit(start):
+        return None
+    return (
+        f"response/eos_fraction is {last[-1]:.0%} and was below {_ends_limit(start):.0%} for {PERSIST} iterations "
+        f"({start:.0%} at the start). The responses are cut at {run.max_new_tokens} tokens. The policy unlearns to "
+        "end, "
+        "usually because longer text scores higher."
+    )
+
+
+def _score_saturated(run: History) -> str | None:
+    spread, start = run.mean("objective/score_std"), run.mean_at_start("objective/score_std")
+    score, first = run.mean("objective/score"), run.mean_at_start("objective/score")
+    if spread is None or start is None or score is None or first is None or not run.bests:
+        return None
+    if spread == 0:
+        seen = f"All responses of a batch have the same score, {score:.3g} on average"
+    elif spread < SATURATED * start and score >= run.near_best(first):
+        seen = (
+            f"objective/score_std is {spread:.3g}, {spread / start:.0%} of the {start:.3g} at the start (limit "
+            f"{SATURATED:.0%}), and the score of {score:.3g} is near its best"
+        )
+    else:
+        return None
+    return (
+        f"{seen}, over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies "
+        "its noise to the size that its signal had."
+    )
+
+
+# --------------------------------------------------------------------------------------- over the run
+
+LENGTH_CORRELATION = 0.5
+"""Mean of the window. Good: up to 0.37; bad: 0.6 (a third of the score is length) to 1 (all of it)."""
+KL_RUNAWAY = 5.0
+"""Nats per response; below this the policy has hardly moved. Good: 3 to 8; 20 for stories of 140 tokens."""
+KL_GROWTH = 1.5
+"""KL now, divided by the KL of the iteration that first came near the best score. With kl_coef 0 it is passed about
+when the gold score turns; no good run passed it."""
+
+
+def _length_explains_score(run: History) -> str | None:
+    scores, lengths = run.trend("objective/score"), run.trend("response/length")
+    within = run.trend("response/score_length_correlation")
+    if not scores or not lengths or not within or fmean(within) <= LENGTH_CORRELATION:
+        return None
+    if not (rises(scores) and rises(lengths)):
+        return None
+    score, length = halves(scores), halves(lengths)
+    return (
+        f"Over {len(scores)} iterations the score rose from {fmean(score[0]):.3g} to {fmean(score[1]):.3g} and the "
+        f"length from {fmean(length[0]):.1f} to {fmean(length[1]):.1f} tokens. The two correlate by "
+        f"{fmean(within):.2f} "
+        f"within a batch (limit {LENGTH_CORRELATION:g}) and by {correlation(scores, lengths):.2f} between iterations. "
+        "Length alone may explain the score."
+    )
+
+
+def _kl_runaway(run: History) -> str | None:
+    kl, first = run.mean("objective/kl"), run.mean_at_start("objective/score")
+    if kl is None or first is None or not run.bests or kl <= KL_RUNAWAY:
+        return None
+    iteration, score, kl_then = next(row for row in run.bests if row[1] >= run.near_best(first))
+    if kl <= KL_GROWTH * kl_then:
+        return None
+    return (
+        f"objective/kl is {kl:.3g} nats per response over {PERSIST} iterations, more than {KL_GROWTH:g} times the "
+        f"{kl_then:.3g} of iteration {iteration:.0f}. The score was {score:.3g} there already; its best since then is "
+        f"{run.bests[-1][1]:.3g}. So the policy keeps moving away from ref_policy and gains little. In Gao et al. 2022 "
+        "(arXiv 2210.10760) true quality first rises and then falls as sqrt(KL) grows, while the score keeps rising. "
+        "Without a gold score it is unknown on which side this run is."
+    )
+
+
+TRENDS = (
+    Rule(
+        "entropy_collapse",
+        "warning",
+        _entropy_collapse,
+        "Look in samples.jsonl for a phrase that is in every response; {stay}, raise ppo.entropy_coef, or lower "
+        "optimizer.learning_rate or ppo.ppo_epochs",
+    ),
+    Rule(
+        "alike",
+        "warning",
+        _alike,
+        "Read samples.jsonl, and score such a response under other prompts; {stay}, raise ppo.entropy_coef, lower "
+        "optimizer.learning_rate, or train the reward model on pairs that reject such responses",
+    ),
+    Rule(
+        "never_ends",
+        "warning",
+        _never_ends,
+        "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, "
+        "or "
+        "train SFT on complete responses",
+    ),
+    Rule(
+        "truncated",
+        "warning",
+        _truncated,
+        "Look at response/score_length_correlation; raise ppo.missing_eos_penalty above what length earns, set "
+        "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it",
+    ),
+    Rule(
+        "score_saturated",
+        "warning",
+        _score_saturated,
+        "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
+        "policy. If it was so from the start, the reward is the same for every response",
+    ),
+    Rule(
+        "length_explains_score",
+        "warning",
+        _length_explains_score,
+        "Score a response with and without added empty sentences; set ppo.length_penalty, {stay}, raise "
+        "ppo.missing_eos_penalty, or train the reward model on pairs of similar length",
+    ),
+    Rule(
+        "kl_runaway",
+        "warning",
+        _kl_runaway,
+        "Compare samples.jsonl of then and now, or set evaluation.gold and evaluation.every_iterations; {stay}, lower "
+        "ppo.num_iterations or optimizer.learning_rate",
+    ),
+)
+
+# -------------------------------------------------------------------------------- between evaluations
+
+GOLD_STANDARD_ERRORS = 3.0
+"""Standard errors by which gold must have fallen since its best. The best of many evaluations looks better than it was:
+over 20 evaluations of a plateau, 2 standard errors give a false alarm in 6 of 10 runs, 3 in 1 of 10 (simulated, 100
+prompts)."""
+MIN_PROMPTS = 10
+"""With fewer held-out prompts the standard error is too uncertain."""
+OVEROPTIMISATION_ADVICE = (
+    "Use the policy of about iteration {best} (evaluation.best_metric keeps it, or lower ppo.num_iterations); {stay}, "
+    "or "
+    "train the reward model on labelled samples of this policy"
+)
+
+
+def overoptimisation(
+    best: tuple[int, Sequence[float], Sequence[float]], iteration: int, scores: Sequence[float], golds: Sequence[float]
+) -> str | None:
+    """The message if gold fell since its best evaluation while the score rose, prompt by prompt; else None.
+
+    `best` is the evaluation with the highest mean gold: its iteration, scores and golds.
+    """
+    best_iteration, best_scores, best_golds = best
+    if len(golds) < MIN_PROMPTS:
+        return None
+    rise, rise_error = paired(scores, best_scores)
+    fall, fall_error = paired(golds, best_golds)
+    if not (rise > STANDARD_ERRORS * rise_error and fall < -GOLD_STANDARD_ERRORS * fall_error):
+        return None
+    return (
+        f"Gold fell from {fmean(best_golds):.3g}, its best, at iteration {best_iteration} to {fmean(golds):.3g} at "
+        f"iteration {iteration} ({fall:+.2g}, standard error {fall_error:.2g}), while the score rose from "
+        f"{fmean(best_scores):.3g} to {fmean(scores):.3g} ({rise:+.2g}, standard error {rise_error:.2g}), on "
+        f"{len(golds)} held-out prompts. The policy exploits errors of the reward model."
+    )
