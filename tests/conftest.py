@@ -270,7 +270,7 @@ def chat_reward_model(make_model, tmp_path):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, configs and three finished stages."""
     folder = tmp_path_factory.mktemp("finished")

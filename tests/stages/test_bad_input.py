@@ -51,7 +51,7 @@ def test_all_config_errors_are_reported_together_with_file_and_line(project: Pat
         assert line in message
 
 
-def test_missing_keys(project: Path) -> None:
+def test_missing_keys_are_reported(project: Path) -> None:
     (project / "sft.yaml").write_text("artifacts: a\nmodel: {path: x}\n", encoding="utf-8")
     lines = fails(project, "sft").splitlines()
     assert len(lines) == 3
@@ -60,7 +60,7 @@ def test_missing_keys(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", ""])
-def test_no_config_file(project: Path, name: str) -> None:
+def test_a_missing_config_file_is_reported(project: Path, name: str) -> None:
     result = CliRunner().invoke(app, ["sft", "--config", str(project / name)])
     assert result.exit_code == 2
     assert str(project / name) in result.stderr
@@ -88,23 +88,23 @@ def broken(project: Path, stage: str, line: int, text: str) -> str:
     return f"{path}:{line}: {fails(project, stage).removeprefix(f'{path}:{line}: ')}"
 
 
-def test_data_file_missing(project: Path) -> None:
+def test_a_missing_data_file_is_reported(project: Path) -> None:
     (project / "sft.jsonl").unlink()
     assert "no such file" in fails(project, "sft")
 
 
-def test_data_file_empty(project: Path) -> None:
+def test_an_empty_data_file_is_reported(project: Path) -> None:
     (project / "sft.jsonl").write_text("\n\n")
     assert "no rows" in fails(project, "sft")
 
 
-def test_data_line_not_json(project: Path) -> None:
+def test_a_data_line_that_is_not_json_is_reported(project: Path) -> None:
     message = broken(project, "sft", 7, '{"prompt": "a", ')
     assert "sft.jsonl:7: not JSON" in message
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_data_line_not_an_object(project: Path, stage: str) -> None:
+def test_a_data_line_that_is_not_an_object_is_reported(project: Path, stage: str) -> None:
     assert "every row is an object" in broken(project, stage, 3, "[1, 2]")
 
 
@@ -128,7 +128,7 @@ def test_a_bad_row_is_reported_with_its_line(project: Path, stage: str, row: dic
     assert re.search(message, broken(project, stage, 5, json.dumps(row)))
 
 
-def test_a_first_row_of_the_wrong_kind(project: Path) -> None:
+def test_a_first_row_of_the_wrong_format_is_reported(project: Path) -> None:
     write_rows(project / "sft.jsonl", [{"colour": "a", "shape": "b"}])
     message = fails(project, "sft")
     assert "sft.jsonl:1: found the keys colour, shape" in message
@@ -171,7 +171,7 @@ def copy_model(project: Path, stage: str) -> Path:
     return copy
 
 
-def test_model_directory_without_weights(project: Path) -> None:
+def test_a_model_directory_without_weights_is_reported(project: Path) -> None:
     model = copy_model(project, "sft")
     (model / "model.safetensors").unlink()
     assert "no weights, *.safetensors is needed" in fails(project, "ppo", "--set", f"policy.path={model}")
@@ -181,11 +181,11 @@ def test_model_directory_without_weights(project: Path) -> None:
     assert "no config.json" in fails(project, "rm", "--set", f"model.path={model}")
 
 
-def test_model_directory_missing(project: Path) -> None:
+def test_a_missing_model_directory_is_reported(project: Path) -> None:
     assert "no such directory" in fails(project, "ppo", "--set", "policy.path=./no/such/model")
 
 
-def test_truncated_weights(project: Path) -> None:
+def test_truncated_weights_are_reported(project: Path) -> None:
     model = copy_model(project, "sft")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -219,14 +219,14 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> 
     assert "the model embeds" in fails(project, "ppo", "--set", f"policy.path={model}")
 
 
-def test_unknown_architecture_and_settings(project: Path) -> None:
+def test_unknown_architectures_and_settings_are_reported(project: Path) -> None:
     assert "no model type 'lama'" in fails(project, "sft", "--set", "model.scratch.architecture=lama")
     assert "llama has no hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
     message = fails(project, "sft", "--set", "model.scratch.config.num_attention_heads=3")
     assert "no such model can be built" in message
 
 
-def test_reward_function_missing(project: Path) -> None:
+def test_a_missing_reward_function_is_reported(project: Path) -> None:
     missing = "rewards=[{type: function, function: nowhere.py:f}]"
     assert "no such file" in fails(project, "ppo", "--set", missing)
     (project / "f.py").write_text("def g(prompts, responses, rows):\n    return [1.0] * len(prompts)\n")
@@ -294,7 +294,7 @@ def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_full_disk(project: Path, stage: str) -> None:
+def test_a_full_disk_is_reported(project: Path, stage: str) -> None:
     """No file may grow beyond 8 kB, so writing the weights fails as on a full disk."""
     before = digests(project)
     result = run_limited(project, stage, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))")
@@ -305,7 +305,7 @@ def test_full_disk(project: Path, stage: str) -> None:
     assert digests(project) == before
 
 
-def test_unwritable_directory(project: Path) -> None:
+def test_an_unwritable_directory_is_reported(project: Path) -> None:
     (project / "file").write_text("in the way")
     assert "cannot be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
 

@@ -599,6 +599,6 @@ def test_a_new_value_model_has_a_zero_head(make_model, pipeline):
         assert model.base_model.get_input_embeddings().weight.abs().max() > 0
 
 
-def test_training_a_tokenizer_twice_gives_the_same(texts):
+def test_training_a_tokenizer_twice_gives_the_same_vocabulary(texts):
     first, second = (train_tokenizer(texts, TokenizerTraining(vocab_size=300)) for _ in range(2))
     assert json.dumps(first.get_vocab(), sort_keys=True) == json.dumps(second.get_vocab(), sort_keys=True)

@@ -236,7 +236,7 @@ def test_a_disk_that_is_read_only(small_disk, stopped, undisturbed):
     same(crash.outcome(disk / "run/sft"), undisturbed("sft"))
 
 
-def test_files_that_may_not_grow(stopped, undisturbed, tmp_path):
+def test_a_run_under_a_file_size_limit_can_be_resumed(stopped, undisturbed, tmp_path):
     """As under a quota: the next checkpoint cannot be written, and the existing one stays."""
     arguments = stopped("sft", tmp_path)
     before = [digest_file(path / "state.safetensors") for path in checkpoints(tmp_path, "sft")]
