@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.errors import DataError
+from rlhf_cli.hub import is_offline
 
 if TYPE_CHECKING:
     import pyarrow
@@ -572,6 +573,7 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
             f"{source.path}: a reader of `datasets`, no dataset. Give the file or folder itself as the path"
         )
     datasets.disable_progress_bars()
+    offline = is_offline()
     try:
         rows = datasets.load_dataset(
             source.path,
@@ -582,9 +584,12 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
             streaming=source.streaming,
         )
     except Exception as error:
+        advice = "Check the path, or its subset (name) and split"
+        if offline:
+            advice = "The hub cannot be reached. Check the connection, or give a local file"
         raise DataError(
             f"{shown_path(source.path)}: neither a file here nor a hub dataset that can be loaded "
-            f"({type(error).__name__}: {reason(error)}). Check the path, or its subset (name) and split"
+            f"({type(error).__name__}: {reason(error)}). {advice}"
         ) from None
     number = 0
     try:

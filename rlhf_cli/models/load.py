@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
@@ -47,7 +48,7 @@ CUTS = ("rlhf_max_length", "rlhf_truncation")
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub id."""
-    _check_directory(path, weights=False)
+    _check_directory(path, revision, weights=False)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=False
@@ -314,7 +315,7 @@ def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory:
 
 
 def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:
-    _check_directory(path, weights=True)
+    _check_directory(path, revision, weights=True)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # Its own choice of attention could be a kernel of the hub, which is code.
@@ -381,11 +382,12 @@ def _try_out(model: PreTrainedModel, path: str) -> None:
         raise ArtifactError(f"{path}: its config.json describes no model that computes ({_reason(error)})") from None
 
 
-def _check_directory(path: str, *, weights: bool) -> None:
+def _check_directory(path: str, revision: str | None, *, weights: bool) -> None:
     place = Path(path)
     if not place.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ArtifactError(f"{path}: no such directory (looked from {Path.cwd()})")
+        if is_local(path):
+            raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
+        require_hub_model(path, revision)
         return
     if not place.is_dir():
         raise ArtifactError(f"{path}: is a file, a Hugging Face model directory is needed")

@@ -15,6 +15,7 @@ from rlhf_cli.artifacts import MANIFEST, MissingStageError, fingerprint, require
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.hub import is_local
 
 NOT_IN_IDENTITY: dict[str, Any] = {
     "artifacts": True,
@@ -149,7 +150,7 @@ def require_files(config: Stage) -> None:
         if local.name in STAGES and len(local.parts) > 2:
             raise MissingStageError(local.parent, local.name)
         if is_local(path):
-            raise ArtifactError(f"{role}: {path}: no such directory (looked in {Path.cwd()})")
+            raise ArtifactError(f"{role}: {path}: no such directory (looked in {Path.cwd()}), and not a hub id")
 
 
 def require_model_files(role: str, path: str) -> None:
@@ -161,8 +162,3 @@ def require_model_files(role: str, path: str) -> None:
         raise ArtifactError(
             f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a finished stage"
         )
-
-
-def is_local(path: str) -> bool:
-    """Whether this path can only be a local one. A hub id is `name` or `owner/name`."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1

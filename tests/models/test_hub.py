@@ -1,0 +1,112 @@
+"""Without a connection a hub id fails in one line within seconds, and a local path is never taken for a hub id."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli import hub
+from support.paths import ROOT
+
+
+def rlhf(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+    env |= {"PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "cache"), **variables}
+    command = [sys.executable, "-m", "rlhf_cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=120, check=False)
+
+
+def write_config(folder: Path, model: str, train: str = "rows.jsonl") -> Path:
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n", encoding="utf-8")
+    config = folder / "sft.yaml"
+    config.write_text(
+        f"artifacts: run\nmodel: {{path: {model}}}\ndata: {{train: {train}, test_fraction: 0}}\n"
+        "training: {num_steps: 1}\noptimizer: {learning_rate: 1e-4}\n",
+        encoding="utf-8",
+    )
+    return config
+
+
+NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+
+
+def test_a_hub_model_without_a_connection_is_one_line_within_10_seconds(tmp_path: Path) -> None:
+    write_config(tmp_path, "gpt2")
+    warm = time.perf_counter()
+    rlhf("sft", "sft.yaml", cwd=tmp_path, HF_HUB_OFFLINE="1")  # the imports, on this machine now
+    imports = time.perf_counter() - warm
+    start = time.perf_counter()
+    result = rlhf("sft", "sft.yaml", cwd=tmp_path, **NOWHERE)
+    assert result.returncode == 2
+    assert time.perf_counter() - start < 10 + 2 * imports
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "gpt2: no such directory, and the Hugging Face hub cannot be reached" in result.stderr
+    assert "HF_HUB_OFFLINE=1" in result.stderr
+    assert "local model directory" in result.stderr
+    assert "Retry" not in result.stdout + result.stderr
+
+
+def test_chosen_offline_mode_is_named(tmp_path: Path) -> None:
+    write_config(tmp_path, "gpt2")
+    result = rlhf("sft", "sft.yaml", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert result.returncode == 2
+    assert "gpt2: no such directory, and HF_HUB_OFFLINE is set" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_hub_data_without_a_connection_is_one_line(tmp_path: Path) -> None:
+    result = rlhf("data", "check", "someone/something", "--for", "sft", cwd=tmp_path, **NOWHERE)
+    assert result.returncode == 2
+    assert "The hub cannot be reached" in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+
+
+@pytest.mark.parametrize("path", ["artifacts/nope", "run/nope", "./nope", "/nope", "a/b/c"])
+def test_a_mistyped_local_path_is_not_a_hub_id(path: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    served = rlhf("rm", "serve", path, cwd=tmp_path, **NOWHERE)
+    assert served.returncode == 2
+    assert f"{path}: no such directory" in served.stderr
+    assert "not a hub id" in served.stderr
+    assert served.stderr.count("\n") == 1
+    write_config(tmp_path, path)
+    trained = rlhf("sft", "sft.yaml", cwd=tmp_path, **NOWHERE)
+    assert trained.returncode == 2
+    assert f"{path}: no such directory" in trained.stderr
+
+
+def test_hub_ids_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not any(map(hub.is_local, ("gpt2", "Qwen/Qwen2.5-0.5B", "nickypro/tinyllama-15M")))
+    assert all(map(hub.is_local, ("artifacts/x", "data/x", "../x", "~/x", "/x", "x/y/z")))
+    (tmp_path / "Qwen").mkdir()
+    assert hub.is_local("Qwen/Qwen2.5-0.5B"), "its parent directory exists here"
+
+
+def test_a_cached_model_is_used_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "_reachable", lambda: False)
+    monkeypatch.setattr(hub, "_is_cached", lambda *_: True)
+    hub.require_hub_model("gpt2")
+    assert constants.HF_HUB_OFFLINE, "the libraries use their cache, without retries"
+
+
+def test_with_a_connection_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "_reachable", lambda: True)
+    assert not hub.is_offline()
+    assert not constants.HF_HUB_OFFLINE
