@@ -10,8 +10,7 @@ import pytest
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config, stage_of
 from rlhf_cli.config.loader import config_schema, dump_config
 from rlhf_cli.errors import ConfigError
-
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
+from support.paths import ROOT
 
 BASE = """\
 artifacts: artifacts/base

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlhf_cli.models.cost import activation_bytes, cache_bytes, static_bytes, token_bytes
+from support.paths import ROOT
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "model_sizes.md"
+PAGE = ROOT / "docs" / "model_sizes.md"
 SETTINGS = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     "qwen2": {
