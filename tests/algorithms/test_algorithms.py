@@ -1,4 +1,4 @@
-"""Formulas against slow, obvious loops over Python floats, and the properties that they must have."""
+"""Formulas, compared with slow, obvious loops over Python floats, and their properties."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_masked_sum_and_mean_read_real_tokens_only(garbage):
     close(gradient, mask.double() / mask.sum())
 
 
-def test_a_mean_over_tokens_is_not_the_mean_of_the_means_of_rows():
+def test_masked_mean_weights_tokens_equally_and_not_rows():
     x, mask = torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0]]), length_mask([3, 1])
     assert masked_mean(x, mask) == 2.0  # not (1 + 5) / 2
 
@@ -82,11 +82,11 @@ def whiten_by_loops(x, mask, shift_mean, bessel, eps):
 def test_masked_whiten(shift_mean, bessel, garbage):
     batch, mask = response_batch(["x"])
     x = 3 * batch["x"] + 7
-    wanted = whiten_by_loops(x, mask, shift_mean, bessel, eps=0.01)
+    expected = whiten_by_loops(x, mask, shift_mean, bessel, eps=0.01)
     wide, wide_mask = padded_with({"x": x}, mask, garbage)
-    found = masked_whiten(wide["x"], wide_mask, shift_mean=shift_mean, bessel=bessel, eps=0.01)
-    close(found[:, : x.shape[1]], wanted)
-    assert (found[~wide_mask] == 0).all()
+    whitened = masked_whiten(wide["x"], wide_mask, shift_mean=shift_mean, bessel=bessel, eps=0.01)
+    close(whitened[:, : x.shape[1]], expected)
+    assert (whitened[~wide_mask] == 0).all()
 
 
 @pytest.mark.parametrize("bessel", [True, False])
@@ -95,10 +95,10 @@ def test_whitening_a_single_real_token_gives_zero_and_not_nan(token, bessel):
     x, mask = torch.tensor([[token, math.nan]]), length_mask([1], width=2)
     assert masked_whiten(x, mask, bessel=bessel).tolist() == [[0, 0]]
     assert masked_whiten(x, mask, bessel=bessel, shift_mean=False).tolist() == [[token, 0]]
-    assert masked_whiten(x, ~(mask | True), bessel=bessel).tolist() == [[0, 0]]  # no real token at all
+    assert masked_whiten(x, ~(mask | True), bessel=bessel).tolist() == [[0, 0]]  # no real token
 
 
-def test_whitening_keeps_its_digits_at_a_large_mean():
+def test_whitening_is_accurate_at_a_large_mean():
     x = 1e4 + torch.tensor([[-0.5, 0.5, -0.5, 0.5]])  # float32: E[x^2] - E[x]^2 would be 0 or 8
     close(masked_whiten(x, length_mask([4]), bessel=False), [[-1, 1, -1, 1]], 1e-6)
 
@@ -108,13 +108,13 @@ def test_whitening_keeps_its_digits_at_a_large_mean():
 def test_whitening_over_processes_is_whitening_of_the_whole_batch(shift_mean, bessel):
     batch, mask = response_batch(["x"])
     options = {"shift_mean": shift_mean, "bessel": bessel}
-    wanted = masked_whiten(batch["x"], mask, **options)
+    expected = masked_whiten(batch["x"], mask, **options)
     parts = [(batch["x"][rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 4))]
 
-    # What the processes add up, found one call after the other: first (count, sum), then the squares.
+    # The sums over all processes, one reduce call after the other: (count, sum), then the squared deviations.
     sums: list[torch.Tensor] = []
     for call in range(2):
-        given = []
+        local = []
         for x, part_mask in parts:
             calls: list[torch.Tensor] = []
 
@@ -124,14 +124,14 @@ def test_whitening_over_processes_is_whitening_of_the_whole_batch(shift_mean, be
 
             masked_whiten(x, part_mask, **options, reduce=reduce)
             assert len(calls) == 2
-            given.append(calls[call])
-        sums.append(sum(given))
+            local.append(calls[call])
+        sums.append(sum(local))
 
-    found = []
+    whitened = []
     for x, part_mask in parts:
-        answers = iter(sums)
-        found.append(masked_whiten(x, part_mask, **options, reduce=lambda _, answers=answers: next(answers)))
-    close(torch.cat(found), wanted)
+        reduced = iter(sums)
+        whitened.append(masked_whiten(x, part_mask, **options, reduce=lambda _, reduced=reduced: next(reduced)))
+    close(torch.cat(whitened), expected)
 
 
 # ---- log-probabilities
@@ -182,12 +182,12 @@ def test_logprobs_are_computed_in_float32_at_least(dtype):
     logits = (4 * draw(3, 6, seed=2)).to(dtype)
     ids = torch.tensor([0, 5, 2])
     precise = torch.float64 if dtype == torch.float64 else torch.float32
-    for found, wanted in [
+    for actual, expected in [
         (token_logprobs(logits, ids, temperature=0.9), token_logprobs(logits.double(), ids, temperature=0.9)),
         (token_entropy(logits, temperature=0.9), token_entropy(logits.double(), temperature=0.9)),
     ]:
-        assert found.dtype == precise
-        close(found, wanted, 3e-6)  # 3e-3 and more when computed in half precision
+        assert actual.dtype == precise
+        close(actual, expected, 3e-6)  # 3e-3 and more when computed in half precision
 
 
 # ---- packed and padded rows
@@ -201,8 +201,8 @@ def test_pad_rows_and_flatten_rows_are_inverse(lengths, extra):
     assert padded.shape == (len(lengths), max(lengths, default=0), *extra)
     rows = iter(flat)
     for b, t in itertools.product(*map(range, padded.shape[:2])):
-        wanted = next(rows) if t < lengths[b] else torch.full(extra, -9.0, dtype=torch.float64)
-        assert torch.equal(padded[b, t], wanted)
+        expected = next(rows) if t < lengths[b] else torch.full(extra, -9.0, dtype=torch.float64)
+        assert torch.equal(padded[b, t], expected)
     mask = length_mask(lengths)
     assert torch.equal(flatten_rows(padded, mask), flat)
     assert torch.equal(pad_rows(flat, torch.tensor(lengths)), padded.where(padded != -9.0, 0))
@@ -240,7 +240,7 @@ def weight_of(batch, index, num_tokens):
 
 
 def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, dual_clip=math.inf):
-    """Loss, stats and gradient of a batch: the gradient is -A * ratio times the weight unless it is clipped."""
+    """Loss, stats and gradient of a batch. The gradient is -A * ratio times the weight, or 0 if it is clipped."""
     high = clip_range if clip_range_high is None else clip_range_high
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
     loss = kl = clipped = capped = ratios = 0.0
@@ -251,8 +251,10 @@ def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, du
         ratio = math.exp(float(batch["new_logprobs"][index] - batch["logprobs"][index]))
         is_clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - clip_range
         is_capped = advantage < 0 and ratio > dual_clip
-        kept = (1 + high if advantage > 0 else 1 - clip_range) if is_clipped else dual_clip if is_capped else ratio
-        loss += weight * -advantage * kept
+        effective_ratio = (
+            (1 + high if advantage > 0 else 1 - clip_range) if is_clipped else dual_clip if is_capped else ratio
+        )
+        loss += weight * -advantage * effective_ratio
         gradient[index] = 0.0 if is_clipped or is_capped else weight * -advantage * ratio
         kl += ratio - 1 - math.log(ratio)
         clipped += is_clipped
@@ -302,12 +304,12 @@ def sequence_k2_by_loops(batch, mask):
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
     loss = total = 0.0
     for b, row in enumerate(mask):
-        places = [(b, t) for t in range(len(row)) if row[t]]
-        log_ratio = sum(float(batch["new_logprobs"][index] - batch["ref_logprobs"][index]) for index in places)
-        weight = sum(weight_of(batch, index, num_tokens) for index in places) / len(places)
+        positions = [(b, t) for t in range(len(row)) if row[t]]
+        log_ratio = sum(float(batch["new_logprobs"][index] - batch["ref_logprobs"][index]) for index in positions)
+        weight = sum(weight_of(batch, index, num_tokens) for index in positions) / len(positions)
         loss += weight * log_ratio**2 / 2
         total += log_ratio
-        for index in places:
+        for index in positions:
             gradient[index] = weight * log_ratio
     return loss, {"policy/ref_kl": total / num_tokens}, gradient
 
@@ -317,13 +319,15 @@ def value_by_loops(batch, mask, value_clip_range):
     loss = error = clipped = 0.0
     num_tokens = len(real_tokens(mask))
     for index in real_tokens(mask):
-        new, old, wanted = (float(batch[name][index]) for name in ("new_values", "values", "returns"))
+        new, old, target = (float(batch[name][index]) for name in ("new_values", "values", "returns"))
         weight = weight_of(batch, index, num_tokens)
-        kept = new if value_clip_range is None else min(max(new, old - value_clip_range), old + value_clip_range)
-        is_clipped = (kept - wanted) ** 2 > (new - wanted) ** 2
-        loss += weight * 0.5 * ((kept if is_clipped else new) - wanted) ** 2
-        gradient[index] = 0.0 if is_clipped else weight * (new - wanted)
-        error += (new - wanted) ** 2
+        clipped_value = (
+            new if value_clip_range is None else min(max(new, old - value_clip_range), old + value_clip_range)
+        )
+        is_clipped = (clipped_value - target) ** 2 > (new - target) ** 2
+        loss += weight * 0.5 * ((clipped_value if is_clipped else new) - target) ** 2
+        gradient[index] = 0.0 if is_clipped else weight * (new - target)
+        error += (new - target) ** 2
         clipped += is_clipped
     stats = {"value/clip_fraction": clipped / num_tokens, "value/error": error / num_tokens}
     return loss, stats, gradient
@@ -389,37 +393,37 @@ def loss_and_gradient(loss, batch, mask, num_tokens=None):
     return value.detach(), stats, torch.autograd.grad(value, x)[0]
 
 
-def same(found, wanted):
-    close(found[0], wanted[0])
-    assert found[1].keys() == wanted[1].keys()
-    for key in wanted[1]:
-        close(found[1][key], wanted[1][key])
-    close(found[2], wanted[2])
+def same(actual, expected):
+    close(actual[0], expected[0])
+    assert actual[1].keys() == expected[1].keys()
+    for key in expected[1]:
+        close(actual[1][key], expected[1][key])
+    close(actual[2], expected[2])
 
 
-def test_a_token_loss_is_that_of_the_loops(token_loss):
+def test_a_token_loss_equals_the_loops(token_loss):
     loss, names, oracle = token_loss
     batch, mask = response_batch(names)
     same(loss_and_gradient(loss, batch, mask), oracle(batch, mask))
 
 
-def test_a_token_loss_has_the_gradient_of_finite_differences(token_loss):
+def test_the_gradient_of_a_token_loss_equals_finite_differences(token_loss):
     loss, names, _ = token_loss
     batch, mask = response_batch(names)
     first = names[0]
-    wanted = finite_differences(lambda x: loss(batch | {first: x}, mask)[0], batch[first])
-    close(loss_and_gradient(loss, batch, mask)[2], wanted, 1e-7)
+    expected = finite_differences(lambda x: loss(batch | {first: x}, mask)[0], batch[first])
+    close(loss_and_gradient(loss, batch, mask)[2], expected, 1e-7)
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_padding_changes_neither_loss_nor_stats_nor_gradient(token_loss, garbage):
     loss, names, _ = token_loss
     batch, mask = response_batch(names)
-    wanted = loss_and_gradient(loss, batch, mask)
+    expected = loss_and_gradient(loss, batch, mask)
     wide, wide_mask = padded_with(batch, mask, garbage)
-    found = loss_and_gradient(loss, wide, wide_mask)
-    assert (found[2][~wide_mask] == 0).all()
-    same((*found[:2], found[2][:, : mask.shape[1]]), wanted)
+    actual = loss_and_gradient(loss, wide, wide_mask)
+    assert (actual[2][~wide_mask] == 0).all()
+    same((*actual[:2], actual[2][:, : mask.shape[1]]), expected)
 
 
 @pytest.mark.parametrize("order", [[3, 1, 0, 2], [1, 3, 2, 0]])
@@ -440,9 +444,9 @@ def test_microbatches_of_a_token_loss_add_up(token_loss, sizes):
         part = {name: x[rows] for name, x in batch.items()}
         parts.append(loss_and_gradient(loss, part, mask[rows], mask.sum()))
     summed = {key: sum(stats[key] for _, stats, _ in parts) for key in parts[0][1]}
-    found = sum(part[0] for part in parts), summed, torch.cat([part[2] for part in parts])
-    same(found, loss_and_gradient(loss, batch, mask))
-    same(found, loss_and_gradient(loss, batch, mask, num_tokens=sum(LENGTHS)))
+    total = sum(part[0] for part in parts), summed, torch.cat([part[2] for part in parts])
+    same(total, loss_and_gradient(loss, batch, mask))
+    same(total, loss_and_gradient(loss, batch, mask, num_tokens=sum(LENGTHS)))
 
 
 def test_a_token_loss_without_real_tokens_is_0_with_num_tokens_and_nan_without(token_loss):
@@ -458,18 +462,18 @@ def test_a_token_loss_without_real_tokens_is_0_with_num_tokens_and_nan_without(t
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "wanted_loss", "wanted_gradient"),
+    ("advantage", "ratio", "expected_loss", "expected_gradient"),
     [
-        (+2.0, 1.5, -2.4, 0.0),  # further up than the range: cut
+        (+2.0, 1.5, -2.4, 0.0),  # above the range: clipped
         (+2.0, 1.1, -2.2, -2.2),
-        (+2.0, 0.5, -1.0, -1.0),  # far down, where it shouldn't be: not cut
-        (-2.0, 0.5, +1.6, 0.0),  # further down than the range: cut
+        (+2.0, 0.5, -1.0, -1.0),  # below the range with a positive advantage: not clipped
+        (-2.0, 0.5, +1.6, 0.0),  # below the range: clipped
         (-2.0, 0.9, +1.8, +1.8),
-        (-2.0, 1.5, +3.0, +3.0),  # far up, where it shouldn't be: not cut
+        (-2.0, 1.5, +3.0, +3.0),  # above the range with a negative advantage: not clipped
         (0.0, 1.5, 0.0, 0.0),
     ],
 )
-def test_the_clip_acts_on_one_side_only(advantage, ratio, wanted_loss, wanted_gradient):
+def test_the_clip_acts_on_one_side_only(advantage, ratio, expected_loss, expected_gradient):
     mask = torch.tensor([[True]])
     batch = {
         "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
@@ -479,20 +483,20 @@ def test_the_clip_acts_on_one_side_only(advantage, ratio, wanted_loss, wanted_gr
     loss, stats, gradient = loss_and_gradient(
         lambda batch, mask, _: policy_loss(*batch.values(), mask, clip_range=0.2), batch, mask
     )
-    close(loss, wanted_loss)
-    close(gradient, [[wanted_gradient]])
-    assert stats["policy/clip_fraction"] == (advantage != 0 and wanted_gradient == 0)
+    close(loss, expected_loss)
+    close(gradient, [[expected_gradient]])
+    assert stats["policy/clip_fraction"] == (advantage != 0 and expected_gradient == 0)
     close(stats["policy/ratio"], ratio)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "wanted_loss", "wanted_gradient", "cut_by"),
+    ("advantage", "ratio", "expected_loss", "expected_gradient", "clipped_by"),
     [
-        (+2.0, 1.4, -2.8, -2.8, None),  # above 1 + clip_range, but the range upwards is wider
+        (+2.0, 1.4, -2.8, -2.8, None),  # above 1 + clip_range, but below 1 + clip_range_high
         (+2.0, 1.6, -3.0, 0.0, "policy/clip_fraction"),
-        (+2.0, 4.0, -3.0, 0.0, "policy/clip_fraction"),  # the dual clip is for negative advantages
+        (+2.0, 4.0, -3.0, 0.0, "policy/clip_fraction"),  # the dual clip applies to negative advantages only
         (+2.0, 0.7, -1.4, -1.4, None),
-        (-2.0, 0.7, +1.6, 0.0, "policy/clip_fraction"),  # the range downwards is as narrow as ever
+        (-2.0, 0.7, +1.6, 0.0, "policy/clip_fraction"),  # clip_range_high does not change the lower limit
         (-2.0, 0.9, +1.8, +1.8, None),
         (-2.0, 1.6, +3.2, +3.2, None),
         (-2.0, 2.9, +5.8, +5.8, None),
@@ -500,7 +504,7 @@ def test_the_clip_acts_on_one_side_only(advantage, ratio, wanted_loss, wanted_gr
         (0.0, 4.0, 0.0, 0.0, None),
     ],
 )
-def test_clip_range_high_and_dual_clip(advantage, ratio, wanted_loss, wanted_gradient, cut_by):
+def test_clip_range_high_and_dual_clip(advantage, ratio, expected_loss, expected_gradient, clipped_by):
     mask = torch.tensor([[True]])
     batch = {
         "new_logprobs": torch.tensor([[ratio]], dtype=torch.float64).log() - 1,
@@ -511,10 +515,10 @@ def test_clip_range_high_and_dual_clip(advantage, ratio, wanted_loss, wanted_gra
     loss, stats, gradient = loss_and_gradient(
         lambda batch, mask, _: policy_loss(*batch.values(), mask, **options), batch, mask
     )
-    close(loss, wanted_loss)
-    close(gradient, [[wanted_gradient]])
+    close(loss, expected_loss)
+    close(gradient, [[expected_gradient]])
     for key in ("policy/clip_fraction", "policy/dual_clip_fraction"):
-        assert stats[key] == (key == cut_by)
+        assert stats[key] == (key == clipped_by)
 
 
 def test_clip_range_high_of_0_is_not_none():
@@ -549,24 +553,24 @@ def test_approx_kl_is_k3_from_the_old_policy_to_the_new_one():
     )
 
 
-def test_small_kl_keeps_its_digits_in_float32():
+def test_a_small_kl_is_accurate_in_float32():
     logprobs, new_logprobs = torch.zeros(1, 1), torch.full((1, 1), 1e-3)
     stats = policy_loss(new_logprobs, logprobs, logprobs, length_mask([1]), clip_range=CLIP_RANGE)[1]
-    wanted = 1e-3**2 / 2 + 1e-3**3 / 6
-    assert float(stats["policy/approx_kl"]) == pytest.approx(wanted, rel=1e-3)
-    assert float(kl_estimate(-new_logprobs, logprobs, estimator="k3")) == pytest.approx(wanted, rel=1e-3)
+    expected = 1e-3**2 / 2 + 1e-3**3 / 6
+    assert float(stats["policy/approx_kl"]) == pytest.approx(expected, rel=1e-3)
+    assert float(kl_estimate(-new_logprobs, logprobs, estimator="k3")) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("new_value", "wanted_loss", "wanted_gradient"),
+    ("new_value", "expected_loss", "expected_gradient"),
     [
         (0.4, 0.5 * 0.6**2, -0.6),  # within the range
-        (0.8, 0.5 * 0.5**2, 0.0),  # moved further towards the return than the range: cut
-        (-0.8, 0.5 * 1.8**2, -1.8),  # moved away from it: not cut
-        (1.8, 0.5 * 0.8**2, 0.8),  # overshot, and further from the return than the clipped value
+        (0.8, 0.5 * 0.5**2, 0.0),  # moved beyond the range, towards the return: clipped
+        (-0.8, 0.5 * 1.8**2, -1.8),  # moved beyond the range, away from the return: not clipped
+        (1.8, 0.5 * 0.8**2, 0.8),  # beyond the return and farther from it than the clipped value: not clipped
     ],
 )
-def test_value_clipping_takes_the_larger_error(new_value, wanted_loss, wanted_gradient):
+def test_value_clipping_takes_the_larger_error(new_value, expected_loss, expected_gradient):
     batch = {
         "new_values": torch.tensor([[new_value]], dtype=torch.float64),
         "values": torch.zeros(1, 1, dtype=torch.float64),
@@ -577,9 +581,9 @@ def test_value_clipping_takes_the_larger_error(new_value, wanted_loss, wanted_gr
         batch,
         length_mask([1]),
     )
-    close(loss, wanted_loss)
-    close(gradient, [[wanted_gradient]])
-    assert stats["value/clip_fraction"] == (wanted_gradient == 0)
+    close(loss, expected_loss)
+    close(gradient, [[expected_gradient]])
+    assert stats["value/clip_fraction"] == (expected_gradient == 0)
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -591,9 +595,9 @@ def test_explained_variance(garbage):
         mean = sum(numbers) / len(numbers)
         return sum((number - mean) ** 2 for number in numbers)
 
-    wanted = 1 - variance([r - v for v, r in pairs]) / variance([r for _, r in pairs])
+    expected = 1 - variance([r - v for v, r in pairs]) / variance([r for _, r in pairs])
     wide, wide_mask = padded_with(batch, mask, garbage)
-    close(explained_variance(wide["values"], wide["returns"], wide_mask), wanted)
+    close(explained_variance(wide["values"], wide["returns"], wide_mask), expected)
     close(explained_variance(wide["returns"] + 5, wide["returns"], wide_mask), 1.0)
     close(
         explained_variance(wide["returns"] * 0 + 2, wide["returns"], wide_mask & wide["returns"].isfinite()),
@@ -603,7 +607,7 @@ def test_explained_variance(garbage):
 
 def test_explained_variance_is_0_for_equal_returns_or_without_tokens():
     values, mask = draw(2, 3, seed=1).float(), length_mask([3, 2])
-    equal = torch.full((2, 3), 0.1)  # their float32 mean isn't exactly 0.1
+    equal = torch.full((2, 3), 0.1)  # their float32 mean is not exactly 0.1
     assert explained_variance(values, equal, mask) == 0
     assert explained_variance(values, values, mask & False) == 0
     assert explained_variance(values, values, length_mask([1, 0], width=3)) == 0
@@ -618,22 +622,22 @@ def test_the_score_is_at_the_last_real_token_and_nowhere_else(garbage):
     score = torch.tensor([10.0, -20.0, 30.0, 0.0], dtype=torch.float64)
     wide, wide_mask = padded_with(batch, mask, garbage)
     rewards = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1)
-    wanted = torch.zeros_like(rewards)
+    expected = torch.zeros_like(rewards)
     for b, t in real_tokens(wide_mask):
-        wanted[b, t] = -0.1 * batch["kl"][b, t] + (score[b] if t == LENGTHS[b] - 1 else 0)
-    close(rewards, wanted)
+        expected[b, t] = -0.1 * batch["kl"][b, t] + (score[b] if t == LENGTHS[b] - 1 else 0)
+    close(rewards, expected)
     close(rewards.sum(-1), score - 0.1 * batch["kl"].where(mask, 0).sum(-1))
     without_kl = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.0)
     assert without_kl.abs().argmax(-1).tolist()[:3] == [length - 1 for length in LENGTHS[:3]]
 
 
-def test_the_score_is_at_the_last_real_token_whatever_holes_come_before_it():
+def test_the_score_is_at_the_last_real_token_of_a_mask_with_holes():
     mask = torch.tensor([[True, False, True, False], [False, True, False, False]])
     rewards = token_rewards(torch.tensor([1.0, 2.0]), torch.ones(2, 4), mask, kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 0, 0.5, 0], [0, 1.5, 0, 0]]
 
 
-def test_a_row_without_a_real_token_has_no_place_for_its_score():
+def test_a_score_for_a_row_without_real_tokens_is_refused():
     with pytest.raises(ValueError, match=r"no real token in rows \[1, 3\] of 4"):
         token_rewards(torch.ones(4), torch.ones(4, 2), length_mask([1, 0, 2, 0]), kl_coef=0.1)
 
@@ -642,23 +646,23 @@ def test_a_row_without_a_real_token_has_no_place_for_its_score():
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (0.9, 1.0), (0.9, 0.0), (1.0, 1.0)])
 def test_gae(gamma, gae_lambda, garbage):
     batch, mask = response_batch(["rewards", "values"])
-    wanted = gae_by_sums(batch["rewards"], batch["values"], mask, gamma, gae_lambda)
+    expected = gae_by_sums(batch["rewards"], batch["values"], mask, gamma, gae_lambda)
     wide, wide_mask = padded_with(batch, mask, garbage)
     advantages, returns = gae(wide["rewards"], wide["values"], wide_mask, gamma=gamma, gae_lambda=gae_lambda)
     assert not advantages[~wide_mask].any()
     assert not returns[~wide_mask].any()
-    close(advantages[:, : mask.shape[1]], wanted)
-    close(returns[:, : mask.shape[1]], wanted + batch["values"].where(mask, 0))
+    close(advantages[:, : mask.shape[1]], expected)
+    close(returns[:, : mask.shape[1]], expected + batch["values"].where(mask, 0))
 
 
-def test_gae_over_a_hole_is_that_of_the_row_without_it():
+def test_gae_ignores_holes_in_the_mask():
     batch, _ = response_batch(["rewards", "values"])
     mask = torch.tensor([[True, False, True, True, False]]).expand(4, 5)
     options = {"gamma": 0.9, "gae_lambda": 0.8}
-    found = gae(batch["rewards"], batch["values"], mask, **options)
+    results = gae(batch["rewards"], batch["values"], mask, **options)
     short = [batch[name][:, [0, 2, 3]] for name in ("rewards", "values")]
-    for x, wanted in zip(found, gae(*short, torch.ones(4, 3, dtype=torch.bool), **options), strict=True):
-        close(x[:, [0, 2, 3]], wanted)
+    for x, expected in zip(results, gae(*short, torch.ones(4, 3, dtype=torch.bool), **options), strict=True):
+        close(x[:, [0, 2, 3]], expected)
         assert not x[~mask].any()
 
 
@@ -682,21 +686,23 @@ def test_no_gradient_leaks_through_rewards_advantages_or_returns():
 
 def test_kl_estimates():
     logprobs, ref_logprobs = draw(3, 4, seed=1), draw(3, 4, seed=2)
-    found = {name: kl_estimate(logprobs, ref_logprobs, estimator=name) for name in ("k1", "k2", "k3", "abs")}
+    estimates = {name: kl_estimate(logprobs, ref_logprobs, estimator=name) for name in ("k1", "k2", "k3", "abs")}
     for index in itertools.product(range(3), range(4)):
         difference = float(logprobs[index] - ref_logprobs[index])
-        close(found["k1"][index], difference)
-        close(found["k2"][index], difference * difference / 2)
-        close(found["k3"][index], math.exp(-difference) - 1 + difference)
-        close(found["abs"][index], abs(difference))
+        close(estimates["k1"][index], difference)
+        close(estimates["k2"][index], difference * difference / 2)
+        close(estimates["k3"][index], math.exp(-difference) - 1 + difference)
+        close(estimates["abs"][index], abs(difference))
 
 
-def test_k1_and_k3_are_the_kl_on_average_over_tokens_of_the_policy():
+def test_the_mean_of_k1_and_k3_over_the_policy_is_the_kl():
     p, q = (draw(5, seed=seed).log_softmax(-1) for seed in (1, 2))
     kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
     for name in ("k1", "k3"):
         close((p.exp() * kl_estimate(p, q, estimator=name)).sum(), kl)
-    assert abs(float((q.exp() * kl_estimate(p, q, estimator="k3")).sum()) - kl) > 0.1  # not of the reference
+    assert (
+        abs(float((q.exp() * kl_estimate(p, q, estimator="k3")).sum()) - kl) > 0.1
+    )  # but not the mean over the reference
 
 
 def test_an_unknown_estimator_is_refused():
@@ -730,7 +736,7 @@ def test_pairwise_loss(kind, zero_mean_coef, with_margin):
     chosen, rejected = draw(7, seed=1), draw(7, seed=2)
     chosen[3] = rejected[3]  # a tie
     margin = draw(7, seed=3).abs() if with_margin else None
-    wanted, wanted_stats = pairwise_by_loops(
+    expected, expected_stats = pairwise_by_loops(
         chosen.tolist(), rejected.tolist(), margin.tolist() if with_margin else [0.0] * 7, zero_mean_coef
     )
 
@@ -745,37 +751,37 @@ def test_pairwise_loss(kind, zero_mean_coef, with_margin):
         )
 
     loss, stats = loss_of(chosen.requires_grad_(), rejected)
-    close(loss, wanted)
-    assert stats.keys() == wanted_stats.keys()
+    close(loss, expected)
+    assert stats.keys() == expected_stats.keys()
     assert not any(stat.requires_grad for stat in stats.values())
-    for key, value in wanted_stats.items():
+    for key, value in expected_stats.items():
         assert stats[key].dtype == torch.float64
         close(stats[key], value)
-    for of_chosen, x in ((True, chosen), (False, rejected)):
+    for is_chosen, x in ((True, chosen), (False, rejected)):
 
-        def loss_at(x, of_chosen=of_chosen):
-            return loss_of(x, rejected)[0] if of_chosen else loss_of(chosen, x)[0]
+        def loss_at(x, is_chosen=is_chosen):
+            return loss_of(x, rejected)[0] if is_chosen else loss_of(chosen, x)[0]
 
         close(gradient_of(loss_at, x), finite_differences(loss_at, x), 1e-7)
     parts = [loss_of(chosen, rejected, rows, num_pairs=7) for rows in (slice(0, 3), slice(3, 4), slice(4, 7))]
-    close(sum(part[0] for part in parts), wanted)
-    for key, value in wanted_stats.items():
+    close(sum(part[0] for part in parts), expected)
+    for key, value in expected_stats.items():
         close(sum(part[1][key] for part in parts), value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["logsigmoid", "logexp"])
-def test_a_pair_that_is_wrong_by_far_has_a_finite_loss_and_a_gradient(kind, dtype):
-    for difference, wanted, wanted_gradient in (
+def test_extreme_score_differences_have_a_finite_loss_and_gradient(kind, dtype):
+    for difference, expected, expected_gradient in (
         (-200.0, 200.0, -1.0),
         (-2000.0, 2000.0, -1.0),
         (2000.0, 0.0, 0.0),
     ):
         chosen = torch.tensor([difference], dtype=dtype)
         rejected = torch.zeros(1, dtype=dtype)
-        assert pairwise_loss(chosen, rejected, loss=kind)[0] == wanted
+        assert pairwise_loss(chosen, rejected, loss=kind)[0] == expected
         gradient = gradient_of(lambda x, zero=rejected: pairwise_loss(x, zero, loss=kind)[0], chosen)
-        assert gradient.tolist() == [wanted_gradient]
+        assert gradient.tolist() == [expected_gradient]
 
 
 def test_swapping_all_pairs_gives_one_minus_the_accuracy():
@@ -792,15 +798,15 @@ def test_an_unknown_pairwise_loss_is_refused():
 
 def test_score_loss():
     score, target = draw(6, seed=1), draw(6, seed=2)
-    wanted = sum((s - t) ** 2 for s, t in zip(score.tolist(), target.tolist(), strict=True)) / 6
+    expected = sum((s - t) ** 2 for s, t in zip(score.tolist(), target.tolist(), strict=True)) / 6
     loss, stats = score_loss(score.clone().requires_grad_(), target)
-    close(loss, wanted)
-    close(stats["rm/mse"], wanted)
+    close(loss, expected)
+    close(stats["rm/mse"], expected)
     close(stats["rm/score"], sum(score.tolist()) / 6)
     assert not any(stat.requires_grad for stat in stats.values())
     close(gradient_of(lambda x: score_loss(x, target)[0], score), (score - target) / 3)
     parts = [score_loss(score[rows], target[rows], num_rows=6) for rows in (slice(0, 1), slice(1, 6))]
-    close(sum(part[0] for part in parts), wanted)
+    close(sum(part[0] for part in parts), expected)
     close(sum(part[1]["rm/score"] for part in parts), stats["rm/score"])
 
 
@@ -809,7 +815,7 @@ def test_score_loss():
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (5, 10), (3.5, 8), (1, 1), (700, 1000)])
 @pytest.mark.parametrize("z", [1.0, 1.96])
-def test_wilson_interval_ends_where_the_rate_is_z_standard_errors_off(successes, n, z):
+def test_the_rate_is_z_standard_errors_from_the_ends_of_the_wilson_interval(successes, n, z):
     low, high = wilson_interval(successes, n, z=z)
     rate = successes / n
     assert 0 <= low <= rate + 1e-12
@@ -819,7 +825,7 @@ def test_wilson_interval_ends_where_the_rate_is_z_standard_errors_off(successes,
     assert high - low > 0.001
 
 
-def test_wilson_interval_published_numbers_and_no_trials():
+def test_wilson_interval_equals_published_numbers():
     assert wilson_interval(0, 0) == (0.0, 1.0)
     close(wilson_interval(81, 263), [0.2553, 0.3662], 1e-4)  # Newcombe 1998, table I, method 3
     close(wilson_interval(0, 20), [0.0, 0.1611], 1e-4)
@@ -863,13 +869,13 @@ def test_correlation_of_a_constant_is_0_and_of_nan_is_nan(correlation):
 def test_distinct_n():
     sequences = [[1, 2, 3], [1, 2], [7], []]
     assert distinct_n(sequences, 1) == 4 / 6
-    assert distinct_n(sequences, 2) == 2 / 3  # 12 23, 12; none runs from one sequence into the next
+    assert distinct_n(sequences, 2) == 2 / 3  # 12 23, 12; no n-gram crosses from one sequence into the next
     assert distinct_n(sequences, 3) == 1.0
     assert distinct_n(sequences, 4) == 0.0
     assert distinct_n([], 1) == 0.0
 
 
-def test_pair_accuracy_counts_the_pairs_that_the_targets_tell_apart() -> None:
+def test_pair_accuracy_counts_pairs_with_different_targets() -> None:
     x = torch.tensor([0.3, 0.1, 0.4, 0.4, -2.0], dtype=torch.float64)
     y = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     right = sum(1.0 if x[i] > x[j] else 0.5 if x[i] == x[j] else 0.0 for i in range(5) for j in range(5) if y[i] > y[j])

@@ -1,4 +1,4 @@
-"""The claims about PPO's formulas: by loops, by hand, and by summing over everything that could be sampled."""
+"""Claims about PPO's formulas, checked with loops, by hand, and with sums over all possible responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from support.formulas import (
     response_batch,
 )
 
-# ---- everything that could be sampled: token 0 is EOS, responses end with it or after MAX_NEW_TOKENS
+# ---- all possible responses: token 0 is EOS, and a response ends with it or after MAX_NEW_TOKENS
 
 
 V, MAX_NEW_TOKENS = 3, 3
@@ -59,27 +59,27 @@ IDS, STATES, MASK = all_responses()
 NUM_STATES = int(STATES.max()) + 1
 
 
-def logprobs_of(table):
+def logprobs_of(logits):
     """[Y, R] log-probabilities of all responses under a policy with one row of logits per state; NaN under padding."""
-    return torch.where(MASK, table.log_softmax(-1)[STATES, IDS], torch.nan)
+    return torch.where(MASK, logits.log_softmax(-1)[STATES, IDS], torch.nan)
 
 
-def probabilities(table):
-    return torch.where(MASK, logprobs_of(table), 0).sum(-1).exp()
+def probabilities(logits):
+    return torch.where(MASK, logprobs_of(logits), 0).sum(-1).exp()
 
 
-def expected_weights(table):
-    """Weights that make the sum over all responses an expectation over those of the policy, as sampling would."""
-    return probabilities(table).detach().unsqueeze(-1).expand(MASK.shape)
+def expected_weights(logits):
+    """Weights that make a sum over all responses the expectation over responses of the policy."""
+    return probabilities(logits).detach().unsqueeze(-1).expand(MASK.shape)
 
 
 @pytest.fixture
-def table():
+def logits():
     return draw(NUM_STATES, V, seed=11)
 
 
 @pytest.fixture
-def ref_table():
+def ref_logits():
     return draw(NUM_STATES, V, seed=12)
 
 
@@ -88,132 +88,130 @@ def score():
     return draw(len(IDS), seed=13)
 
 
-def test_the_enumerated_responses_have_probability_1_in_total(table):
+def test_the_enumerated_responses_have_probability_1_in_total(logits):
     assert len({tuple(row.tolist()) for row in IDS}) == len(IDS) == 1 + 2 + 4 + 8
-    close(probabilities(table).sum(), 1.0)
+    close(probabilities(logits).sum(), 1.0)
 
 
-def reach(table):
-    """[S] expected number of visits to each state in one response of the policy."""
-    weights = expected_weights(table)
+def expected_visits(logits):
+    """[S] the expected number of visits to each state in one response of the policy."""
+    weights = expected_weights(logits)
     return torch.zeros(NUM_STATES, dtype=torch.float64).index_put((STATES[MASK],), weights[MASK], accumulate=True)
 
 
-def kl_of_states(p_table, q_table):
-    p, q = p_table.log_softmax(-1), q_table.log_softmax(-1)
+def kl_of_states(p_logits, q_logits):
+    p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
-def sequence_kl(table, ref_table):
-    log_ratio = torch.where(MASK, logprobs_of(table) - logprobs_of(ref_table), 0).sum(-1)
-    return (probabilities(table) * log_ratio).sum()
+def sequence_kl(logits, ref_logits):
+    log_ratio = torch.where(MASK, logprobs_of(logits) - logprobs_of(ref_logits), 0).sum(-1)
+    return (probabilities(logits) * log_ratio).sum()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_k1_and_k3_add_up_to_the_kl_of_whole_responses_on_average(table, ref_table, estimator):
-    kl = kl_estimate(logprobs_of(table), logprobs_of(ref_table), estimator=estimator)
-    expected = kl_loss(kl, MASK, weights=expected_weights(table))[0]
-    close(expected, sequence_kl(table, ref_table))
-    close(expected, (reach(table) * kl_of_states(table, ref_table)).sum())
+def test_the_expected_sum_of_k1_and_k3_is_the_kl_of_whole_responses(logits, ref_logits, estimator):
+    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator=estimator)
+    mean_kl = kl_loss(kl, MASK, weights=expected_weights(logits))[0]
+    close(mean_kl, sequence_kl(logits, ref_logits))
+    close(mean_kl, (expected_visits(logits) * kl_of_states(logits, ref_logits)).sum())
 
 
 @pytest.mark.parametrize("estimator", ["k2", "abs"])
-def test_k2_and_abs_are_biased(table, ref_table, estimator):
-    kl = kl_estimate(logprobs_of(table), logprobs_of(ref_table), estimator=estimator)
-    assert abs(kl_loss(kl, MASK, weights=expected_weights(table))[0] - sequence_kl(table, ref_table)) > 0.1
+def test_k2_and_abs_are_biased(logits, ref_logits, estimator):
+    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator=estimator)
+    assert abs(kl_loss(kl, MASK, weights=expected_weights(logits))[0] - sequence_kl(logits, ref_logits)) > 0.1
 
 
-def expected_kl_gradient(table, ref_table, estimator):
+def expected_kl_gradient(logits, ref_logits, estimator):
     """The expected gradient of the KL loss with respect to the logits, over responses of the policy."""
 
-    def loss(table):
+    def loss(logits):
         if estimator == "full":
-            kl = kl_full(table, ref_table)[STATES]
+            kl = kl_full(logits, ref_logits)[STATES]
         else:
-            kl = kl_estimate(logprobs_of(table), logprobs_of(ref_table), estimator=estimator)
-        return kl_loss(kl, MASK, weights=expected_weights(table))[0]
+            kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator=estimator)
+        return kl_loss(kl, MASK, weights=expected_weights(logits))[0]
 
-    return gradient_of(loss, table)
+    return gradient_of(loss, logits)
 
 
-def test_the_gradient_of_k1_is_0_on_average(table, ref_table):
-    close(expected_kl_gradient(table, ref_table, "k1"), torch.zeros(NUM_STATES, V))
+def test_the_expected_gradient_of_k1_is_0(logits, ref_logits):
+    close(expected_kl_gradient(logits, ref_logits, "k1"), torch.zeros(NUM_STATES, V))
 
 
 @pytest.mark.parametrize("estimator", ["k2", "full"])
-def test_the_gradient_of_k2_and_full_is_that_of_the_kl_with_the_states_held(table, ref_table, estimator):
-    frozen = reach(table)
-    wanted = gradient_of(lambda table: (frozen * kl_of_states(table, ref_table)).sum(), table)
-    close(expected_kl_gradient(table, ref_table, estimator), wanted)
-    assert (wanted - gradient_of(lambda table: sequence_kl(table, ref_table), table)).abs().max() > 0.1
+def test_the_gradient_of_k2_and_full_is_that_of_the_kl_with_fixed_states(logits, ref_logits, estimator):
+    visits = expected_visits(logits)
+    expected = gradient_of(lambda logits: (visits * kl_of_states(logits, ref_logits)).sum(), logits)
+    close(expected_kl_gradient(logits, ref_logits, estimator), expected)
+    assert (expected - gradient_of(lambda logits: sequence_kl(logits, ref_logits), logits)).abs().max() > 0.1
 
 
-def test_the_gradient_of_k3_is_that_of_the_kl_the_other_way_round(table, ref_table):
-    frozen = reach(table)
-    wanted = gradient_of(lambda table: (frozen * kl_of_states(ref_table, table)).sum(), table)
-    close(expected_kl_gradient(table, ref_table, "k3"), wanted)
-    assert (wanted - expected_kl_gradient(table, ref_table, "k2")).abs().max() > 0.05
+def test_the_gradient_of_k3_is_that_of_the_kl_from_ref_to_policy(logits, ref_logits):
+    visits = expected_visits(logits)
+    expected = gradient_of(lambda logits: (visits * kl_of_states(ref_logits, logits)).sum(), logits)
+    close(expected_kl_gradient(logits, ref_logits, "k3"), expected)
+    assert (expected - expected_kl_gradient(logits, ref_logits, "k2")).abs().max() > 0.05
 
 
-def test_the_gradient_of_the_sequence_k2_is_that_of_the_kl_of_whole_responses(table, ref_table):
-    def loss(table):
-        return sequence_k2_loss(logprobs_of(table), logprobs_of(ref_table), MASK, weights=expected_weights(table))[0]
+def test_the_gradient_of_the_sequence_k2_is_that_of_the_kl_of_whole_responses(logits, ref_logits):
+    def loss(logits):
+        return sequence_k2_loss(logprobs_of(logits), logprobs_of(ref_logits), MASK, weights=expected_weights(logits))[0]
 
-    close(gradient_of(loss, table), gradient_of(lambda table: sequence_kl(table, ref_table), table))
+    close(gradient_of(loss, logits), gradient_of(lambda logits: sequence_kl(logits, ref_logits), logits))
 
 
-def test_policy_gradient_of_the_expected_score_whatever_is_subtracted_from_it(table, score):
-    wanted = gradient_of(lambda table: -(probabilities(table) * score).sum(), table)
+def test_the_policy_gradient_is_that_of_the_expected_score_with_any_baseline(logits, score):
+    expected = gradient_of(lambda logits: -(probabilities(logits) * score).sum(), logits)
     for baseline in (0.0, 3.0):
 
-        def loss(table, baseline=baseline):
-            logprobs, advantages = logprobs_of(table), spread(score - baseline, MASK)
-            weights = expected_weights(table)
+        def loss(logits, baseline=baseline):
+            logprobs, advantages = logprobs_of(logits), spread(score - baseline, MASK)
+            weights = expected_weights(logits)
             return policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=weights)[0]
 
-        close(gradient_of(loss, table), wanted)
+        close(gradient_of(loss, logits), expected)
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
-def test_policy_gradient_by_gae_with_the_right_values_is_that_of_the_score_less_the_kl(
-    table, ref_table, score, gae_lambda
-):
+def test_the_policy_gradient_with_gae_and_exact_values_is_that_of_score_minus_kl(logits, ref_logits, score, gae_lambda):
     kl_coef = 0.3
-    kl = kl_estimate(logprobs_of(table), logprobs_of(ref_table), estimator="k1")
+    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator="k1")
     rewards = token_rewards(score, kl, MASK, kl_coef=kl_coef)
-    to_go, p = reward_to_go(rewards, MASK, gamma=1.0), expected_weights(table)
+    to_go, p = reward_to_go(rewards, MASK, gamma=1.0), expected_weights(logits)
     values = torch.zeros(NUM_STATES, dtype=torch.float64)
     values.index_put_((STATES[MASK],), (p * to_go)[MASK], accumulate=True)
-    values /= reach(table)
+    values /= expected_visits(logits)
     advantages, _ = gae(rewards, values[STATES], MASK, gamma=1.0, gae_lambda=gae_lambda)
 
-    def loss(table):
-        logprobs = logprobs_of(table)
+    def loss(logits):
+        logprobs = logprobs_of(logits)
         return policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=p)[0]
 
-    def objective(table):
-        return -(probabilities(table) * score).sum() + kl_coef * sequence_kl(table, ref_table)
+    def objective(logits):
+        return -(probabilities(logits) * score).sum() + kl_coef * sequence_kl(logits, ref_logits)
 
-    close(gradient_of(loss, table), gradient_of(objective, table))
+    close(gradient_of(loss, logits), gradient_of(objective, logits))
 
 
-def best_table(ref_table, score, kl_coef):
-    """Logits of ref_policy * exp(score / kl_coef) / Z per token, by summing over everything that can follow it."""
-    weights = probabilities(ref_table) * (score / kl_coef).exp()
-    table = torch.zeros(NUM_STATES, V, dtype=torch.float64)
-    table.index_put_((STATES[MASK], IDS[MASK]), weights.unsqueeze(-1).expand(MASK.shape)[MASK], accumulate=True)
-    return table.log()
+def best_logits(ref_logits, score, kl_coef):
+    """Logits of the policy ref_policy * exp(score / kl_coef) / Z, by a sum over all responses through each token."""
+    weights = probabilities(ref_logits) * (score / kl_coef).exp()
+    logits = torch.zeros(NUM_STATES, V, dtype=torch.float64)
+    logits.index_put_((STATES[MASK], IDS[MASK]), weights.unsqueeze(-1).expand(MASK.shape)[MASK], accumulate=True)
+    return logits.log()
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "sequence_k2", "k1", "k2", "k3", "full"])
-def test_which_kl_has_the_exact_optimum_as_its_own(ref_table, score, kl_in):
+def test_only_kl_in_the_reward_and_sequence_k2_have_the_exact_optimum(ref_logits, score, kl_in):
     kl_coef = 0.5
-    best = best_table(ref_table, score, kl_coef)
-    wanted = probabilities(ref_table) * (score / kl_coef).exp()
-    close(probabilities(best), wanted / wanted.sum())
+    best = best_logits(ref_logits, score, kl_coef)
+    expected = probabilities(ref_logits) * (score / kl_coef).exp()
+    close(probabilities(best), expected / expected.sum())
 
-    def loss(table):
-        logprobs, ref_logprobs, weights = logprobs_of(table), logprobs_of(ref_table), expected_weights(table)
+    def loss(logits):
+        logprobs, ref_logprobs, weights = logprobs_of(logits), logprobs_of(ref_logits), expected_weights(logits)
         kl = kl_estimate(logprobs, ref_logprobs, estimator="k1")
         rewards = token_rewards(score, kl, MASK, kl_coef=kl_coef if kl_in == "reward" else 0.0)
         advantages = reward_to_go(rewards, MASK, gamma=1.0)
@@ -221,7 +219,7 @@ def test_which_kl_has_the_exact_optimum_as_its_own(ref_table, score, kl_in):
         if kl_in == "sequence_k2":
             total = total + kl_coef * sequence_k2_loss(logprobs, ref_logprobs, MASK, weights=weights)[0]
         elif kl_in == "full":
-            total = total + kl_coef * kl_loss(kl_full(table, ref_table)[STATES], MASK, weights=weights)[0]
+            total = total + kl_coef * kl_loss(kl_full(logits, ref_logits)[STATES], MASK, weights=weights)[0]
         elif kl_in != "reward":
             kl = kl_estimate(logprobs, ref_logprobs, estimator=kl_in)
             total = total + kl_coef * kl_loss(kl, MASK, weights=weights)[0]
@@ -234,44 +232,46 @@ def test_which_kl_has_the_exact_optimum_as_its_own(ref_table, score, kl_in):
         assert slope > 0.01
 
 
-def test_the_kl_of_the_penalty_and_its_gradient_are_right_on_samples_of_the_old_policy(table):
-    old = table + draw(NUM_STATES, V, seed=14)
-    p, nothing = expected_weights(old), torch.zeros(MASK.shape, dtype=torch.float64)
+def test_the_kl_penalty_and_its_gradient_are_unbiased_on_samples_of_the_old_policy(logits):
+    old = logits + draw(NUM_STATES, V, seed=14)
+    weights, no_advantages = expected_weights(old), torch.zeros(MASK.shape, dtype=torch.float64)
 
-    def expected_kl(table):
-        return penalty_loss(logprobs_of(table), logprobs_of(old), nothing, MASK, policy_kl_coef=1.0, weights=p)[0]
+    def expected_kl(logits):
+        return penalty_loss(
+            logprobs_of(logits), logprobs_of(old), no_advantages, MASK, policy_kl_coef=1.0, weights=weights
+        )[0]
 
-    def kl(table):
-        return (reach(old) * kl_of_states(old, table)).sum()
+    def kl(logits):
+        return (expected_visits(old) * kl_of_states(old, logits)).sum()
 
-    assert kl(table) > 0.1
-    close(expected_kl(table), kl(table))
-    close(gradient_of(expected_kl, table), gradient_of(kl, table))
+    assert kl(logits) > 0.1
+    close(expected_kl(logits), kl(logits))
+    close(gradient_of(expected_kl, logits), gradient_of(kl, logits))
 
-    def k3_the_wrong_way_round(table):
-        return kl_loss(kl_estimate(logprobs_of(table), logprobs_of(old), estimator="k3"), MASK, weights=p)[0]
+    def k3_the_wrong_way_round(logits):
+        return kl_loss(kl_estimate(logprobs_of(logits), logprobs_of(old), estimator="k3"), MASK, weights=weights)[0]
 
-    assert abs(k3_the_wrong_way_round(table) - kl(table)) > 0.03
-    assert (gradient_of(k3_the_wrong_way_round, table) - gradient_of(kl, table)).abs().max() > 0.03
+    assert abs(k3_the_wrong_way_round(logits) - kl(logits)) > 0.03
+    assert (gradient_of(k3_the_wrong_way_round, logits) - gradient_of(kl, logits)).abs().max() > 0.03
 
 
-# ---- importance of older samples
+# ---- importance weights of older samples
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_truncated_importance(garbage):
     batch, mask = response_batch(["logprobs", "behavior_logprobs"])
     wide, wide_mask = padded_with(batch, mask, garbage)
-    found = truncated_importance(wide["logprobs"].requires_grad_(), wide["behavior_logprobs"], wide_mask, cap=1.3)
-    assert not found.requires_grad
-    wanted = torch.zeros(wide_mask.shape, dtype=torch.float64)
+    weights = truncated_importance(wide["logprobs"].requires_grad_(), wide["behavior_logprobs"], wide_mask, cap=1.3)
+    assert not weights.requires_grad
+    expected = torch.zeros(wide_mask.shape, dtype=torch.float64)
     for index in real_tokens(mask):
-        wanted[index] = min(math.exp(float(batch["logprobs"][index] - batch["behavior_logprobs"][index])), 1.3)
-    close(found, wanted)
-    assert 0 < (wanted == 1.3).sum() < len(real_tokens(mask))
+        expected[index] = min(math.exp(float(batch["logprobs"][index] - batch["behavior_logprobs"][index])), 1.3)
+    close(weights, expected)
+    assert 0 < (expected == 1.3).sum() < len(real_tokens(mask))
 
 
-def test_without_a_cap_the_decoupled_objective_is_that_of_the_newest_policy():
+def test_without_a_cap_the_decoupled_objective_is_that_of_the_new_policy():
     behavior, logprobs, new = (draw(5, seed=seed).log_softmax(-1) for seed in (1, 2, 3))
     advantages, mask = draw(5, seed=4), torch.ones(5, dtype=torch.bool)
     corrected = advantages * truncated_importance(logprobs, behavior, mask, cap=math.inf)
@@ -279,14 +279,14 @@ def test_without_a_cap_the_decoupled_objective_is_that_of_the_newest_policy():
     close(loss, -(new.exp() * advantages).sum())
 
 
-# ---- what is added to the loss of the policy
+# ---- terms added to the policy loss
 
 
-@pytest.mark.parametrize(("ptx_mode", "wanted", "slopes"), [("additive", 5.0, (1, 0.5)), ("convex", 3.5, (0.5, 0.5))])
-def test_mixed_loss(ptx_mode, wanted, slopes):
+@pytest.mark.parametrize(("ptx_mode", "expected", "slopes"), [("additive", 5.0, (1, 0.5)), ("convex", 3.5, (0.5, 0.5))])
+def test_mixed_loss(ptx_mode, expected, slopes):
     policy, lm = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
     loss = mixed_loss(policy, lm, ptx_coef=0.5, ptx_mode=ptx_mode)
-    assert loss == wanted
+    assert loss == expected
     assert torch.autograd.grad(loss, (policy, lm)) == slopes
     assert mixed_loss(policy, lm, ptx_coef=0.25, ptx_mode="convex") == 3.25
     assert mixed_loss(policy, lm, ptx_coef=0.0, ptx_mode=ptx_mode) == policy
@@ -297,7 +297,7 @@ def test_an_unknown_ptx_mode_is_refused():
         mixed_loss(torch.zeros(()), torch.zeros(()), ptx_coef=1.0, ptx_mode="both")
 
 
-def test_a_step_along_the_bonus_raises_the_entropy():
+def test_a_step_along_the_gradient_of_the_bonus_raises_the_entropy():
     logits, mask = draw(2, 4, 5, seed=1), length_mask([4, 2])
 
     def bonus(logits):
@@ -324,22 +324,22 @@ def aggregate_by_loops(x, mask, aggregation, max_new_tokens):
 @pytest.mark.parametrize("sizes", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
 def test_weighted_losses_of_microbatches_add_up_to_the_aggregate(aggregation, sizes):
     batch, mask = response_batch(["x"])
-    wanted = aggregate_by_loops(batch["x"], mask, aggregation, max_new_tokens=9)
+    expected = aggregate_by_loops(batch["x"], mask, aggregation, max_new_tokens=9)
     wide, wide_mask = padded_with(batch, mask, math.nan)
-    found = 0.0
-    for x, part in zip(wide["x"].split(sizes), wide_mask.split(sizes), strict=True):
+    total = 0.0
+    for x, part_mask in zip(wide["x"].split(sizes), wide_mask.split(sizes), strict=True):
         weights = loss_weights(
-            part,
+            part_mask,
             aggregation=aggregation,
             num_tokens=torch.tensor(sum(LENGTHS)),
             num_sequences=torch.tensor(len(LENGTHS)),
             max_new_tokens=9,
             dtype=torch.float64,
         )
-        assert weights.shape == part.shape
-        assert (weights[~part] == 0).all()
-        found += kl_loss(x, part, weights=weights)[0]
-    close(found, wanted)
+        assert weights.shape == part_mask.shape
+        assert (weights[~part_mask] == 0).all()
+        total += kl_loss(x, part_mask, weights=weights)[0]
+    close(total, expected)
 
 
 def test_weights_are_float32_and_a_row_without_real_tokens_has_none():
@@ -364,10 +364,10 @@ def test_weights_change_the_loss_and_not_the_stats(name):
         "sequence_k2": lambda **options: sequence_k2_loss(batch["a"], batch["b"], mask, **options),
         "entropy": lambda **options: entropy_bonus(batch["a"], mask, **options),
     }[name]
-    numbers = {"num_tokens": sum(LENGTHS), "num_sequences": len(LENGTHS), "max_new_tokens": 7}
+    totals = {"num_tokens": sum(LENGTHS), "num_sequences": len(LENGTHS), "max_new_tokens": 7}
     plain, plain_stats = function()
     for aggregation in ("token", "sequence"):
-        weights = loss_weights(mask, aggregation=aggregation, dtype=torch.float64, **numbers)
+        weights = loss_weights(mask, aggregation=aggregation, dtype=torch.float64, **totals)
         loss, stats = function(weights=weights)
         assert stats.keys() == plain_stats.keys()
         for key, value in stats.items():
@@ -386,12 +386,12 @@ def test_weights_change_the_loss_and_not_the_stats(name):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_kl_full(temperature):
     logits, ref_logits = draw(2, 3, 5, seed=1, scale=2.0), draw(2, 3, 5, seed=2, scale=2.0)
-    found = kl_full(logits, ref_logits, temperature=temperature)
-    assert found.shape == (2, 3)
+    actual = kl_full(logits, ref_logits, temperature=temperature)
+    assert actual.shape == (2, 3)
     for index in itertools.product(range(2), range(3)):
         p, q = ([math.exp(x / temperature) for x in of[index].tolist()] for of in (logits, ref_logits))
         p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
-        close(found[index], sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        close(actual[index], sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
     weights = draw(2, 3, seed=3)
 
     def weighted(logits):
@@ -400,7 +400,7 @@ def test_kl_full(temperature):
     close(gradient_of(weighted, logits), finite_differences(weighted, logits), 1e-7)
 
 
-def test_kl_full_is_0_between_equals_and_a_constant_moves_nothing():
+def test_kl_full_is_0_for_equal_distributions_and_ignores_an_added_constant():
     logits = draw(4, 6, seed=1)
     close(kl_full(logits, logits + 3.0), torch.zeros(4))
     assert not kl_full(logits, logits.clone().requires_grad_()).requires_grad
@@ -409,18 +409,18 @@ def test_kl_full_is_0_between_equals_and_a_constant_moves_nothing():
 def test_kl_full_of_tokens_that_cannot_be_sampled():
     inf = math.inf
     p, q = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    wanted = float((p * (p / q).log()).sum())
-    neither = torch.tensor([-inf], dtype=torch.float64)
-    logits, ref_logits = torch.cat([p.log(), neither]), torch.cat([q.log(), neither])
-    close(kl_full(logits, ref_logits), wanted)
+    expected = float((p * (p / q).log()).sum())
+    impossible = torch.tensor([-inf], dtype=torch.float64)
+    logits, ref_logits = torch.cat([p.log(), impossible]), torch.cat([q.log(), impossible])
+    close(kl_full(logits, ref_logits), expected)
     gradient = gradient_of(lambda x: kl_full(x, ref_logits), logits)
     close(gradient[:2], gradient_of(lambda x: kl_full(x, q.log()), p.log()))
     assert gradient[2] == 0
-    # Only the policy can't: 0 for it; q's share for it stays in q.
+    # Impossible for the policy only: its term is 0, and the reference keeps its probability.
     only_ref = torch.tensor([0.3, 0.2, 0.5], dtype=torch.float64)
     close(kl_full(logits, only_ref.log()), float((p * (p / only_ref[:2]).log()).sum()))
     assert gradient_of(lambda x: kl_full(x, only_ref.log()), logits).isfinite().all()
-    # Only the reference can't: inf, also where the probability is 0 in floating point, and no nan beside it.
+    # Impossible for the reference only: inf, even if the policy's probability is 0 in floating point. No row is NaN.
     both = torch.stack([only_ref.log(), logits, torch.tensor([0.0, 0.0, -1e4], dtype=torch.float64)])
     assert kl_full(both, ref_logits.expand(3, 3)).isinf().tolist() == [True, False, True]
     assert not gradient_of(lambda x: kl_full(x, ref_logits.expand(3, 3))[1], both).isnan().any()
@@ -429,9 +429,9 @@ def test_kl_full_of_tokens_that_cannot_be_sampled():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_kl_full_is_computed_in_float32_at_least(dtype):
     logits, ref_logits = (4 * draw(3, 6, seed=2)).to(dtype), (4 * draw(3, 6, seed=3)).to(dtype)
-    found = kl_full(logits, ref_logits, temperature=0.9)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close(found, kl_full(logits.double(), ref_logits.double(), temperature=0.9), 1e-5)
+    actual = kl_full(logits, ref_logits, temperature=0.9)
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    close(actual, kl_full(logits.double(), ref_logits.double(), temperature=0.9), 1e-5)
 
 
 def test_kl_full_survives_extreme_logits():
@@ -442,15 +442,15 @@ def test_kl_full_survives_extreme_logits():
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_dense_rewards_are_added_where_the_tokens_are_real(garbage):
+def test_dense_rewards_are_added_at_real_tokens_only(garbage):
     batch, mask = response_batch(["kl", "dense"])
     score = draw(4, seed=5)
     wide, wide_mask = padded_with(batch, mask, garbage)
     dense = wide["dense"].requires_grad_()
-    found = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1, dense=dense)
-    assert not found.requires_grad
-    close(found[:, :5], token_rewards(score, batch["kl"], mask, kl_coef=0.1) + batch["dense"].where(mask, 0))
-    assert (found[~wide_mask] == 0).all()
+    actual = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1, dense=dense)
+    assert not actual.requires_grad
+    close(actual[:, :5], token_rewards(score, batch["kl"], mask, kl_coef=0.1) + batch["dense"].where(mask, 0))
+    assert (actual[~wide_mask] == 0).all()
 
 
 @pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
@@ -460,11 +460,11 @@ def test_value_lambda_is_the_lambda_of_the_returns_only(garbage):
     inputs = wide["rewards"], wide["values"], wide_mask
     advantages, returns = gae(*inputs, gamma=0.9, gae_lambda=0.7, value_lambda=0.4)
     close(advantages[:, :5], gae_by_sums(batch["rewards"], batch["values"], mask, 0.9, 0.7))
-    wanted = gae_by_sums(batch["rewards"], batch["values"], mask, 0.9, 0.4) + batch["values"].where(mask, 0)
-    close(returns[:, :5], wanted)
+    expected = gae_by_sums(batch["rewards"], batch["values"], mask, 0.9, 0.4) + batch["values"].where(mask, 0)
+    close(returns[:, :5], expected)
     assert (returns[~wide_mask] == 0).all()
     zero = gae(*inputs, gamma=0.9, gae_lambda=0.7, value_lambda=0.0)[1]
-    assert not torch.equal(zero, gae(*inputs, gamma=0.9, gae_lambda=0.7)[1])  # 0 isn't taken for None
+    assert not torch.equal(zero, gae(*inputs, gamma=0.9, gae_lambda=0.7)[1])  # 0 does not mean None
     monte_carlo = gae(*inputs, gamma=0.9, gae_lambda=0.7, value_lambda=1.0)[1]
     close(monte_carlo, reward_to_go(wide["rewards"], wide_mask, gamma=0.9))
 
@@ -474,17 +474,19 @@ def test_value_lambda_is_the_lambda_of_the_returns_only(garbage):
 def test_reward_to_go(gamma, garbage):
     batch, _ = response_batch(["rewards"])
     mask = length_mask(LENGTHS)
-    mask[0, 2] = False  # a hole is as if its token weren't there
-    wanted = torch.zeros(mask.shape, dtype=torch.float64)
+    mask[0, 2] = False  # a hole counts as no token
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
     for b in range(len(mask)):
-        places = [t for t in range(mask.shape[1]) if mask[b, t]]
-        for i, t in enumerate(places):
-            wanted[b, t] = sum(gamma**k * float(batch["rewards"][b, places[i + k]]) for k in range(len(places) - i))
+        positions = [t for t in range(mask.shape[1]) if mask[b, t]]
+        for i, t in enumerate(positions):
+            expected[b, t] = sum(
+                gamma**k * float(batch["rewards"][b, positions[i + k]]) for k in range(len(positions) - i)
+            )
     wide, wide_mask = padded_with(batch, mask, garbage)
-    found = reward_to_go(wide["rewards"].requires_grad_(), wide_mask, gamma=gamma)
-    assert not found.requires_grad
-    close(found[:, :5], wanted)
-    assert (found[~wide_mask] == 0).all()
+    actual = reward_to_go(wide["rewards"].requires_grad_(), wide_mask, gamma=gamma)
+    assert not actual.requires_grad
+    close(actual[:, :5], expected)
+    assert (actual[~wide_mask] == 0).all()
 
 
 def group_by_loops(totals, n, baseline, eps):
@@ -508,24 +510,24 @@ BASELINES = ["rloo", "grpo", "dr_grpo"]
 @pytest.mark.parametrize("n", [2, 3, 6])
 def test_group_advantages(baseline, n):
     totals = draw(12, seed=1)
-    found = group_advantages(totals.requires_grad_(), samples_per_prompt=n, baseline=baseline)
-    assert not found.requires_grad
-    close(found, group_by_loops(totals.tolist(), n, baseline, 1e-6))
+    actual = group_advantages(totals.requires_grad_(), samples_per_prompt=n, baseline=baseline)
+    assert not actual.requires_grad
+    close(actual, group_by_loops(totals.tolist(), n, baseline, 1e-6))
     close(
         group_advantages(totals, samples_per_prompt=n, baseline=baseline, eps=0.1),
         group_by_loops(totals.tolist(), n, baseline, 0.1),
     )
-    close(found.view(-1, n).sum(-1), torch.zeros(12 // n))
+    close(actual.view(-1, n).sum(-1), torch.zeros(12 // n))
     # Prompts in another order, and responses in another order within each.
     groups = totals.detach().view(-1, n)
     shuffled = group_advantages(groups.flip(0, 1).reshape(-1), samples_per_prompt=n, baseline=baseline)
-    close(shuffled.view(-1, n).flip(0, 1).reshape(-1), found)
-    # One prompt's responses play no part in another's advantages.
+    close(shuffled.view(-1, n).flip(0, 1).reshape(-1), actual)
+    # The responses to one prompt have no influence on the advantages of another.
     changed = groups.clone()
     changed[0] += torch.arange(n)
-    again = group_advantages(changed.reshape(-1), samples_per_prompt=n, baseline=baseline)
-    assert torch.equal(again[n:], found[n:])
-    assert (again[:n] != found[:n]).any()
+    with_change = group_advantages(changed.reshape(-1), samples_per_prompt=n, baseline=baseline)
+    assert torch.equal(with_change[n:], actual[n:])
+    assert (with_change[:n] != actual[:n]).any()
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -534,10 +536,10 @@ def test_group_advantages(baseline, n):
 def test_a_group_of_equal_totals_has_advantage_0(baseline, value, n):
     for dtype in (torch.float32, torch.float64):
         totals = torch.cat([torch.full((n,), value, dtype=dtype), torch.arange(n, dtype=dtype)])
-        found = group_advantages(totals, samples_per_prompt=n, baseline=baseline)
-        assert found[:n].tolist() == [0.0] * n
-        assert found[n:].any()
-        assert found.dtype == dtype
+        actual = group_advantages(totals, samples_per_prompt=n, baseline=baseline)
+        assert actual[:n].tolist() == [0.0] * n
+        assert actual[n:].any()
+        assert actual.dtype == dtype
 
 
 def test_invalid_groups_are_refused():
@@ -549,32 +551,32 @@ def test_invalid_groups_are_refused():
         group_advantages(torch.zeros(4), samples_per_prompt=2, baseline="best")
 
 
-def test_spread_gives_each_token_the_whole_advantage():
+def test_spread_gives_each_token_the_advantage_of_its_response():
     advantages = draw(4, seed=1).requires_grad_()
-    found = spread(advantages, length_mask(LENGTHS))
-    assert not found.requires_grad
+    actual = spread(advantages, length_mask(LENGTHS))
+    assert not actual.requires_grad
     for b, t in itertools.product(range(4), range(5)):
-        assert found[b, t] == (advantages[b] if t < LENGTHS[b] else 0)
+        assert actual[b, t] == (advantages[b] if t < LENGTHS[b] else 0)
 
 
 # ---- controllers
 
 
 @pytest.mark.parametrize(
-    ("kl", "wanted"),
+    ("kl", "expected"),
     [
         (6.0, 0.2),  # at the target
         (6.6, 0.2 * (1 + 0.1 * 0.5)),  # 10 % above
         (5.4, 0.2 * (1 - 0.1 * 0.5)),
         (7.2, 0.2 * (1 + 0.2 * 0.5)),
-        (60.0, 0.2 * (1 + 0.2 * 0.5)),  # no more than 20 %
+        (60.0, 0.2 * (1 + 0.2 * 0.5)),  # at most 20 %
         (math.inf, 0.2 * (1 + 0.2 * 0.5)),
         (0.1, 0.2 * (1 - 0.2 * 0.5)),
-        (-9.0, 0.2 * (1 - 0.2 * 0.5)),  # far below the target, not as far above it
+        (-9.0, 0.2 * (1 - 0.2 * 0.5)),  # a negative KL is below the target
     ],
 )
-def test_adaptive_kl_coef(kl, wanted):
-    close(adaptive_kl_coef(0.2, kl, target=6.0, horizon=1000, num_episodes=500), wanted)
+def test_adaptive_kl_coef(kl, expected):
+    close(adaptive_kl_coef(0.2, kl, target=6.0, horizon=1000, num_episodes=500), expected)
 
 
 def test_adaptive_kl_coef_counts_episodes_and_stays_above_0():
@@ -583,17 +585,17 @@ def test_adaptive_kl_coef_counts_episodes_and_stays_above_0():
     assert adaptive_kl_coef(0.2, 0.0, target=6.0, horizon=100, num_episodes=1000) == 0.0
     assert math.isnan(adaptive_kl_coef(0.2, math.nan, target=6.0, horizon=100, num_episodes=10))
     coef = 1.0
-    for _ in range(500):  # 5 * horizon episodes, always too much KL: about e times as much
+    for _ in range(500):  # 5 * horizon episodes, always too much KL: the coefficient grows by a factor of about e
         coef = adaptive_kl_coef(coef, 99.0, target=6.0, horizon=1000, num_episodes=10)
     assert coef == pytest.approx(math.e, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("kl", "wanted"),
+    ("kl", "expected"),
     [(0.0, 1.5), (0.0199, 1.5), (0.0201, 3.0), (0.03, 3.0), (0.0449, 3.0), (0.0451, 6.0), (9.0, 6.0), (math.nan, 3.0)],
 )
-def test_adaptive_policy_kl_coef(kl, wanted):
-    assert adaptive_policy_kl_coef(3.0, kl, target=0.03) == wanted
+def test_adaptive_policy_kl_coef(kl, expected):
+    assert adaptive_policy_kl_coef(3.0, kl, target=0.03) == expected
 
 
 # ---- shaping of the score
@@ -611,11 +613,11 @@ def test_length_penalty():
 @pytest.mark.parametrize(("max_new_tokens", "buffer"), [(10, 4), (10, 10), (10, 1), (16384, 4096)])
 def test_overlong_penalty(max_new_tokens, buffer):
     lengths = [1, max_new_tokens - buffer, max_new_tokens - buffer + 1, max_new_tokens - 1, max_new_tokens]
-    found = overlong_penalty(torch.tensor(lengths), max_new_tokens=max_new_tokens, buffer=buffer, penalty=0.5)
-    for length, value in zip(lengths, found.tolist(), strict=True):
+    actual = overlong_penalty(torch.tensor(lengths), max_new_tokens=max_new_tokens, buffer=buffer, penalty=0.5)
+    for length, value in zip(lengths, actual.tolist(), strict=True):
         over = length - (max_new_tokens - buffer)
         assert value == pytest.approx(0.5 * over / buffer if over > 0 else 0.0, rel=1e-6)
-    assert found[-1] == 0.5
+    assert actual[-1] == 0.5
     beyond = torch.tensor([max_new_tokens + buffer])
     assert overlong_penalty(beyond, max_new_tokens=max_new_tokens, buffer=buffer, penalty=0.5) == 0.5
 
@@ -626,9 +628,9 @@ def test_an_overlong_buffer_of_0_is_refused():
 
 
 def test_missing_eos():
-    found = missing_eos(torch.tensor([True, False, True]), penalty=3.0)
-    assert found.tolist() == [0.0, 3.0, 0.0]
-    assert found.dtype == torch.float32
+    actual = missing_eos(torch.tensor([True, False, True]), penalty=3.0)
+    assert actual.tolist() == [0.0, 3.0, 0.0]
+    assert actual.dtype == torch.float32
 
 
 # ---- moments and averages
@@ -644,20 +646,20 @@ def batches_merged(x, sizes):
 
 @pytest.mark.parametrize("sizes", [[20], [1] * 20, [3, 0, 17], [10, 10], [0, 19, 1, 0]])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_moments_are_those_of_all_numbers_however_they_are_split(sizes, offset):
+def test_moments_do_not_depend_on_the_split_into_batches(sizes, offset):
     x = offset + draw(20, seed=1)
-    found = batches_merged(x, sizes)
-    assert found.count == 20
+    actual = batches_merged(x, sizes)
+    assert actual.count == 20
     mean = math.fsum(x.tolist()) / 20
     squares = math.fsum((value - mean) ** 2 for value in x.tolist())
     tolerance = 1e-12 if offset == 0 else 1e-9
-    close(found.mean, mean)
-    close(found.squared_deviations, squares, tolerance)
-    close(found.var, squares / 20, tolerance)
-    close(found.std, math.sqrt(squares / 19), tolerance)
+    close(actual.mean, mean)
+    close(actual.squared_deviations, squares, tolerance)
+    close(actual.var, squares / 20, tolerance)
+    close(actual.std, math.sqrt(squares / 19), tolerance)
     backwards = batches_merged(x.flip(0), sizes[::-1])
-    close(backwards.mean, found.mean)
-    close(backwards.std, found.std, tolerance)
+    close(backwards.mean, actual.mean)
+    close(backwards.std, actual.std, tolerance)
 
 
 def test_moments_of_too_few_numbers():
@@ -667,16 +669,16 @@ def test_moments_of_too_few_numbers():
     assert (one.count, one.mean, one.var, one.std) == (1, 5.0, 0.0, 1.0)
     equal = moments_of(torch.tensor([5.0, 5.0]))
     assert (equal.var, equal.std) == (0.0, 0.0)
-    assert merge(Moments(), 0, math.nan, math.nan) == Moments()  # the mean of nothing plays no part
+    assert merge(Moments(), 0, math.nan, math.nan) == Moments()  # the mean of an empty batch has no influence
     with pytest.raises(FrozenInstanceError):
         one.mean = 3.0
 
 
 def test_moments_of_float32_are_computed_in_float64():
     x = 1e4 + draw(1000, seed=1).float()
-    found = moments_of(x)
-    close(found.mean, math.fsum(x.tolist()) / 1000, 1e-14)
-    close(found.var, math.fsum((value - found.mean) ** 2 for value in x.tolist()) / 1000)
+    actual = moments_of(x)
+    close(actual.mean, math.fsum(x.tolist()) / 1000, 1e-14)
+    close(actual.var, math.fsum((value - actual.mean) ** 2 for value in x.tolist()) / 1000)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])

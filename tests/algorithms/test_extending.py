@@ -1,4 +1,4 @@
-"""docs/extending.md: its diffs apply and run, and a name without them fails type checking and at run time."""
+"""The diffs of docs/extending.md apply and run. A name that is added alone fails type checking and at run time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 PAGE = ROOT / "docs/extending.md"
 CHECKED = ("stages/ppo.py", "rlhf_cli/algorithms", "rlhf_cli/config/ppo.py", "rlhf_cli/config/ppo_update.py")
-"""What mypy reads: every dispatch over a name of names.py is in here or in FURTHER."""
+"""Files that mypy checks. Every dispatch over a name of names.py is in these or in FURTHER."""
 FURTHER = (
     "rlhf_cli/config/base.py",
     "rlhf_cli/ppo/setup.py",
@@ -35,7 +35,7 @@ NEW_NAMES = {
     "PtxMode": {"rlhf_cli/algorithms/policy.py"},
     "PairwiseLoss": {"rlhf_cli/algorithms/reward_model.py"},
 }
-"""Each Literal of names.py, and the files that mypy must report if a name is added to it and nowhere else."""
+"""Each Literal of names.py, and the files that mypy must report if a name is added to the Literal only."""
 
 
 def copy_of_code(folder: Path) -> Path:
@@ -45,7 +45,7 @@ def copy_of_code(folder: Path) -> Path:
 
 
 def apply(diff: str, folder: Path, only: str = "") -> None:
-    """Apply a unified diff: each hunk's old lines must be in the file exactly once. `only`: the files to change."""
+    """Apply a unified diff to the files whose name contains `only`. The old lines of a hunk must occur exactly once."""
     for part in re.split(r"^--- a/\S+\n", diff, flags=re.M)[1:]:
         name = part.split("\n", 1)[0].removeprefix("+++ b/")
         if only not in name:
@@ -54,7 +54,7 @@ def apply(diff: str, folder: Path, only: str = "") -> None:
         for hunk in re.split(r"^@@ .*\n", part, flags=re.M)[1:]:
             lines = [line or " " for line in hunk.rstrip("\n").split("\n")]
             old, new = ("\n".join(x[1:] for x in lines if x[0] in kept) + "\n" for kept in (" -", " +"))
-            assert text.count(old) == 1, f"a hunk of docs/extending.md does not fit {name}:\n{old}"
+            assert text.count(old) == 1, f"a hunk of docs/extending.md does not match {name}:\n{old}"
             text = text.replace(old, new)
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -73,7 +73,7 @@ def mypy(folder: Path, cache: Path) -> list[str]:
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    # The current directory comes first on sys.path, so this is the copy.
+    # The current directory is first on sys.path, so the code imports the copy.
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env={})
 
 
@@ -111,13 +111,13 @@ def test_the_page_has_two_diffs():
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_of_the_page_applies_type_checks_and_runs(example, tmp_path, cache):
+def test_each_example_applies_and_type_checks_and_runs(example, tmp_path, cache):
     number, code, expected = EXAMPLES[example]
     diff = diffs()[number]
     folder = copy_of_code(tmp_path)
     code = code.format(folder=str(folder)) if "{folder" in code else code
 
-    # The names alone: everything else that the diff changes is what mypy reports, and running it raises.
+    # With only the change of names.py, mypy reports every other file of the diff, and the code raises.
     apply(diff, folder, only="names.py")
     changed = set(re.findall(r"^\+\+\+ b/(\S+)", diff, flags=re.M)) - {"rlhf_cli/algorithms/names.py"}
     assert {error.split(":")[0] for error in mypy(folder, cache)} == changed
@@ -139,7 +139,9 @@ def test_a_name_that_is_added_alone_fails_type_checking(tmp_path):
     path = folder / "rlhf_cli/algorithms/names.py"
     text = path.read_text(encoding="utf-8")
     names = re.findall(r"^(\w+) = Literal\[", text, flags=re.M)
-    assert set(names) == {*NEW_NAMES, "RewardModelLoss"}, "the last one is PairwiseLoss and mse: the RM stage reads it"
+    assert set(names) == {*NEW_NAMES, "RewardModelLoss"}, (
+        "RewardModelLoss is PairwiseLoss and mse, and the RM stage dispatches over it"
+    )
     path.write_text(re.sub(r"^(\w+) = Literal\[", r'\1 = Literal["new \1", ', text, flags=re.M), encoding="utf-8")
     errors = mypy(folder, tmp_path / "cache")
     for name, files in NEW_NAMES.items():

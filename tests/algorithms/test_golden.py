@@ -1,4 +1,4 @@
-"""The formulas against numbers from public implementations; tests/golden/golden.json names the source of each case.
+"""Formulas, compared with numbers from public implementations. tests/golden/golden.json names the source of each case.
 
 Every case is checked by a function below or listed in NOT_OFFERED. Every key of its outputs is checked, except those in
 NOT_A_TARGET.
@@ -29,20 +29,20 @@ from support.paths import TESTS
 CASES = {case["name"]: case for case in json.loads((TESTS / "golden/golden.json").read_text())["cases"]}
 NOT_OFFERED = {
     "variant_trl_score_one_later": "the score is at the last real token, as in TRL <= 0.11 and OpenRLHF",
-    "clip_fraction_by_ratio_only": "policy/clip_fraction counts the tokens whose gradient is cut, not all out of range",
-    "remax_advantages": "its baseline is the score of a greedy response, which the rollout doesn't sample",
+    "clip_fraction_by_ratio_only": "policy/clip_fraction counts tokens with a clipped gradient, not all out of range",
+    "remax_advantages": "its baseline is the score of a greedy response, which the rollout does not sample",
     "rm_softmax_best_of_k": "the reward model learns from pairs, rankings and scores, not from the best of K responses",
-    "rm_tokenwise_deepspeed_chat": "the reward model scores whole responses; the source counts padding, too",
-    "best_of_n_kl": "nothing here samples the best of n",
-    "bradley_terry_and_calibration": "a report on a reward model, not a formula of the training",
+    "rm_tokenwise_deepspeed_chat": "the reward model scores whole responses, and the source counts padding",
+    "best_of_n_kl": "the project has no best-of-n sampling",
+    "bradley_terry_and_calibration": "a report on a reward model, not a formula used in training",
 }
 """Case -> why this project does not have the formula."""
-NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # a wrong value, given for contrast
+NOT_A_TARGET = {("sft_global_token_mean", "mean_of_microbatch_means")}  # a wrong value, listed for contrast
 BOOLS, INTS = {"mask"}, {"labels", "sequence", "actions", "ptx_labels"}
 
 
 def tensors(case):
-    """The inputs of a case: float64 tensors that carry a gradient, bool masks, int ids, plain numbers."""
+    """The inputs of a case: float64 tensors that require a gradient, bool masks, int ids, plain numbers."""
     result = {}
     for key, value in case["inputs"].items():
         if not isinstance(value, list):
@@ -134,7 +134,7 @@ def check_policy_loss(x):
 
 
 def weights_of(mask, aggregation, max_new_tokens=1):
-    """`loss_weights` if this mask is the whole minibatch."""
+    """`loss_weights` of a minibatch with this mask."""
     return loss_weights(
         mask,
         aggregation=aggregation,
@@ -209,7 +209,7 @@ def check_adaptive_policy_kl(x):
 
 
 def group_size(x):
-    """The groups of a case have the same size and adjacent rows."""
+    """The size of the groups of a case. All groups have the same size and adjacent rows."""
     groups = x["group"].tolist()
     size = groups.count(groups[0])
     assert groups == [i // size for i in range(len(groups))]
@@ -446,22 +446,22 @@ def test_every_golden_case_is_checked_or_listed_as_not_offered():
 def test_golden(name):
     case = CASES[name]
     x = tensors(case)
-    found = CHECKS[name](x)
+    actual = CHECKS[name](x)
     targets = {key: value for key, value in case["outputs"].items() if (name, key) not in NOT_A_TARGET}
-    assert not set(targets) - set(found), "the case has an output that is not checked"
+    assert not set(targets) - set(actual), "an output of the case is not checked"
     for key, value in targets.items():
-        wanted = torch.tensor(value, dtype=torch.float64)
-        assert found[key].shape == wanted.shape, key
-        assert key == "n_tokens" or found[key].dtype == torch.float64, key
-        if wanted.ndim == 2 and "mask" in x:
-            assert (found[key][~x["mask"]] == 0).all(), f"{key}: not 0 under padding"
+        expected = torch.tensor(value, dtype=torch.float64)
+        assert actual[key].shape == expected.shape, key
+        assert key == "n_tokens" or actual[key].dtype == torch.float64, key
+        if expected.ndim == 2 and "mask" in x:
+            assert (actual[key][~x["mask"]] == 0).all(), f"{key}: not 0 under padding"
         tolerance = 1e-6 if key.startswith("grad_") else case["tol"]
-        excess = (found[key] - wanted).abs() - tolerance * wanted.abs().clamp(min=1)
-        assert excess.max() <= 0, f"{key}: {found[key]} is not {wanted}"
+        excess = (actual[key] - expected).abs() - tolerance * expected.abs().clamp(min=1)
+        assert excess.max() <= 0, f"{key}: {actual[key]} is not {expected}"
 
 
 def test_golden_rankings():
-    """The case's rankings have different lengths, so they are laid end to end."""
+    """The rankings of the case have different lengths, so they are concatenated."""
     case = CASES["rm_kwise_instructgpt"]
     rankings, outputs = case["inputs"]["scores"], case["outputs"]
     scores = torch.tensor([score for ranking in rankings for score in ranking], dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Fixtures of PPO's tests: a run that needs no earlier stage, a loaded setup, and a recorded run."""
+"""Fixtures for the tests of PPO: a config that needs no earlier stage, a loaded setup, and a recorded run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from support.setup import NO_TEST, config_of, weights_of
 from support.tiny import STOP, merged, read_jsonl
 
 FUNCTIONS = '''
-SEEN = []
+CALLS = []
 
 
 def letters(prompts, responses, rows):
-    """Scores of both signs, different for almost every response. Calls and answers are recorded."""
+    """Scores of both signs that differ for almost every response. CALLS records arguments and scores."""
     values = [len(r) % 7 - 3.0 + 0.25 * r.count("e") for r in responses]
-    SEEN.append({"prompts": prompts, "responses": responses, "rows": rows, "values": values})
+    CALLS.append({"prompts": prompts, "responses": responses, "rows": rows, "values": values})
     return values
 
 
@@ -33,13 +33,13 @@ def ends(prompts, responses, rows):
 
 def tokens(prompts, responses, rows):
     values = [[0.25 * len(text) - 0.5 * (i % 3) for i, text in enumerate(row["tokens"])] for row in rows]
-    SEEN.append({"prompts": prompts, "responses": responses, "rows": rows, "dense": values})
+    CALLS.append({"prompts": prompts, "responses": responses, "rows": rows, "dense": values})
     return values
 
 
 def infinite(prompts, responses, rows):
-    SEEN.append({})
-    return [float("inf") if len(SEEN) > 1 else 0.0 for _ in rows]
+    CALLS.append({})
+    return [float("inf") if len(CALLS) > 1 else 0.0 for _ in rows]
 '''
 
 
@@ -52,7 +52,7 @@ def functions(tmp_path_factory):
 
 @pytest.fixture
 def base(make_model, tokenizer, functions):
-    """A PPO run that needs no earlier stage. About one token in six ends a response."""
+    """Config of a PPO run that needs no earlier stage. About one token in six ends a response."""
     return {
         "policy": {"path": str(make_model("llama"))},
         "rewards": [{"type": "function", "function": f"{functions}:letters"}],
@@ -65,7 +65,7 @@ def base(make_model, tokenizer, functions):
 
 @pytest.fixture
 def start(write_config, base, tmp_path):
-    """A function from config changes to a loaded Setup whose stage is open inside the context."""
+    """A function: config changes -> context manager with a loaded Setup whose stage is open."""
 
     @contextmanager
     def begin(**changes):
@@ -78,55 +78,59 @@ def start(write_config, base, tmp_path):
 
 @pytest.fixture
 def watch(monkeypatch, run_stage, base, tmp_path):
-    """A function that runs PPO and records what passed between its steps.
+    """A function: config changes -> record of a PPO run.
 
-    setup; rollouts, and models as they were at each; batches, what each update learnt from; steps, the
-    statistics of each minibatch; moves, whether each call of `advance` stepped, by (name of the model); after,
-    the policy's weights behind each update; metrics, the rows of metrics.jsonl; place, the stage's directory.
+    The record has these attributes. setup: the Setup. rollouts: one per iteration. models: a copy of the models before
+    each rollout. batches: the UpdateBatch of each iteration. steps: the statistics of each minibatch. moves: a pair
+    (name of the model, whether it stepped) for each call of `advance`. weights: the weights of the policy after each
+    such call. after: the weights of the policy after each update. metrics: the rows of metrics.jsonl. stage_dir: the
+    directory of the stage.
     """
 
     def run(name="run", before_rollout=None, **changes):
-        seen = SimpleNamespace(setup=None, rollouts=[], models=[], batches=[], steps=[], moves=[], after=[], weights=[])
+        record = SimpleNamespace(
+            setup=None, rollouts=[], models=[], batches=[], steps=[], moves=[], after=[], weights=[]
+        )
         real = {part: getattr(ppo_stage, part) for part in ("load_setup", "_rollout", "_update", "_backward")}
         advance = Stepper.advance
 
         def load_setup(config, stage):
-            seen.setup = real["load_setup"](config, stage)
-            return seen.setup
+            record.setup = real["load_setup"](config, stage)
+            return record.setup
 
         def rollout(setup, iteration):
             if before_rollout is not None:
                 before_rollout(setup, iteration)
-            seen.models.append(copy.deepcopy(setup.models))
-            seen.rollouts.append(real["_rollout"](setup, iteration))
-            return seen.rollouts[-1]
+            record.models.append(copy.deepcopy(setup.models))
+            record.rollouts.append(real["_rollout"](setup, iteration))
+            return record.rollouts[-1]
 
         def backward(*args, **options):
             sums, error = real["_backward"](*args, **options)
-            seen.steps.append(dict(sums))
+            record.steps.append(dict(sums))
             return sums, error
 
-        def one_update(setup, batch, iteration, coefs):
-            seen.batches.append(batch)
+        def update(setup, batch, iteration, coefs):
+            record.batches.append(batch)
             stats = real["_update"](setup, batch, iteration, coefs)
-            seen.after.append(weights_of(setup.models.policy))
+            record.after.append(weights_of(setup.models.policy))
             return stats
 
-        def step(self, *, move=True):
+        def recorded_advance(self, *, move=True):
             advance(self, move=move)
-            which = "policy" if self is seen.setup.policy_stepper else "value"
-            seen.moves.append((which, move))
+            which = "policy" if self is record.setup.policy_stepper else "value"
+            record.moves.append((which, move))
             if which == "policy":
-                seen.weights.append(weights_of(self.model))
+                record.weights.append(weights_of(self.model))
 
         with monkeypatch.context() as patch:
             patch.setattr(ppo_stage, "load_setup", load_setup)
             patch.setattr(ppo_stage, "_rollout", rollout)
             patch.setattr(ppo_stage, "_backward", backward)
-            patch.setattr(ppo_stage, "_update", one_update)
-            patch.setattr(Stepper, "advance", step)
-            seen.place = run_stage("ppo", tmp_path / name, **merged(base, changes))
-        seen.metrics = read_jsonl(seen.place / "metrics.jsonl")
-        return seen
+            patch.setattr(ppo_stage, "_update", update)
+            patch.setattr(Stepper, "advance", recorded_advance)
+            record.stage_dir = run_stage("ppo", tmp_path / name, **merged(base, changes))
+        record.metrics = read_jsonl(record.stage_dir / "metrics.jsonl")
+        return record
 
     return run

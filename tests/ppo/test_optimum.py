@@ -1,12 +1,12 @@
-"""Exact gradients: every loss ends at its optimum, and classic bugs end elsewhere.
+"""Training with exact gradients ends at the optimum of each loss. With a classic bug it ends elsewhere.
 
 The task has 40 responses to each of two prompts, so sampling is not needed. A policy is a table of logits with one row
 per state. A rollout contains every possible response y with weight pi(y|x), the probability that the policy samples it.
-So the gradient is the *expected* gradient, and its fixed point can be compared with a formula. See
-tests/support/optimum_task.py, which also explains the notation.
+So the gradient is the *expected* gradient, and its fixed point can be compared with a formula.
+tests/support/optimum_task.py has the formulas and explains the notation.
 
-In such a rollout the group of a prompt is infinite: its mean and standard deviation are those under pi, and the mean of
-the other responses is the mean of all.
+The group of a prompt is infinite in such a rollout. Its mean and standard deviation are those under pi, and the mean of
+the other responses equals the mean of all.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ PI_STAR = kl_regularised(TASK, BETA)
 TEXT = torch.tensor([3, 17, 30, 46, 58, 79])
 """Rows of the task, three per prompt, for the language-model loss of PPO-ptx."""
 NEAR, FAR = 0.01, 0.03
-"""Total variation distance: a correct run ends within NEAR of its optimum, a run with a bug beyond FAR."""
+"""Total variation distances. A correct run ends within NEAR of its optimum, a run with a bug farther away than FAR."""
 KlInLoss = Literal["k1", "k2", "k3", "full", "k2_sequence"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The options of a run, with the names of the config where it has them."""
+    """The options of a run. They have the names of the config keys where such keys exist."""
 
     advantage_estimator: Literal["gae", "monte_carlo", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
     gamma: float = 1.0
@@ -75,67 +75,71 @@ class Algorithm:
 
 
 def train(
-    a: Algorithm,
-    seen: Task = TASK,
+    options: Algorithm,
+    task: Task = TASK,
     *,
     rewards_of: Callable[..., Tensor] = token_rewards,
     learnt: Tensor = TASK.mask,
     ratio_to_ref: bool = False,
     num_updates: int = 300,
 ) -> Tensor:
-    """pi(y|x) [B] after a run on TASK, in the steps of stages/ppo.py.
+    """Train on TASK with the steps of stages/ppo.py; return pi(y|x) [B] of the trained policy.
 
-    The other arguments plant bugs: a wrong task, another position of the score, tokens that are not learnt, and a ratio
-    to the reference policy.
+    The arguments after `options` plant bugs: a wrong task, a wrong position of the score, tokens without loss, and a
+    ratio to the reference policy.
     """
-    mask = seen.mask
+    mask = task.mask
     logits = TASK.ref_logits.clone().requires_grad_()
     values = torch.zeros(len(TASK.states), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([logits, values], lr=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / num_updates)
-    ref_logits = TASK.ref_logits[seen.state]
-    ref_logprobs = token_logprobs(ref_logits, seen.token)
+    ref_logits = TASK.ref_logits[task.state]
+    ref_logprobs = token_logprobs(ref_logits, task.token)
 
-    for _ in range(num_updates // a.ppo_epochs):
-        # 1. Rollout: every response, with its probability under the policy as weight.
+    for _ in range(num_updates // options.ppo_epochs):
+        # 1. Rollout: every response, weighted by its probability under the policy.
         with torch.no_grad():
             chance = chances(TASK, logits)
-            logprobs = token_logprobs(logits[seen.state], seen.token)
-            old_values = values[seen.state]
+            logprobs = token_logprobs(logits[task.state], task.token)
+            old_values = values[task.state]
 
         # 2, 3. Score and token rewards.
-        kl = kl_estimate(logprobs, ref_logprobs, estimator=a.kl_in_reward or "k1")
-        rewards = rewards_of(seen.score, kl, mask, kl_coef=a.kl_coef if a.kl_in_reward else 0.0)
+        kl = kl_estimate(logprobs, ref_logprobs, estimator=options.kl_in_reward or "k1")
+        rewards = rewards_of(task.score, kl, mask, kl_coef=options.kl_coef if options.kl_in_reward else 0.0)
 
         # 4. Advantages.
-        advantages, returns = advantages_and_returns(a, mask, rewards, old_values, chance)
-        if a.whiten_advantages:
+        advantages, returns = advantages_and_returns(options, mask, rewards, old_values, chance)
+        if options.whiten_advantages:
             advantages = whiten(advantages, chance.unsqueeze(1) * mask)
 
         # 5. Update. A mean over samples becomes a sum over all responses with weights pi(y|x).
         weights = chance.unsqueeze(1) * loss_weights(
             learnt,
-            aggregation=a.loss_aggregation,
+            aggregation=options.loss_aggregation,
             num_tokens=(chance.unsqueeze(1) * learnt).sum(),
             num_sequences=TASK.num_prompts,
             max_new_tokens=mask.shape[1],
             dtype=torch.float64,
         )
-        for _ in range(a.ppo_epochs):
-            new_logits = logits[seen.state]
-            new_logprobs = token_logprobs(new_logits, seen.token)
+        for _ in range(options.ppo_epochs):
+            new_logits = logits[task.state]
+            new_logprobs = token_logprobs(new_logits, task.token)
             old_logprobs = ref_logprobs if ratio_to_ref else logprobs
-            loss = policy_term(a, new_logprobs, old_logprobs, advantages, learnt, weights)
-            if a.kl_in_loss:
-                loss = loss + a.kl_coef * kl_term(a.kl_in_loss, new_logits, ref_logits, seen.token, learnt, weights)
-            if a.entropy_coef:
-                loss = loss - a.entropy_coef * entropy_bonus(token_entropy(new_logits), learnt, weights=weights)[0]
-            if a.ptx_coef:
+            loss = policy_term(options, new_logprobs, old_logprobs, advantages, learnt, weights)
+            if options.kl_in_loss:
+                loss = loss + options.kl_coef * kl_term(
+                    options.kl_in_loss, new_logits, ref_logits, task.token, learnt, weights
+                )
+            if options.entropy_coef:
+                loss = (
+                    loss - options.entropy_coef * entropy_bonus(token_entropy(new_logits), learnt, weights=weights)[0]
+                )
+            if options.ptx_coef:
                 # Divided by the constant of `loss_aggregation: constant`: the largest possible length.
                 lm, _ = lm_loss(new_logprobs[TEXT], mask[TEXT], num_tokens=mask[TEXT].numel())
-                loss = mixed_loss(loss, lm, ptx_coef=a.ptx_coef, ptx_mode=a.ptx_mode)
+                loss = mixed_loss(loss, lm, ptx_coef=options.ptx_coef, ptx_mode=options.ptx_mode)
             error, _ = value_loss(
-                values[seen.state], old_values, returns, learnt, value_clip_range=None, weights=weights
+                values[task.state], old_values, returns, learnt, value_clip_range=None, weights=weights
             )
             optimizer.zero_grad()
             (loss + error).backward()
@@ -145,20 +149,20 @@ def train(
 
 
 def advantages_and_returns(
-    a: Algorithm, mask: Tensor, rewards: Tensor, values: Tensor, chance: Tensor
+    options: Algorithm, mask: Tensor, rewards: Tensor, values: Tensor, chance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both [B, R]. Every run trains values on the returns, though only gae and monte_carlo read them."""
-    to_go = reward_to_go(rewards, mask, gamma=a.gamma)
-    if a.advantage_estimator == "gae":
-        return gae(rewards, values, mask, gamma=a.gamma, gae_lambda=a.gae_lambda)
-    if a.advantage_estimator == "monte_carlo":
+    """Both [B, R]. Every run trains values on the returns, but only gae and monte_carlo read the values."""
+    to_go = reward_to_go(rewards, mask, gamma=options.gamma)
+    if options.advantage_estimator == "gae":
+        return gae(rewards, values, mask, gamma=options.gamma, gae_lambda=options.gae_lambda)
+    if options.advantage_estimator == "monte_carlo":
         return torch.where(mask, to_go - values, 0), to_go
-    if a.advantage_estimator == "reinforce":
+    if options.advantage_estimator == "reinforce":
         return to_go, to_go
     # rloo and dr_grpo subtract the mean of an infinite group; grpo also divides by its standard deviation.
     total = rewards.sum(1)
     deviation = total - mean_of_prompt(TASK, total, chance)
-    if a.advantage_estimator == "grpo":
+    if options.advantage_estimator == "grpo":
         deviation = deviation / (mean_of_prompt(TASK, deviation.square(), chance).sqrt() + 1e-6)
     return spread(deviation, mask), to_go
 
@@ -170,12 +174,12 @@ def whiten(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def policy_term(
-    a: Algorithm, new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
+    options: Algorithm, new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
 ) -> Tensor:
     batch = (new_logprobs, logprobs, advantages, mask)
-    if a.objective == "penalty":
+    if options.objective == "penalty":
         return penalty_loss(*batch, policy_kl_coef=1.0, weights=weights)[0]
-    return policy_loss(*batch, clip_range=0.2, dual_clip=a.dual_clip, weights=weights)[0]
+    return policy_loss(*batch, clip_range=0.2, dual_clip=options.dual_clip, weights=weights)[0]
 
 
 def kl_term(kind: KlInLoss, logits: Tensor, ref_logits: Tensor, token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
@@ -243,7 +247,7 @@ def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "own"),
+    ("algorithm", "optimum"),
     [
         pytest.param(kl_loss_of("k2"), backwards(TASK, token_kl_rule(BETA)), id="k2 as a loss"),
         pytest.param(kl_loss_of("full"), backwards(TASK, token_kl_rule(BETA)), id="full KL as a loss"),
@@ -266,10 +270,10 @@ def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA
         ),
     ],
 )
-def test_training_ends_at_its_own_optimum_and_not_at_pi_star(algorithm, own):
-    found = train(algorithm)
-    assert distance(found, own) < NEAR
-    assert distance(found, kl_regularised(TASK, algorithm.kl_coef)) > FAR
+def test_training_ends_at_another_optimum_than_pi_star(algorithm, optimum):
+    policy = train(algorithm)
+    assert distance(policy, optimum) < NEAR
+    assert distance(policy, kl_regularised(TASK, algorithm.kl_coef)) > FAR
 
 
 @pytest.mark.parametrize(("mode", "coef"), [("additive", 0.25), ("convex", 0.2)])
@@ -277,10 +281,10 @@ def test_ptx_moves_the_policy_towards_its_text(mode, coef):
     """0.8 * policy + 0.2 * lm is 0.8 times (policy + 0.25 * lm), so it has the same optimum."""
     share = torch.zeros_like(PI_STAR)
     share[TEXT] = 1 / 3
-    own = beside_text(TASK, BETA, 0.25, share)
-    found = train(Algorithm("rloo", loss_aggregation="constant", ptx_coef=coef, ptx_mode=mode))
-    assert distance(found, own) < NEAR
-    assert distance(found, PI_STAR) > FAR
+    optimum = beside_text(TASK, BETA, 0.25, share)
+    policy = train(Algorithm("rloo", loss_aggregation="constant", ptx_coef=coef, ptx_mode=mode))
+    assert distance(policy, optimum) < NEAR
+    assert distance(policy, PI_STAR) > FAR
 
 
 def test_preferences_lead_to_bradley_terry_strengths():
@@ -321,8 +325,8 @@ WHITENED = (TASK.score - TASK.score.mean()) / TASK.score.std()
         pytest.param({}, {"rewards_of": score_at(slice(None))}, id="score on every token"),
         pytest.param({}, {"rewards_of": score_at(0)}, id="score on the first token"),
         pytest.param({}, {"rewards_of": score_at(-1)}, id="score at the padded end, where most rows have no token"),
-        pytest.param({}, {"seen": replace(TASK, score=WHITENED)}, id="score whitened, so beta is another"),
-        pytest.param({}, {"seen": replace(TASK, state=SHIFTED)}, id="logits of the token before"),
+        pytest.param({}, {"task": replace(TASK, score=WHITENED)}, id="score whitened, which changes beta"),
+        pytest.param({}, {"task": replace(TASK, state=SHIFTED)}, id="logits of the previous token"),
         pytest.param({}, {"learnt": TASK.mask & (TASK.token != EOS)}, id="EOS masked out"),
         pytest.param({}, {"ratio_to_ref": True}, id="ratio against the reference"),
         pytest.param({"kl_coef": -BETA}, {}, id="KL with the wrong sign"),
@@ -332,7 +336,7 @@ WHITENED = (TASK.score - TASK.score.mean()) / TASK.score.std()
         pytest.param({"kl_in_reward": "k2"}, {}, id="k2 in the reward"),
         pytest.param({"kl_in_reward": "k3"}, {}, id="k3 in the reward"),
         pytest.param({"kl_in_reward": None, "kl_in_loss": "k1"}, {}, id="k1 as a loss, whose gradient is 0"),
-        pytest.param({"kl_in_reward": None, "kl_in_loss": "k2"}, {}, id="k2 of each token taken for the KL"),
+        pytest.param({"kl_in_reward": None, "kl_in_loss": "k2"}, {}, id="k2 of each token instead of the KL"),
         pytest.param({"gamma": 0.9}, {}, id="discount"),
         pytest.param(
             {"kl_in_reward": None, "kl_in_loss": "k2_sequence", "whiten_advantages": True},

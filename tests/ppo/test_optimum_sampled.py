@@ -1,11 +1,11 @@
-"""Sampled gradients: the PPO stage with a tiny Llama ends at pi*; with a bug in it, it ends elsewhere.
+"""The PPO stage trains a tiny Llama by sampling and ends at pi*. With a planted bug it ends elsewhere.
 
 The task is that of tests/support/optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a
-model, prompts and a reward function, as from a user. The learnt policy is compared with pi* over all responses.
+model, prompts and a reward function, as in real use. The learnt policy is compared with pi* over all responses.
 
-A run has 400 updates on 512 responses each and takes 50 to 80 s on one core; a run with a bug has 200. Two runs go in
-parallel, and all take about 10 minutes on two free cores. RLHF_ALL_SEEDS=1 adds the other algorithms and two more seeds
-of each bug, and takes an hour.
+A run has 400 updates on 512 responses each and takes 50 to 80 s on one core. A run with a bug has 200 updates. Two runs
+execute in parallel, and all of them take about 10 minutes on two idle cores. RLHF_ALL_SEEDS=1 adds the other algorithms
+and two more seeds of each bug, and takes an hour.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def logits_of(model: PreTrainedModel, task: Task) -> Tensor:
-    """Logits [S, V] of the next token in every state, by a plain forward pass of transformers on padded rows."""
+    """Logits [S, V] of the next token in every state. Transformers computes them in one forward pass on padded rows."""
     rows = [[TOKENS.index(letter) for letter in PROMPTS[x]] + list(tokens) for x, *tokens in task.states]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -91,7 +91,7 @@ def logits_of(model: PreTrainedModel, task: Task) -> Tensor:
 
 
 def reference_policy(task: Task, seed: int) -> LlamaForCausalLM:
-    """A Llama trained towards the random reference of the task."""
+    """A Llama trained to imitate the random reference policy of the task."""
     config = LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=32,
@@ -109,25 +109,25 @@ def reference_policy(task: Task, seed: int) -> LlamaForCausalLM:
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=150)
-    wanted = task.ref_logits.log_softmax(-1).float()
+    target = task.ref_logits.log_softmax(-1).float()
     for _ in range(150):
         optimizer.zero_grad()
-        found = logits_of(model, task).log_softmax(-1)
-        kl_div(found, wanted, log_target=True, reduction="batchmean").backward()
+        logprobs = logits_of(model, task).log_softmax(-1)
+        kl_div(logprobs, target, log_target=True, reduction="batchmean").backward()
         optimizer.step()
         schedule.step()
     return model
 
 
 def write_task(folder: Path, seed: int) -> Task:
-    """Write model, prompts and reward function; return the task with that model as its reference policy."""
+    """Write the model, prompts and reward function. Return the task with that model as its reference policy."""
     task = make_task(seed, vocab_size=len(TOKENS), longest=LONGEST, num_prompts=len(PROMPTS))
     model = reference_policy(task, seed)
     model.save_pretrained(folder / "model")
     new_tokenizer().save_pretrained(folder / "model")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARD)
-    # EOS adds no text: a response of fewer than 3 letters has ended, one of 3 letters was cut.
+    # EOS adds no text. A response of fewer than 3 letters ended with EOS, and one of 3 letters was cut.
     scores: dict[str, dict[str, float]] = {prompt: {} for prompt in PROMPTS}
     for x, tokens, score in zip(task.prompt.tolist(), task.responses, task.score.tolist(), strict=True):
         scores[PROMPTS[x]]["".join(TOKENS[token] for token in tokens if token)] = score
@@ -182,7 +182,7 @@ class Case:
 
     choices: dict[str, Any] = field(default_factory=dict)
     limit: float = 0.08
-    own: Callable[[Task], Tensor] = pi_star
+    optimum: Callable[[Task], Tensor] = pi_star
     temperature: float = 1.0
     bug: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -200,8 +200,8 @@ ALSO_RIGHT = {
     "PPO, not whitened": Case({"whiten_advantages": False}),
     "PPO, lambda 1": Case({"gae_lambda": 1.0}),
     "PPO, 4 epochs": Case({"ppo_epochs": 4, "num_iterations": 100}, limit=0.13),
-    "PPO, KL penalty for the clip": Case({"objective": "penalty"}),
-    "PPO, two rollouts an update": Case({"num_rollouts_per_update": 2, "num_iterations": 200}, limit=0.13),
+    "PPO, KL penalty instead of the clip": Case({"objective": "penalty"}),
+    "PPO, two rollouts per update": Case({"num_rollouts_per_update": 2, "num_iterations": 200}, limit=0.13),
     "PPO, temperature 0.7": Case(temperature=0.7),
     "Monte-Carlo": Case(estimator("monte_carlo")),
     "Dr. GRPO": Case(estimator("dr_grpo")),
@@ -210,11 +210,11 @@ ALSO_RIGHT = {
     "RLOO, sequence mean": Case(estimator("rloo", loss_aggregation="sequence")),
     "RLOO, k2 of the sequence as a loss": Case(estimator("rloo", kl_in="loss"), limit=0.11),
     "RLOO, entropy bonus": Case(
-        estimator("rloo", entropy_coef=0.1), own=lambda task: backwards(task, entropy_rule(BETA, 0.1))
+        estimator("rloo", entropy_coef=0.1), optimum=lambda task: backwards(task, entropy_rule(BETA, 0.1))
     ),
     "GRPO, k3 as a loss": Case(
         estimator("grpo", kl_in="loss", kl_estimator="k3", kl_coef=1.0),
-        own=lambda task: divided_by_std(task, token_k3_rule(1.0)),
+        optimum=lambda task: divided_by_std(task, token_k3_rule(1.0)),
     ),
 }
 
@@ -235,14 +235,14 @@ def whitened_score(score: Tensor, *others: Tensor, **choices: Any) -> Tensor:
 
 
 def collect_without_eos(*args: Any, **choices: Any) -> RolloutBatch:
-    """The mask excludes the token that ends a response."""
+    """`collect` with a mask that excludes the EOS token of each response."""
     rollout = collect(*args, **choices)
     lengths = torch.tensor([len(response.ids) - response.ended for response in rollout.responses])
     return replace(rollout, response_mask=torch.arange(rollout.response_mask.shape[1]) < lengths.unsqueeze(1))
 
 
 def rewards_where_there_are_tokens(score: Tensor, kl: Tensor, mask: Tensor, **choices: Any) -> Tensor:
-    """`token_rewards`, which refuses rows without tokens."""
+    """Apply `token_rewards` to the rows with tokens. It refuses rows without any."""
     rewards = torch.zeros_like(kl)
     rows = mask.any(1)
     rewards[rows] = token_rewards(score[rows], kl[rows], mask[rows], **choices)
@@ -263,11 +263,11 @@ def without_temperature(model: Any, batch: Any, at: Tensor, ids: Tensor, tempera
     return logprobs_at(model, batch, at, ids)
 
 
-def of_the_token_before(model: Any, batch: Any, at: Tensor, ids: Tensor, temperature: float) -> Tensor:
+def logprobs_of_previous_token(model: Any, batch: Any, at: Tensor, ids: Tensor, temperature: float) -> Tensor:
     return logprobs_at(model, batch, at - 1, ids, temperature)
 
 
-# With the sampler's log-probabilities, the check of the first ratio would stop these two bugs before a step.
+# With the log-probabilities of the sampler, the check of the first ratio would stop these two bugs before any step.
 RECOMPUTED = {"old_logprobs": "recomputed"}
 
 
@@ -290,8 +290,8 @@ BUGS = {
             "stages.ppo.token_rewards": rewards_where_there_are_tokens,
         },
     ),
-    "logits of the token before": Case(
-        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.scoring.logprobs_at": of_the_token_before}
+    "logits of the previous token": Case(
+        {**SHORT_RLOO, **RECOMPUTED}, bug={"rlhf_cli.rollout.scoring.logprobs_at": logprobs_of_previous_token}
     ),
     "KL with the wrong sign": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(-1)}),
     "KL to the policy itself": Case(SHORT_RLOO, bug={"stages.ppo.kl_estimate": kl_times(0)}),
@@ -304,46 +304,50 @@ BUGS = {
         bug={"rlhf_cli.rollout.scoring.logprobs_at": without_temperature},
     ),
     "entropy bonus with the wrong sign": Case(
-        {**SHORT_RLOO, "entropy_coef": -0.1}, own=lambda task: backwards(task, entropy_rule(BETA, 0.1))
+        {**SHORT_RLOO, "entropy_coef": -0.1}, optimum=lambda task: backwards(task, entropy_rule(BETA, 0.1))
     ),
 }
-TABLES = {"right": {**RIGHT, **ALSO_RIGHT}, "control": CONTROLS, "bug": BUGS}
+GROUPS = {"right": {**RIGHT, **ALSO_RIGHT}, "control": CONTROLS, "bug": BUGS}
 
 
 @dataclass(frozen=True)
 class Result:
-    """Total variation between reference and optimum, learnt policy and optimum, learnt policy and pi*; the gap in J."""
+    """Total variation distances and the gap in the objective J of one run."""
 
     room: float
+    """From the reference policy to the optimum."""
     distance: float
+    """From the learnt policy to the optimum."""
     distance_to_pi_star: float
+    """From the learnt policy to pi*."""
     gap: float
+    """J of pi* minus J of the learnt policy."""
     seconds: float
 
 
-def learn(table: str, name: str, seed: int, folder: Path) -> Result:
+def learn(group: str, name: str, seed: int, folder: Path) -> Result:
     """Do one run, in a separate process."""
     torch.set_num_threads(1)
-    case = TABLES[table][name]
+    case = GROUPS[group][name]
     started = time.process_time()
     folder.mkdir()
     task = write_task(folder, seed)
     with pytest.MonkeyPatch.context() as patch:
-        for place, function in case.bug.items():
-            patch.setattr(place, function)
+        for target, function in case.bug.items():
+            patch.setattr(target, function)
         run_stage(folder, seed, case.choices, case.temperature)
     policy = AutoModelForCausalLM.from_pretrained(folder / "ppo" / "model")
-    # Policy and reference at a temperature have their logits divided by it.
+    # At a temperature, the logits of both the policy and the reference are divided by it.
     task = replace(task, ref_logits=task.ref_logits / case.temperature)
     with torch.no_grad():
-        found = chances(task, logits_of(policy, task).double() / case.temperature)
+        learnt = chances(task, logits_of(policy, task).double() / case.temperature)
     kl_coef = case.choices.get("kl_coef", BETA)
-    best, own = kl_regularised(task, kl_coef), case.own(task)
+    best, optimum = kl_regularised(task, kl_coef), case.optimum(task)
     return Result(
-        room=total_variation(task, chances(task, task.ref_logits), own),
-        distance=total_variation(task, found, own),
-        distance_to_pi_star=total_variation(task, found, best),
-        gap=objective(task, best, kl_coef) - objective(task, found, kl_coef),
+        room=total_variation(task, chances(task, task.ref_logits), optimum),
+        distance=total_variation(task, learnt, optimum),
+        distance_to_pi_star=total_variation(task, learnt, best),
+        gap=objective(task, best, kl_coef) - objective(task, learnt, kl_coef),
         seconds=time.process_time() - started,
     )
 
@@ -353,10 +357,10 @@ Runs = dict[tuple[str, str, int], "Future[Result]"]
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory) -> Iterator[Runs]:
-    """All runs that the selected tests need, two at a time, in the order of the tests."""
+    """Start every run that the selected tests need, two at a time, in the order of the tests."""
     folder = tmp_path_factory.mktemp("optimum")
     keys = dict.fromkeys(
-        (params["table"], params["name"], params["seed"])
+        (params["group"], params["name"], params["seed"])
         for params in (item.callspec.params for item in request.session.items if "runs" in item.fixturenames)
     )
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -367,32 +371,32 @@ def runs(request, tmp_path_factory) -> Iterator[Runs]:
 # ---- the tests
 
 
-def cases(table: str, names: Iterable[str], seeds: Iterable[int] = SEEDS) -> list[Any]:
-    return [pytest.param(table, name, seed, id=f"{table}: {name}, seed {seed}") for name in names for seed in seeds]
+def cases(group: str, names: Iterable[str], seeds: Iterable[int] = SEEDS) -> list[Any]:
+    return [pytest.param(group, name, seed, id=f"{group}: {name}, seed {seed}") for name in names for seed in seeds]
 
 
 @pytest.mark.parametrize(
-    ("table", "name", "seed"),
+    ("group", "name", "seed"),
     cases("right", RIGHT, (0, 1, 2)) + cases("right", ALSO_RIGHT if EVERYTHING else ()) + cases("control", CONTROLS),
 )
-def test_the_stage_ends_at_its_optimum(runs, table, name, seed):
-    case, result = TABLES[table][name], runs[table, name, seed].result()
+def test_the_stage_ends_at_its_optimum(runs, group, name, seed):
+    case, result = GROUPS[group][name], runs[group, name, seed].result()
     assert result.room > 0.1
     assert result.distance < case.limit
-    if table == "right" and name in RIGHT:
+    if group == "right" and name in RIGHT:
         assert result.gap < 0.025
-    if case.own is not pi_star:
+    if case.optimum is not pi_star:
         assert result.distance_to_pi_star > 0.13
 
 
-@pytest.mark.parametrize(("table", "name", "seed"), cases("bug", BUGS))
-def test_the_stage_with_a_bug_ends_far_from_its_optimum(runs, table, name, seed):
+@pytest.mark.parametrize(("group", "name", "seed"), cases("bug", BUGS))
+def test_the_stage_with_a_bug_ends_far_from_its_optimum(runs, group, name, seed):
     """The same run without the bug ends within 0.13: see CONTROLS."""
-    assert runs[table, name, seed].result().distance > 0.15
+    assert runs[group, name, seed].result().distance > 0.15
 
 
 def test_a_ratio_against_the_reference_stops_the_run(tmp_path, monkeypatch):
-    """It would end far from pi* too, but the first ratio of the second iteration is not 1 and health stops it."""
+    """Health stops it in the second iteration, where the first ratio is not 1. It would also end far from pi*."""
     write_task(tmp_path, seed=0)
     monkeypatch.setattr("stages.ppo.UpdateBatch", ratio_to_ref)
     with pytest.raises(RunError, match="ratio_not_one"):

@@ -1,6 +1,6 @@
-"""From raw scores to advantages and returns: whole runs against slow loops, for every option.
+"""Advantages and returns of whole runs, compared with slow loops from the raw scores, for every option.
 
-Numbers in brackets are rows of the list of bugs found in other implementations (docs of the project).
+Numbers in brackets are rows of the list of bugs in other implementations (docs of the project).
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from support.tiny import merged
 
 
 GROUPS = {"rollout": {"samples_per_prompt": 4}}
-NONE = {"kl_coef": 0.3}
+KL = {"kl_coef": 0.3}
 EXPERIENCES = {
-    "as it is": {"ppo": NONE},
-    "value_lambda": {"ppo": {**NONE, "gae_lambda": 0.8, "value_lambda": 1.0, "gamma": 0.9}},
-    "gamma": {"ppo": {**NONE, "gamma": 0.7, "gae_lambda": 0.5}},
-    "monte_carlo": {"ppo": {**NONE, "advantage_estimator": "monte_carlo", "gamma": 0.9}},
-    "reinforce": {"ppo": {**NONE, "advantage_estimator": "reinforce", "gamma": 0.9}},
-    "reinforce whitened": {"ppo": {**NONE, "advantage_estimator": "reinforce", "whiten_advantages": True}},
-    "reinforce_pp": {"ppo": {**NONE, "advantage_estimator": "reinforce_pp"}},
-    "reinforce_pp_baseline": {"ppo": {**NONE, "advantage_estimator": "reinforce_pp_baseline"}, **GROUPS},
-    "rloo": {"ppo": {**NONE, "advantage_estimator": "rloo"}, **GROUPS},
-    "grpo": {"ppo": {**NONE, "advantage_estimator": "grpo"}, **GROUPS},
-    "dr_grpo": {"ppo": {**NONE, "advantage_estimator": "dr_grpo"}, **GROUPS},
-    "dr_grpo whitened": {"ppo": {**NONE, "advantage_estimator": "dr_grpo", "whiten_advantages": True}, **GROUPS},
-    "groups with values": {"ppo": NONE, **GROUPS},
-    "no whitening": {"ppo": {**NONE, "whiten_advantages": False}},
-    "whiten_rewards": {"ppo": {**NONE, "whiten_rewards": True, "whiten_advantages": False}},
-    "k2": {"ppo": {**NONE, "kl_estimator": "k2"}},
-    "k3": {"ppo": {**NONE, "kl_estimator": "k3"}},
-    "abs": {"ppo": {**NONE, "kl_estimator": "abs"}},
-    "full": {"ppo": {**NONE, "kl_estimator": "full"}, "rollout": {"top_k": 40, "temperature": 0.7}},
-    "kl in the loss": {"ppo": {**NONE, "kl_in": "loss"}},
-    "kl in the loss, whitened": {"ppo": {**NONE, "kl_in": "loss", "whiten_advantages": True}},
-    "kl in the loss, reinforce_pp": {"ppo": {**NONE, "kl_in": "loss", "advantage_estimator": "reinforce_pp"}},
+    "defaults": {"ppo": KL},
+    "value_lambda": {"ppo": {**KL, "gae_lambda": 0.8, "value_lambda": 1.0, "gamma": 0.9}},
+    "gamma": {"ppo": {**KL, "gamma": 0.7, "gae_lambda": 0.5}},
+    "monte_carlo": {"ppo": {**KL, "advantage_estimator": "monte_carlo", "gamma": 0.9}},
+    "reinforce": {"ppo": {**KL, "advantage_estimator": "reinforce", "gamma": 0.9}},
+    "reinforce whitened": {"ppo": {**KL, "advantage_estimator": "reinforce", "whiten_advantages": True}},
+    "reinforce_pp": {"ppo": {**KL, "advantage_estimator": "reinforce_pp"}},
+    "reinforce_pp_baseline": {"ppo": {**KL, "advantage_estimator": "reinforce_pp_baseline"}, **GROUPS},
+    "rloo": {"ppo": {**KL, "advantage_estimator": "rloo"}, **GROUPS},
+    "grpo": {"ppo": {**KL, "advantage_estimator": "grpo"}, **GROUPS},
+    "dr_grpo": {"ppo": {**KL, "advantage_estimator": "dr_grpo"}, **GROUPS},
+    "dr_grpo whitened": {"ppo": {**KL, "advantage_estimator": "dr_grpo", "whiten_advantages": True}, **GROUPS},
+    "groups with values": {"ppo": KL, **GROUPS},
+    "no whitening": {"ppo": {**KL, "whiten_advantages": False}},
+    "whiten_rewards": {"ppo": {**KL, "whiten_rewards": True, "whiten_advantages": False}},
+    "k2": {"ppo": {**KL, "kl_estimator": "k2"}},
+    "k3": {"ppo": {**KL, "kl_estimator": "k3"}},
+    "abs": {"ppo": {**KL, "kl_estimator": "abs"}},
+    "full": {"ppo": {**KL, "kl_estimator": "full"}, "rollout": {"top_k": 40, "temperature": 0.7}},
+    "kl in the loss": {"ppo": {**KL, "kl_in": "loss"}},
+    "kl in the loss, whitened": {"ppo": {**KL, "kl_in": "loss", "whiten_advantages": True}},
+    "kl in the loss, reinforce_pp": {"ppo": {**KL, "kl_in": "loss", "advantage_estimator": "reinforce_pp"}},
     "adaptive": {"ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 20}},
     "adaptive, small error": {
         "ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 100.0, "kl_horizon": 20}
     },
-    "running": {"ppo": {**NONE, "score_normalization": "running", "score_clip": 0.8}},
-    "reference": {"ppo": {**NONE, "score_normalization": "reference", "num_reference_samples": 12}},
-    "score_clip": {"ppo": {**NONE, "score_clip": 1.1}},
+    "running": {"ppo": {**KL, "score_normalization": "running", "score_clip": 0.8}},
+    "reference": {"ppo": {**KL, "score_normalization": "reference", "num_reference_samples": 12}},
+    "score_clip": {"ppo": {**KL, "score_clip": 1.1}},
     "penalties": {
         "ppo": {
-            **NONE,
+            **KL,
             "missing_eos_penalty": 0.7,
             "length_penalty": 0.05,
             "overlong_buffer": 5,
             "overlong_penalty": 0.9,
         }
     },
-    "no penalty": {"ppo": {**NONE, "missing_eos_penalty": 0.0}},
-    "a dense reward": {"ppo": NONE, "rewards": [("tokens", 0.5, True)]},
-    "two dense rewards among others": {
-        "ppo": {**NONE, "score_normalization": "running", "score_clip": 0.8, "missing_eos_penalty": 0.3},
+    "no penalty": {"ppo": {**KL, "missing_eos_penalty": 0.0}},
+    "a dense reward": {"ppo": KL, "rewards": [("tokens", 0.5, True)]},
+    "two dense and two sparse rewards": {
+        "ppo": {**KL, "score_normalization": "running", "score_clip": 0.8, "missing_eos_penalty": 0.3},
         "rewards": [("letters", 0.7, False), ("tokens", 2.0, True), ("ends", -1.5, False), ("tokens", -0.5, True)],
     },
-    "everything that is shaped": {
+    "all shaping": {
         "ppo": {
-            **NONE,
+            **KL,
             "score_normalization": "running",
             "score_clip": 0.8,
             "missing_eos_penalty": 0.3,
@@ -79,44 +79,50 @@ EXPERIENCES = {
 
 
 @pytest.mark.parametrize("name", EXPERIENCES)
-def test_an_update_trains_on_what_slow_loops_compute_from_raw_scores(name, watch, pipeline, functions):
-    """[1, 2, 3, 17, 20, 33, 42] Two iterations, from a policy that is not ref_policy."""
+def test_update_batches_equal_slow_loops_over_raw_scores(name, watch, pipeline, functions):
+    """[1, 2, 3, 17, 20, 33, 42] Two iterations, starting from a policy that differs from ref_policy."""
     changes = {key: value for key, value in EXPERIENCES[name].items() if key != "rewards"}
-    own = {"ref_policy": {"path": str(pipeline("llama") / "sft")}}
+    extra = {"ref_policy": {"path": str(pipeline("llama") / "sft")}}
     if "rewards" in EXPERIENCES[name]:
-        own["rewards"] = [
+        extra["rewards"] = [
             {"type": "function", "function": f"{functions}:{function}", "weight": weight, "per_token": per_token}
             for function, weight, per_token in EXPERIENCES[name]["rewards"]
         ]
     calls = 2 if changes["ppo"].get("score_normalization") == "reference" else 0  # 12 samples, 8 at a time
-    run = watch(**merged(own, changes))
-    found = check_update_batch(run, num_reference_calls=calls)
-    assert len(found) == 2
+    run = watch(**merged(extra, changes))
+    iterations = check_update_batch(run, num_reference_calls=calls)
+    assert len(iterations) == 2
     ppo, n = run.setup.config.ppo, run.setup.config.rollout.samples_per_prompt
 
-    # That the rollouts have what the options act on.
+    # The options have something to act on.
     assert all(abs(row["objective/kl"]) > 1e-3 for row in run.metrics)
-    assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5), "[17] against the sampler, not ref"
+    assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5), (
+        "[17] the ratio is to the sampling policy, not to ref_policy"
+    )
     lengths = [len(r.ids) for rollout in run.rollouts for r in rollout.responses]
     endings = {r.ended for rollout in run.rollouts for r in rollout.responses}
     assert endings == {True, False}
     assert len(set(lengths)) > 3
     if ppo.score_clip is not None:
-        assert any(abs(x) > 1.5 * ppo.score_clip for part in found for x in part.raw)
+        assert any(abs(x) > 1.5 * ppo.score_clip for iteration in iterations for x in iteration.raw)
     if ppo.kl_controller == "adaptive":
         assert run.metrics[1]["objective/kl_coef"] != run.metrics[0]["objective/kl_coef"]
 
     has_values = ppo.advantage_estimator in ("gae", "monte_carlo")
-    assert (run.place / "value_model").is_dir() == has_values
+    assert (run.stage_dir / "value_model").is_dir() == has_values
     value_keys = [key for row in run.metrics for key in row if key.startswith("value/") or key == "loss/value"]
     assert bool(value_keys) == has_values
     for rollout in run.rollouts:
         for at in range(0, 8, n):
-            assert len({prompt.text for prompt in rollout.prompts[at : at + n]}) == 1, "a prompt's rows stand together"
+            assert len({prompt.text for prompt in rollout.prompts[at : at + n]}) == 1, (
+                "the rows of a prompt are adjacent"
+            )
             assert n == 1 or len({tuple(r.ids) for r in rollout.responses[at : at + n]}) > 1
         assert len({prompt.text for prompt in rollout.prompts}) == 8 // n
     if ppo.whiten_rewards:
-        for part in found:
-            mean, std = mean_std(list(itertools.chain(*part.rewards)))
-            assert mean == pytest.approx(statistics.fmean(itertools.chain(*part.unwhitened)), abs=1e-4), "it is kept"
+        for iteration in iterations:
+            mean, std = mean_std(list(itertools.chain(*iteration.rewards)))
+            assert mean == pytest.approx(statistics.fmean(itertools.chain(*iteration.unwhitened)), abs=1e-4), (
+                "whitening of rewards keeps the mean"
+            )
             assert std == pytest.approx(1.0, abs=1e-4)

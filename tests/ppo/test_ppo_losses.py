@@ -1,8 +1,8 @@
-"""The losses and gradients of PPO's update, for every option, against slow loops over single tokens.
+"""Losses and gradients of PPO's update for every option, compared with slow loops over single tokens.
 
-An option that is ignored, applied twice, or applied with the wrong sign or scale differs from them.
+An option that is ignored, applied twice, or applied with the wrong sign or scale makes them differ.
 
-Numbers in brackets are rows of the list of bugs found in other implementations (docs of the project).
+Numbers in brackets are rows of the list of bugs in other implementations (docs of the project).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ LEAST = Sampling(temperature=0.8, min_new_tokens=5, stop=STOP)
 
 @pytest.fixture(scope="module")
 def case_of(make_model):
-    """A function from a sampling to its Case, which is built once."""
-    made = {}
+    """A function: Sampling -> its Case, built once."""
+    cases = {}
     path = str(make_model("llama"))
 
-    def make(sampling):
-        if sampling in made:
-            return made[sampling]
+    def build(sampling):
+        if sampling in cases:
+            return cases[sampling]
         noise = torch.Generator().manual_seed(4)
 
-        def moved(model, size):
+        def with_noise(model, size):
             model = copy.deepcopy(model)
             with torch.no_grad():
                 for p in model.parameters():
@@ -71,11 +71,11 @@ def case_of(make_model):
         prepare(values, torch.device("cpu"))
         values = values.double()
         prompts = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
-        ref_policy = moved(old, 0.02)
-        table = draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
+        ref_policy = with_noise(old, 0.02)
+        uniforms = draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
         rollout = collect(
             prompts,
-            table,
+            uniforms,
             Models(old, ref_policy, values),
             sampling=sampling,
             tokenizer=None,
@@ -88,26 +88,29 @@ def case_of(make_model):
         head = torch.nn.Linear(32, 1, bias=False, dtype=torch.float64)
         torch.nn.init.normal_(head.weight, std=0.3, generator=fixed)
         ids = random_ids(6, 15, 3, seed=8)
-        made[sampling] = Case(
+        cases[sampling] = Case(
             sampling=sampling,
             prompts=prompts,
             responses=rollout.responses,
             rollout=rollout,
-            policy=moved(old, 0.015),
+            policy=with_noise(old, 0.015),
             ref_policy=ref_policy,
-            value_model=moved(values, 0.01),
+            value_model=with_noise(values, 0.01),
             head=head,
             advantages=torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask,
             returns=rollout.values + torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask,
             ptx=[Example(row, [t > len(row) // 3 for t in range(len(row))], "row") for row in ids],
         )
-        return made[sampling]
+        return cases[sampling]
 
-    return make
+    return build
 
 
 def update(case, config, *, shared=False, iteration=0, values=True):
-    """`_update` on the case, without a step: (gradients of the policy, of the value model or head, statistics)."""
+    """Run `_update` on the case without changing weights.
+
+    Returns (gradients of the policy, gradients of the value model or head, statistics).
+    """
     head = case.head if shared else None
     value_model = None if shared or not values else case.value_model
     for model in (case.policy, case.value_model, case.head):
@@ -143,7 +146,7 @@ def update_config(write_config, root, ppo=None, **changes):
 IN_LOSS = {"kl_in": "loss"}
 PTX = {"train": "unread.jsonl"}
 LOSSES = {
-    "as it is": {},
+    "defaults": {},
     "clip_range": {"clip_range": 0.05},
     "clip_range_high": {"clip_range": 0.05, "clip_range_high": 0.3},
     "dual_clip": {"dual_clip": 1.1, "clip_range": 0.05},
@@ -157,15 +160,15 @@ LOSSES = {
     "abs": {**IN_LOSS, "kl_estimator": "abs"},
     "full": {**IN_LOSS, "kl_estimator": "full"},
     "k2_sequence": {**IN_LOSS, "kl_estimator": "k2_sequence"},
-    "k2_sequence by default": IN_LOSS,
-    "k2_sequence by sequence": {**IN_LOSS, "loss_aggregation": "sequence"},
-    "full by constant": {**IN_LOSS, "kl_estimator": "full", "loss_aggregation": "constant"},
+    "k2_sequence, the default": IN_LOSS,
+    "k2_sequence, per sequence": {**IN_LOSS, "loss_aggregation": "sequence"},
+    "full, constant divisor": {**IN_LOSS, "kl_estimator": "full", "loss_aggregation": "constant"},
     "vf_coef": {"vf_coef": 2.0},
     "value_clip_range": {"value_clip_range": 0.05},
     "no value_clip_range": {"value_clip_range": None},
     "ptx additive": {"ptx": {**PTX, "coef": 1.7}},
     "ptx convex": {"ptx": {**PTX, "coef": 0.6, "mode": "convex"}},
-    "all at once": {
+    "combined": {
         **IN_LOSS,
         "objective": "penalty",
         "kl_estimator": "full",
@@ -178,23 +181,23 @@ LOSSES = {
 
 
 def split(options):
-    """Options of `ppo`, and of the section ptx, with the number of rows of one step."""
+    """Split options into those of `ppo` and those of `ptx`. `ptx` gets 3 rows per step."""
     ptx = {"ptx": {**options["ptx"], "minibatch_size": 3}} if "ptx" in options else {}
     return {"ppo": {k: v for k, v in options.items() if k != "ptx"}, **ptx}
 
 
 @pytest.fixture(scope="module")
-def usual_gradients():
-    """A function: the gradients (policy, values) of the slow loop without options, computed once."""
-    made = {}
+def default_gradients():
+    """A function: gradients (policy, values) of the slow loop with default options, computed once."""
+    cache = {}
 
-    def make(case, config, shared):
+    def compute(case, config, shared):
         key = (case.sampling, shared)
-        if key not in made:
-            made[key] = tuple(map(grads, slow_losses(case, config, shared=shared)[:2]))
-        return made[key]
+        if key not in cache:
+            cache[key] = tuple(map(grads, slow_losses(case, config, shared=shared)[:2]))
+        return cache[key]
 
-    return make
+    return compute
 
 
 def largest_gap(a, b):
@@ -202,77 +205,77 @@ def largest_gap(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in b) / size.item()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own value model", "shared"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate value model", "shared"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients_are_those_of_the_slow_loop(
-    case_of, usual_gradients, write_config, tmp_path, name, shared
+def test_losses_and_gradients_equal_those_of_the_slow_loop(
+    case_of, default_gradients, write_config, tmp_path, name, shared
 ):
-    """[11, 18, 19, 23, 34, 35, 42] To 1e-6 in float64, however the minibatch is cut.
+    """[11, 18, 19, 23, 34, 35, 42] To 1e-6 in float64, for every split into microbatches.
 
-    With a model of its own the value loss reaches the value model alone; a shared head's reaches the backbone
-    too, beside the policy's loss.
+    The value loss of a separate value model reaches only that model. The value loss of a shared head also reaches the
+    backbone, in addition to the policy loss.
     """
-    sampling = FILTERED if len(name) % 2 else PLAIN
-    if name == "all at once":
+    sampling = FILTERED if len(name) % 2 else PLAIN  # about half of the options each
+    if name == "combined":
         sampling = LEAST
     case, options = case_of(sampling), split(LOSSES[name])
     value_model = {"value_model": {"init": "shared"}} if shared else {}
     config = update_config(write_config, tmp_path, **options, **value_model)
-    policy, values, wanted = slow_losses(case, config, shared=shared)
+    policy, values, expected = slow_losses(case, config, shared=shared)
     for cut in CUTS:
         cut_config = update_config(write_config, tmp_path, **merged(options, {"ppo": cut}), **value_model)
         policy_steps, value_steps, stats = update(case, cut_config, shared=shared)
         assert len(policy_steps) == len(value_steps) == 1
         same_gradients(policy_steps[0], grads(policy), 1e-6)
         same_gradients(value_steps[0], grads(values), 1e-6)
-        assert stats["loss/policy"] == pytest.approx(wanted["policy"], rel=1e-8)
-        assert stats["loss/value"] == pytest.approx(wanted["value"], rel=1e-8)
+        assert stats["loss/policy"] == pytest.approx(expected["policy"], rel=1e-8)
+        assert stats["loss/value"] == pytest.approx(expected["value"], rel=1e-8)
         if "ptx" in options:
-            assert stats["loss/ptx"] == pytest.approx(wanted["ptx"], rel=1e-8)
+            assert stats["loss/ptx"] == pytest.approx(expected["ptx"], rel=1e-8)
         if config.ppo.kl_in == "loss":
-            assert stats["loss/kl"] == pytest.approx(wanted["kl"], rel=1e-8)
+            assert stats["loss/kl"] == pytest.approx(expected["kl"], rel=1e-8)
         if config.ppo.entropy_coef and config.ppo.loss_aggregation == "token":
-            assert stats["policy/full_entropy"] == pytest.approx(wanted["entropy"], rel=1e-8)
+            assert stats["policy/full_entropy"] == pytest.approx(expected["entropy"], rel=1e-8)
 
-    # That the option does something here, and is seen to.
-    if name != "as it is":
+    # The option changes the gradient of this case.
+    if name != "defaults":
         only_values = name in ("vf_coef", "value_clip_range", "no value_clip_range")
-        usual = usual_gradients(case, update_config(write_config, tmp_path, **value_model), shared)
-        assert largest_gap(grads(values if only_values else policy), usual[only_values]) > 1e-3
+        default = default_gradients(case, update_config(write_config, tmp_path, **value_model), shared)
+        assert largest_gap(grads(values if only_values else policy), default[only_values]) > 1e-3
     num_tokens = sum(len(r.ids) for r in case.responses)
     if config.ppo.objective == "clip":
-        assert 0 < wanted["clipped"] < num_tokens
+        assert 0 < expected["clipped"] < num_tokens
     if config.ppo.dual_clip:
-        assert 0 < wanted["capped"] < num_tokens
-        assert stats["policy/dual_clip_fraction"] == pytest.approx(wanted["capped"] / num_tokens)
+        assert 0 < expected["capped"] < num_tokens
+        assert stats["policy/dual_clip_fraction"] == pytest.approx(expected["capped"] / num_tokens)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
-def test_a_mean_over_responses_is_one_over_the_minibatch(case_of, write_config, tmp_path, aggregation):
+def test_the_mean_over_responses_is_taken_over_the_minibatch(case_of, write_config, tmp_path, aggregation):
     """Two steps of four responses: the mean of their gradients is the gradient of all eight."""
     case, options = case_of(PLAIN), {"loss_aggregation": aggregation}
-    whole, values, _ = slow_losses(case, update_config(write_config, tmp_path, options))
+    policy, values, _ = slow_losses(case, update_config(write_config, tmp_path, options))
     config = update_config(write_config, tmp_path, {**options, "minibatch_size": 4})
     policy_steps, value_steps, _ = update(case, config)
-    for steps, model in ((policy_steps, whole), (value_steps, values)):
+    for steps, model in ((policy_steps, policy), (value_steps, values)):
         assert len(steps) == 2
         same_gradients({name: (steps[0][name] + steps[1][name]) / 2 for name in steps[0]}, grads(model), 1e-6)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own value model", "shared"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate value model", "shared"])
 def test_only_the_value_model_trains_during_its_warm_up(case_of, write_config, tmp_path, shared):
-    """The policy gets no gradient from any loss. The gradient of the head equals that of the slow loop."""
+    """No loss gives the policy a gradient. The gradient of the head equals that of the slow loop."""
     case = case_of(PLAIN)
     value_model = {"value_model": {"warmup_iterations": 1, **({"init": "shared"} if shared else {})}}
     ptx = {"ptx": {**PTX, "coef": 0.6, "minibatch_size": 3}}
     options = {"num_iterations": 2, "entropy_coef": 0.1, "num_rollouts_per_update": 1}
     config = update_config(write_config, tmp_path, options, **value_model, **ptx)
-    _, values, wanted = slow_losses(case, config, shared=shared, learns_policy=False)
+    _, values, expected = slow_losses(case, config, shared=shared, learns_policy=False)
     policy_steps, value_steps, stats = update(case, config, shared=shared)
     assert policy_steps == []
     assert all(p.grad is None for p in case.policy.parameters())
     same_gradients(value_steps[0], grads(values), 1e-6)
-    assert stats["loss/value"] == pytest.approx(wanted["value"], rel=1e-8)
+    assert stats["loss/value"] == pytest.approx(expected["value"], rel=1e-8)
     assert "loss/ptx" not in stats
     policy_steps, _, stats = update(case, config, shared=shared, iteration=1)
     assert len(policy_steps) == 1
@@ -289,23 +292,23 @@ def test_without_values_there_is_no_value_loss(case_of, write_config, tmp_path):
         rollout={"temperature": 0.8},
         ppo={"rollout_batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, "advantage_estimator": "reinforce"},
     )
-    policy, _, wanted = slow_losses(case, config)
+    policy, _, expected = slow_losses(case, config)
     policy_steps, value_steps, stats = update(case, config, values=False)
     same_gradients(policy_steps[0], grads(policy), 1e-6)
     assert value_steps == []
     assert not [key for key in stats if "value" in key]
-    assert stats["loss/policy"] == pytest.approx(wanted["policy"], rel=1e-8)
+    assert stats["loss/policy"] == pytest.approx(expected["policy"], rel=1e-8)
 
 
-def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, monkeypatch):
-    """[35] Every row comes once per epoch, whatever the iteration. The mean is over the tokens of the step."""
+def test_each_step_reads_the_next_ptx_rows(case_of, write_config, tmp_path, monkeypatch):
+    """[35] Every row is read once per epoch, across iterations. The mean is over the tokens of the step."""
     case = case_of(PLAIN)
     rows = [Example(ids, [False, *[True] * (len(ids) - 1)], "row") for ids in random_ids(*range(3, 15), seed=12)]
     monkeypatch.setattr(case, "ptx", rows)
-    taken, real = [], ptx_module.target_logprobs
+    batches, real = [], ptx_module.target_logprobs
 
     def spy(model, ids, learnt):
-        taken.append([list(row) for row in ids])
+        batches.append([list(row) for row in ids])
         return real(model, ids, learnt)
 
     monkeypatch.setattr(ptx_module, "target_logprobs", spy)
@@ -313,38 +316,38 @@ def test_each_step_takes_its_own_rows_for_ptx(case_of, write_config, tmp_path, m
     config = update_config(write_config, tmp_path, {"num_iterations": 3, "minibatch_size": 4}, **ptx)
     for iteration in range(2):
         update(case, config, iteration=iteration)
-    assert [len(part) for part in taken] == [3] * 4
-    assert sorted(itertools.chain(*taken)) == sorted(row.ids for row in rows)
-    taken.clear()
+    assert [len(batch) for batch in batches] == [3] * 4
+    assert sorted(itertools.chain(*batches)) == sorted(row.ids for row in rows)
+    batches.clear()
     for iteration in range(2):
         update(case, config, iteration=iteration)
-    again = [*taken]
+    earlier = [*batches]
     update(case, config, iteration=2)
-    assert again == taken[:4], "the same step takes the same rows"
-    taken.clear()
-    by_default = {"ptx": {**PTX, "coef": 1.0}}
-    update(case, update_config(write_config, tmp_path, {"minibatch_size": 4}, **by_default))
-    assert [len(part) for part in taken] == [4, 4], "null takes ppo.minibatch_size"
+    assert earlier == batches[:4], "the same step reads the same rows"
+    batches.clear()
+    default_size = {"ptx": {**PTX, "coef": 1.0}}
+    update(case, update_config(write_config, tmp_path, {"minibatch_size": 4}, **default_size))
+    assert [len(batch) for batch in batches] == [4, 4], "null means ppo.minibatch_size"
 
 
-def test_ptx_rows_are_read_as_sft_reads_them(start, data):
-    """loss_on, max_length and prompt_words."""
+def test_ptx_rows_are_encoded_like_sft_rows(start, data):
+    """This includes loss_on, max_length and prompt_words."""
     train = str(data["demonstrations"])
     with start(ptx={"train": train, "coef": 1.0, "max_length": 96}) as setup:
-        usual = setup.ptx
-    assert len(usual) == 24
+        default_rows = setup.ptx
+    assert len(default_rows) == 24
     with start(ptx={"train": train, "coef": 1.0, "max_length": 96, "loss_on": "all"}) as setup:
-        for row, other in zip(setup.ptx, usual, strict=True):
+        for row, other in zip(setup.ptx, default_rows, strict=True):
             assert row.ids == other.ids
             assert row.loss_mask == [False] + [True] * (len(row.ids) - 1)
             assert sum(other.loss_mask) < sum(row.loss_mask)
-    limit = sorted(len(row.ids) for row in usual)[10]
+    limit = sorted(len(row.ids) for row in default_rows)[10]
     with start(ptx={"train": train, "coef": 1.0, "max_length": limit}) as setup:
-        assert list(setup.ptx) == [row for row in usual if len(row.ids) <= limit]
+        assert list(setup.ptx) == [row for row in default_rows if len(row.ids) <= limit]
         assert 0 < len(setup.ptx) < 24
     folder = Path(train).parent
     texts = write_jsonl(folder / "texts.jsonl", [{"text": "please help the tent is late"}])
     with start(ptx={"train": str(texts), "coef": 1.0, "prompt_words": 2}) as setup:
         (row,) = setup.ptx
-        learnt = [i for i, yes in zip(row.ids, row.loss_mask, strict=True) if yes]
-        assert setup.tokenizer.decode(learnt[:-1]) == " the tent is late"
+        learnt_ids = [i for i, is_learnt in zip(row.ids, row.loss_mask, strict=True) if is_learnt]
+        assert setup.tokenizer.decode(learnt_ids[:-1]) == " the tent is late"

@@ -1,8 +1,6 @@
-"""What PPO trains and saves beside the usual: adapters, a shared value head, averages, the best policy on the way,
-and runs that go on from other runs.
+"""Models of PPO beyond the defaults: LoRA, a shared value head, the EMA, the best policy, continued runs.
 
-Everything that is read back is read by plain transformers, and everything that is computed is held against plain
-tensors in float64.
+The tests read saved models back with plain transformers and compare numbers with plain tensors in float64.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.optimizer import Stepper
 from support.compare import close
 from support.oracles import chosen, distributions, full_kl, hidden_states, padded, plain_copy
-from support.setup import said, weights_of
+from support.setup import reward_calls, weights_of
 from support.tiny import read_jsonl
 
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GPT2_LAYERS = ("c_attn", "c_proj", "c_fc")
 
 
-def saved(place, name="model"):
-    return load_file(place / name / "model.safetensors")
+def saved(stage_dir, name="model"):
+    return load_file(stage_dir / name / "model.safetensors")
 
 
 def causal(path):
@@ -55,10 +53,10 @@ def values_by(classifier, rollout):
     return padded([[linear(state, model.score.weight)[0] for state in row] for row in states])
 
 
-def same_bits(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        assert torch.equal(found[name], weight), name
+def same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(actual[name], weight), name
 
 
 # -------------------------------------------------------------------------------------------- adapters
@@ -74,10 +72,10 @@ def same_bits(found, wanted):
     ],
 )
 def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, architecture, targets, adapted):
-    """The saved weights less the first ones are alpha / r * B @ A in the adapted layers and nothing elsewhere.
+    """Saved minus initial weights is alpha / r * B @ A in the adapted layers and 0 elsewhere.
 
-    Before a step the adapters add nothing: ratio 1 and KL 0 to the last bit. GPT-2's layers are Conv1D, whose
-    weights are the other way round.
+    Before the first step the adapters add 0: the ratio is exactly 1 and the KL exactly 0. GPT-2's layers are Conv1D,
+    whose weights are transposed.
     """
     path = make_model(architecture)
     lora = {"r": 3, "alpha": 5, "target_modules": targets}
@@ -89,14 +87,14 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
         optimizer={"learning_rate": 3e-2},
     )
     policy = run.setup.models.policy
-    assert run.setup.models.ref_policy is None, "no second model is held"
+    assert run.setup.models.ref_policy is None, "no second model is in memory"
     first, later = run.metrics
     assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
     assert first["policy/first_ratio_error"] == 0.0
     assert first["objective/kl"] == 0.0
     assert abs(later["objective/kl"]) > 1e-4
 
-    # ref_policy is the model as it was before, however far the adapters have moved.
+    # ref_policy is the initial model, however far the adapters have moved.
     sft = causal(path)
     sampling = run.setup.sampling
     for rollout in run.rollouts:
@@ -106,7 +104,7 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-    before, after = saved(path.parent), saved(run.place)
+    before, after = saved(path.parent), saved(run.stage_dir)
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith(tuple(f"{layer}.weight" for layer in adapted))}
@@ -119,17 +117,17 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
         delta = delta.T if architecture == "gpt2" else delta
         close(after[name].double() - before[name].double(), delta.detach(), 1e-6)
 
-    # What is saved says what the trained policy says, adapters on.
-    plain, ids = causal(run.place / "model"), torch.tensor([run.rollouts[0].prompts[0].ids])
+    # The saved model computes the same logits as the trained policy with its adapters on.
+    plain, ids = causal(run.stage_dir / "model"), torch.tensor([run.rollouts[0].prompts[0].ids])
     with torch.no_grad():
-        mine = plain_copy(policy)(input_ids=ids).logits
-        close(plain(input_ids=ids).logits, mine, 1e-5)
-        assert (mine - sft(input_ids=ids).logits).abs().max() > 1e-2
-    assert not [key for key in json.loads((run.place / "model/config.json").read_text()) if "lora" in key]
+        trained_logits = plain_copy(policy)(input_ids=ids).logits
+        close(plain(input_ids=ids).logits, trained_logits, 1e-5)
+        assert (trained_logits - sft(input_ids=ids).logits).abs().max() > 1e-2
+    assert not [key for key in json.loads((run.stage_dir / "model/config.json").read_text()) if "lora" in key]
 
 
 def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
-    """One step of the same learning rate: what B learns first is alpha / r * (gradient of the weight) @ A^T."""
+    """The first gradient of B is alpha / r * (gradient of the weight) @ A^T."""
     gradients, clip = {}, Stepper.clip
 
     def keep(self, world):
@@ -137,8 +135,8 @@ def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
             gradients.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
         return clip(self, world)
 
-    found = {}
-    for name, policy in (("whole", {}), ("lora", {"lora": {"r": 3, "alpha": 7, "target_modules": ["q_proj"]}})):
+    by_run = {}
+    for name, policy in (("full", {}), ("lora", {"lora": {"r": 3, "alpha": 7, "target_modules": ["q_proj"]}})):
         gradients.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Stepper, "clip", keep)
@@ -147,30 +145,33 @@ def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
                 policy={"path": str(make_model("llama")), **policy},
                 ppo={"num_iterations": 1, "minibatch_size": 8},
             )
-        found[name] = dict(gradients)
-    layers = [name for name in found["whole"] if name.endswith("q_proj.weight")]
+        by_run[name] = dict(gradients)
+    layers = [name for name in by_run["full"] if name.endswith("q_proj.weight")]
     assert len(layers) == 2
     before = run.models[0].policy  # a copy from before the step
     for name in layers:
         layer = name.removesuffix(".weight")
         a = before.get_submodule(layer).lora_A["default"].weight
-        wanted = 7 / 3 * found["whole"][name] @ a.T
-        close(found["lora"][f"{layer}.lora_B.default.weight"], wanted.detach(), 1e-5)
-        assert found["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0, "B is still 0"
+        expected = 7 / 3 * by_run["full"][name] @ a.T
+        close(by_run["lora"][f"{layer}.lora_B.default.weight"], expected.detach(), 1e-5)
+        assert by_run["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0, "B is still 0"
 
 
 @torch.no_grad()
 def mean_full_kl(policy, ref_policy, rollout, sampling):
-    """Mean over tokens of the exact KL, by plain forward passes."""
-    asked = (rollout.prompts, rollout.responses, sampling)
-    here, there = distributions(plain_copy(policy), *asked), distributions(plain_copy(ref_policy), *asked)
-    pairs = [(a[0], b[0]) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True)]
+    """Mean over tokens of the exact KL, from plain forward passes."""
+    rollout_args = (rollout.prompts, rollout.responses, sampling)
+    policy_rows, ref_rows = (
+        distributions(plain_copy(policy), *rollout_args),
+        distributions(plain_copy(ref_policy), *rollout_args),
+    )
+    pairs = [(a[0], b[0]) for x, y in zip(policy_rows, ref_rows, strict=True) for a, b in zip(x, y, strict=True)]
     return statistics.fmean(full_kl(p, q).item() for p, q in pairs)
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_the_full_kl_of_a_lora_policy_is_to_its_base(watch, make_model, kl_in):
-    """ref_policy's whole distribution is the base model's, with the adapters off, in the rollout and in the loss."""
+def test_the_full_kl_of_a_lora_policy_is_measured_to_its_base_model(watch, make_model, kl_in):
+    """ref_policy is the base model with the adapters off, both in the rollout and in the loss."""
     path = make_model("llama")
     run = watch(
         policy={"path": str(path), "lora": {"r": 2}},
@@ -178,22 +179,22 @@ def test_the_full_kl_of_a_lora_policy_is_to_its_base(watch, make_model, kl_in):
         optimizer={"learning_rate": 3e-2},
     )
     rollout = run.rollouts[1]
-    wanted = mean_full_kl(run.models[1].policy, causal(path), rollout, run.setup.sampling)
-    assert wanted > 1e-3
+    expected = mean_full_kl(run.models[1].policy, causal(path), rollout, run.setup.sampling)
+    assert expected > 1e-3
     if kl_in == "loss":
         assert run.steps[0]["loss/kl"] == pytest.approx(0.0, abs=1e-7)
-        assert run.steps[1]["loss/kl"] == pytest.approx(wanted, rel=1e-3)
+        assert run.steps[1]["loss/kl"] == pytest.approx(expected, rel=1e-3)
     else:
-        assert rollout.kl_full[rollout.response_mask].mean().item() == pytest.approx(wanted, rel=1e-3)
+        assert rollout.kl_full[rollout.response_mask].mean().item() == pytest.approx(expected, rel=1e-3)
 
 
-def test_lora_with_a_ref_policy_of_its_own(watch, make_model, pipeline):
-    """The reference is the other model from the first iteration on, not the policy without adapters."""
+def test_lora_with_another_model_as_ref_policy(watch, make_model, pipeline):
+    """From the first iteration on, the reference is that model and not the policy without adapters."""
     ref = pipeline("llama") / "sft"
     run = watch(policy={"path": str(make_model("llama")), "lora": {"r": 2}}, ref_policy={"path": str(ref)})
     for rollout in run.rollouts:
-        wanted = logprobs_by(causal(ref / "model"), rollout, run.setup.sampling)
-        close(rollout.ref_logprobs.double(), wanted, 1e-5)
+        expected = logprobs_by(causal(ref / "model"), rollout, run.setup.sampling)
+        close(rollout.ref_logprobs.double(), expected, 1e-5)
     assert abs(run.metrics[0]["objective/kl"]) > 1e-3
     assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
 
@@ -209,7 +210,7 @@ def test_lora_reports_its_size_and_refuses_unknown_module_names(start, make_mode
             pass
 
 
-def test_lora_without_peft_says_what_to_install(start, make_model, monkeypatch):
+def test_lora_without_peft_names_the_package_to_install(start, make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as error:
         with start(policy={"path": str(make_model("llama")), "lora": {}}):
@@ -222,7 +223,7 @@ def test_lora_without_peft_says_what_to_install(start, make_model, monkeypatch):
     [("llama", ["q_proj"], ("q_proj",)), ("llama", None, LLAMA_LAYERS), ("gpt2", None, GPT2_LAYERS)],
 )
 def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, architecture, targets, adapted):
-    """The head is trained in full, the policy as usual. The saved classifier computes the same values."""
+    """The head and the policy are trained in full. The saved classifier computes the same values."""
     path = make_model(architecture)
     run = watch(
         policy={"path": str(path)},
@@ -233,36 +234,36 @@ def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, a
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "score.weight" in trained
     assert all("lora_" in name for name in trained - {"score.weight"})
-    before, after = saved(path.parent), saved(run.place, "value_model")
+    before, after = saved(path.parent), saved(run.stage_dir, "value_model")
     shared = before.keys() & after.keys()
     assert after.keys() - shared == {"score.weight"}
     changed = {name for name in shared if not torch.equal(before[name], after[name])}
     assert changed == {name for name in shared if name.endswith(tuple(f"{layer}.weight" for layer in adapted))}
-    plain = AutoModelForSequenceClassification.from_pretrained(run.place / "value_model")
-    found = values_by(plain, run.rollouts[1])
-    close(found, values_by(model, run.rollouts[1]), 1e-5)
-    assert found.abs().max() > 1e-2
-    policy = saved(run.place)
+    plain = AutoModelForSequenceClassification.from_pretrained(run.stage_dir / "value_model")
+    values = values_by(plain, run.rollouts[1])
+    close(values, values_by(model, run.rollouts[1]), 1e-5)
+    assert values.abs().max() > 1e-2
+    policy = saved(run.stage_dir)
     assert all(not torch.equal(policy[name], before[name]) for name in before if "proj.weight" in name)
 
 
 def test_lora_of_policy_and_value_model_together(watch, make_model):
-    """Both take the steps of the first update."""
+    """Both models learn in the first update."""
     run = watch(
         policy={"path": str(make_model("llama")), "lora": {"r": 2}},
         value_model={"lora": {"r": 2, "target_modules": ["q_proj"]}},
     )
-    assert {"model", "value_model"} <= {p.name for p in run.place.iterdir()}
+    assert {"model", "value_model"} <= {p.name for p in run.stage_dir.iterdir()}
     assert run.metrics[1]["objective/kl"] != 0.0
     assert run.metrics[1]["value/mean"] != 0.0
 
 
-# ----------------------------------------------------------------------------------- values from a shared head
+# ----------------------------------------------------------------------------------- shared value head
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
 def test_a_shared_value_model_is_saved_as_a_separate_model(watch, make_model, architecture):
-    """transformers loads it, and its values equal those of the policy's backbone with the head."""
+    """Plain transformers loads it. Its values equal those of the policy's backbone with the head."""
     run = watch(
         policy={"path": str(make_model(architecture))},
         rollout={"stop_tokens": []},
@@ -271,32 +272,32 @@ def test_a_shared_value_model_is_saved_as_a_separate_model(watch, make_model, ar
     models = run.setup.models
     assert models.value_model is None
     plain, info = AutoModelForSequenceClassification.from_pretrained(
-        run.place / "value_model", output_loading_info=True
+        run.stage_dir / "value_model", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert plain.config.num_labels == 1
     assert torch.equal(plain.score.weight, models.value_head.weight)
-    policy = causal(run.place / "model")
+    policy = causal(run.stage_dir / "model")
     same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
     rollout = run.rollouts[1]
     states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
     with torch.no_grad():
-        wanted = padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
-    close(values_by(plain, rollout), wanted, 1e-5)
-    assert wanted.abs().max() > 1e-3
+        expected = padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
+    close(values_by(plain, rollout), expected, 1e-5)
+    assert expected.abs().max() > 1e-3
     close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
 
 
 @torch.no_grad()
 def shared_values(run, i):
-    """Values of iteration i, by plain forward passes of the models of that iteration."""
+    """Values of iteration i, from plain forward passes of the models of that iteration."""
     models, rollout = run.models[i], run.rollouts[i]
     states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
     return padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
 
 
-def test_a_shared_head_on_adapters(watch, make_model):
+def test_a_shared_head_on_a_lora_policy(watch, make_model):
     """The value loss reaches the adapters, and the saved models are merged."""
     run = watch(
         policy={"path": str(make_model("llama")), "lora": {"r": 2}},
@@ -304,49 +305,51 @@ def test_a_shared_head_on_adapters(watch, make_model):
         optimizer={"learning_rate": 2e-2},
     )
     close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
-    plain = AutoModelForSequenceClassification.from_pretrained(run.place / "value_model")
-    policy = causal(run.place / "model")
+    plain = AutoModelForSequenceClassification.from_pretrained(run.stage_dir / "value_model")
+    policy = causal(run.stage_dir / "model")
     same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
 
 
-# -------------------------------------------------------------------------------- going on from another run
+# -------------------------------------------------------------------------------- continued runs, old log-probabilities
 
 
 @pytest.mark.parametrize("init", ["auto", "shared"])
 def test_continuing_from_a_finished_run(watch, init):
-    """Policy and value model start where the old run ended. The KL is still measured to the old ref_policy."""
+    """Policy and value model start from the weights of the finished run. The KL is still to its ref_policy."""
     value_model = {"init": init, "learning_rate": 2e-2}
     old = watch("old", value_model=value_model, ppo={"kl_coef": 0.1})
     sft = old.setup.config.policy.path
     run = watch(
         "new",
-        policy={"path": str(old.place)},
+        policy={"path": str(old.stage_dir)},
         ref_policy={"path": sft},
-        value_model={**value_model, "path": str(old.place / "value_model")},
+        value_model={**value_model, "path": str(old.stage_dir / "value_model")},
         seed=1,
     )
     same_bits(weights_of(run.models[0].policy), old.after[-1])
     rollout, first = run.rollouts[0], run.metrics[0]
-    saved_values = AutoModelForSequenceClassification.from_pretrained(old.place / "value_model")
+    saved_values = AutoModelForSequenceClassification.from_pretrained(old.stage_dir / "value_model")
     close(rollout.values.double(), values_by(saved_values, rollout), 1e-5)
     assert rollout.values.abs().max() > 1e-2
     assert first["value/mean"] != 0.0
     assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
-    wanted = logprobs_by(causal(old.place / "model"), rollout, run.setup.sampling) - logprobs_by(
+    expected = logprobs_by(causal(old.stage_dir / "model"), rollout, run.setup.sampling) - logprobs_by(
         causal(sft), rollout, run.setup.sampling
     )
-    assert first["objective/kl"] == pytest.approx(wanted.sum(1).mean().item(), abs=1e-4)
+    assert first["objective/kl"] == pytest.approx(expected.sum(1).mean().item(), abs=1e-4)
     assert abs(first["objective/kl"]) > 1e-3
-    # Without the reference it would be the policy itself.
-    alone = watch("alone", policy={"path": str(old.place)}, ppo={"num_iterations": 1})
+    # Without ref_policy in the config, the reference is the policy itself.
+    alone = watch("alone", policy={"path": str(old.stage_dir)}, ppo={"num_iterations": 1})
     assert alone.metrics[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert alone.metrics[0]["value/mean"] == 0.0, "a new value model"
 
 
 @pytest.mark.parametrize("estimator", ["gae", "rloo"])
-def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimator):
-    """`old_logprobs: auto` in float32: no forward pass of the policy stands between sampling and the update, and what
-    was captured is what a plain forward gives. `recomputed` makes that pass."""
+def test_old_logprobs_auto_takes_them_from_the_sampler(watch, monkeypatch, estimator):
+    """In float32, `auto` runs no forward pass of the policy between sampling and the update. `recomputed` runs one.
+
+    The log-probabilities that the sampler captured equal those of a plain forward pass.
+    """
     calls = []
     real = rollout_module.score_tokens
     monkeypatch.setattr(rollout_module, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
@@ -359,33 +362,35 @@ def test_the_sampler_s_own_logprobs_are_the_old_ones(watch, monkeypatch, estimat
         recomputed = old_logprobs == "recomputed"
         assert (rollout.logprobs is rollout.sampled_logprobs) == (not recomputed)
         assert ("policy/sampler_gap" in first) == recomputed
-        assert bool(calls) == recomputed, "the update's own calls go by another name"
-        wanted = logprobs_by(policy, rollout, run.setup.sampling)
-        close(rollout.logprobs.double(), wanted, 1e-5)
+        assert bool(calls) == recomputed, "only the rollout calls this name of score_tokens"
+        expected = logprobs_by(policy, rollout, run.setup.sampling)
+        close(rollout.logprobs.double(), expected, 1e-5)
         assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
         assert first["policy/first_ratio_error"] < 1e-4
 
 
 def test_fewer_live_rows_draw_the_same_responses(watch, monkeypatch):
-    """`rollout.max_live_rows` reaches the sampler in rollouts and evaluations, and changes nothing but rounding."""
-    asked = []
+    """`rollout.max_live_rows` reaches the sampler in rollouts and evaluations. It changes only rounding."""
+    limits = []
     real = rollout_module.sample
-    monkeypatch.setattr(rollout_module, "sample", lambda *a, **k: asked.append(k["max_live_rows"]) or real(*a, **k))
+    monkeypatch.setattr(rollout_module, "sample", lambda *a, **k: limits.append(k["max_live_rows"]) or real(*a, **k))
     runs = [watch(str(rows), rollout={"max_live_rows": rows}, ppo={"num_iterations": 1}) for rows in (None, 2)]
-    assert set(asked[: len(asked) // 2]) == {None}
-    assert set(asked[len(asked) // 2 :]) == {2}
-    whole, parts = (run.rollouts[0].responses for run in runs)
-    assert [r.ids for r in whole] == [r.ids for r in parts]
+    assert set(limits[: len(limits) // 2]) == {None}
+    assert set(limits[len(limits) // 2 :]) == {2}
+    unlimited, limited = (run.rollouts[0].responses for run in runs)
+    assert [r.ids for r in unlimited] == [r.ids for r in limited]
     close(runs[0].rollouts[0].logprobs, runs[1].rollouts[0].logprobs, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ averages
+# ------------------------------------------------------------------------------------------------ EMA
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}], ids=["full", "lora"])
 def test_the_ema_model_is_the_average_over_the_steps(watch, make_model, lora):
-    """``average = decay * average + (1 - decay) * weight`` after each step, from the weights before the first; one
-    that is skipped or comes after an early stop isn't counted. With adapters the average is theirs, then merged."""
+    """``average = decay * average + (1 - decay) * weight`` after each step, starting from the initial weights.
+
+    Steps that are skipped or come after an early stop do not count. With LoRA the adapters are averaged, then merged.
+    """
     decay = 0.7
     run = watch(
         policy={"path": str(make_model("llama")), "lora": lora},
@@ -400,32 +405,34 @@ def test_the_ema_model_is_the_average_over_the_steps(watch, make_model, lora):
         if move:
             for name in average:
                 average[name] = decay * average[name] + (1 - decay) * weights[name].double()
-    found = saved(run.place, "ema_model")
+    ema_weights = saved(run.stage_dir, "ema_model")
     if lora is None:
-        wanted = average
+        expected = average
     else:
-        wanted = {name: weight.double() for name, weight in saved(make_model("llama").parent).items()}
-        for name in [name for name in wanted if name.endswith("q_proj.weight")]:
+        expected = {name: weight.double() for name, weight in saved(make_model("llama").parent).items()}
+        for name in [name for name in expected if name.endswith("q_proj.weight")]:
             layer = name.removesuffix(".weight")
             a, b = (average[f"{layer}.lora_{x}.default.weight"] for x in "AB")
-            wanted[name] = wanted[name] + 32 / 2 * b @ a
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        close(found[name].double(), weight, 1e-5)
-    # The policy itself is its own again behind it.
+            expected[name] = expected[name] + 32 / 2 * b @ a
+    assert ema_weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        close(ema_weights[name].double(), weight, 1e-5)
+    # Saving the average restores the weights of the policy afterwards.
     if lora is None:
-        same_bits(saved(run.place), run.after[-1])
-    assert any((found[name].double() - saved(run.place)[name].double()).abs().max() > 1e-3 for name in found)
+        same_bits(saved(run.stage_dir), run.after[-1])
+    assert any(
+        (ema_weights[name].double() - saved(run.stage_dir)[name].double()).abs().max() > 1e-3 for name in ema_weights
+    )
     same_bits(weights_of(run.setup.models.policy), run.after[-1])
 
 
 def test_without_ema_decay_there_is_no_ema_model(watch):
     run = watch()
     assert run.setup.average is None
-    assert {p.name for p in run.place.iterdir() if p.is_dir()} == {"model", "value_model"}
+    assert {p.name for p in run.stage_dir.iterdir() if p.is_dir()} == {"model", "value_model"}
 
 
-# -------------------------------------------------------------------------------------- evaluations on the way
+# -------------------------------------------------------------------------------------- evaluations during the run
 
 
 JUDGE = '''
@@ -433,7 +440,7 @@ FIGURES = {figures}
 
 
 def judge(prompts, responses, rows):
-    """The next figure for every reply: the test decides in advance how good each policy is."""
+    """Give every reply the next figure. The test decides in advance how good each policy is."""
     value = FIGURES.pop(0)
     return [{{"craft": value, "characters": float(len(text))}} for text in responses]
 '''
@@ -441,7 +448,7 @@ def judge(prompts, responses, rows):
 
 @pytest.fixture
 def judged(data, tmp_path):
-    """A function from the judge's figures, one per evaluation, to the config changes of a judged run."""
+    """A function: figures of the judge, one per evaluation -> config changes of a run with that judge."""
 
     def changes(figures, **evaluation):
         path = tmp_path / "judge.py"
@@ -469,66 +476,67 @@ def judged(data, tmp_path):
 def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric, figures, step, value):
     """The policy before PPO does not count. The first of equal figures wins; evaluation.json has its value."""
     run = watch(**judged(figures, best_metric=metric))
-    same_bits(saved(run.place, "best_model"), run.after[step - 1])
-    rows = read_jsonl(run.place / "evaluations.jsonl")
+    same_bits(saved(run.stage_dir, "best_model"), run.after[step - 1])
+    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["craft"] for row in rows] == figures[1:4]
-    best = json.loads((run.place / "evaluation.json").read_text())["best"]
+    best = json.loads((run.stage_dir / "evaluation.json").read_text())["best"]
     assert best == {"step": step, "metric": metric, "value": value}
 
 
 @pytest.mark.parametrize("metric", ["score_mean", "-kl"])
-def test_the_best_model_by_our_own_figures(watch, judged, metric):
+def test_the_best_model_by_score_or_kl(watch, judged, metric):
     run = watch(**judged([0.0] * 4, best_metric=metric))
-    rows = read_jsonl(run.place / "evaluations.jsonl")
+    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
     sign, key = (-1, "kl") if metric == "-kl" else (1, metric)
     values = [sign * row[key] for row in rows]
     assert len(set(values)) == 3
     best = values.index(max(values))
-    same_bits(saved(run.place, "best_model"), run.after[best])
-    found = json.loads((run.place / "evaluation.json").read_text())["best"]
-    assert found == {"step": best + 1, "metric": metric, "value": pytest.approx(sign * max(values))}
+    same_bits(saved(run.stage_dir, "best_model"), run.after[best])
+    reported = json.loads((run.stage_dir / "evaluation.json").read_text())["best"]
+    assert reported == {"step": best + 1, "metric": metric, "value": pytest.approx(sign * max(values))}
 
 
-def test_evaluations_on_the_way(watch, judged):
-    """Every `every_iterations` iterations and at the end: the current policy on the same prompts and draws."""
+def test_evaluations_during_the_run(watch, judged):
+    """They come every `every_iterations` iterations and at the end, with the same prompts and uniforms."""
     run = watch(**judged([0.0, 1.0, 2.0], every_iterations=2, num_prompts=4, num_examples=3))
-    rows = read_jsonl(run.place / "evaluations.jsonl")
+    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
     assert [row["step"] for row in rows] == [2, 3]
-    end = json.loads((run.place / "evaluation.json").read_text())
+    end = json.loads((run.stage_dir / "evaluation.json").read_text())
     assert rows[1] == {"step": 3, **end["ppo"]}
     assert end["num_prompts"] == 4
     assert len(end["examples"]) == 3
     assert [end["sft"]["craft"], rows[0]["craft"], end["ppo"]["craft"]] == [0.0, 1.0, 2.0]
     assert "best" not in end
-    assert not (run.place / "best_model").exists()
+    assert not (run.stage_dir / "best_model").exists()
 
-    # The reward function is asked before, in three iterations with an evaluation behind the second, and at the end.
-    calls = said(run.setup)
+    # Calls of the reward function: evaluation, two iterations, evaluation, third iteration, evaluation.
+    calls = reward_calls(run.setup)
     assert [len(call["responses"]) for call in calls] == [4, 8, 8, 4, 8, 4]
     assert rows[0]["score_mean"] == pytest.approx(statistics.fmean(calls[3]["values"]), abs=1e-6)
     assert rows[0]["characters"] == statistics.fmean(len(text) for text in calls[3]["responses"])
     assert calls[0]["prompts"] == calls[3]["prompts"] == calls[5]["prompts"]
     assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]
 
-    table = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
-    replies = sample(run.models[2].policy, [p.ids for p in run.setup.test], table, run.setup.sampling)
+    uniforms = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
+    replies = sample(run.models[2].policy, [p.ids for p in run.setup.test], uniforms, run.setup.sampling)
     texts = [run.setup.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
-    assert calls[3]["responses"] == texts, "of the policy behind two iterations"
+    assert calls[3]["responses"] == texts, "the replies of the policy after two iterations"
     assert rows[0]["length"] == statistics.fmean(len(r.ids) for r in replies)
     assert rows[0]["eos_fraction"] == statistics.fmean(r.ended for r in replies)
-    asked = SimpleNamespace(prompts=run.setup.test, responses=replies)
-    wanted = [
-        logprobs_by(model, asked, run.setup.sampling).sum(1) for model in (run.models[2].policy, run.models[0].policy)
+    held_out = SimpleNamespace(prompts=run.setup.test, responses=replies)
+    expected = [
+        logprobs_by(model, held_out, run.setup.sampling).sum(1)
+        for model in (run.models[2].policy, run.models[0].policy)
     ]
-    assert rows[0]["kl"] == pytest.approx((wanted[0] - wanted[1]).mean().item(), abs=1e-4)
+    assert rows[0]["kl"] == pytest.approx((expected[0] - expected[1]).mean().item(), abs=1e-4)
     assert abs(rows[0]["kl"]) > 1e-3
 
 
 def test_only_the_end_is_evaluated_by_default(watch, judged):
     run = watch(**judged([0.0, 1.0], every_iterations=None))
-    assert not (run.place / "evaluations.jsonl").exists()
-    assert json.loads((run.place / "evaluation.json").read_text())["ppo"]["craft"] == 1.0
+    assert not (run.stage_dir / "evaluations.jsonl").exists()
+    assert json.loads((run.stage_dir / "evaluation.json").read_text())["ppo"]["craft"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -539,25 +547,25 @@ def test_only_the_end_is_evaluated_by_default(watch, judged):
     ],
 )
 def test_an_unknown_best_metric_is_refused_before_training(watch, judged, changes, message):
-    whole = judged([0.0] * 4, best_metric="craft")
+    config = judged([0.0] * 4, best_metric="craft")
     for key, value in changes.items():
-        whole[key] = {**whole[key], **value}
+        config[key] = {**config[key], **value}
     with pytest.raises(ConfigError, match=rf"evaluation\.best_metric: {message}"):
-        watch(**whole)
+        watch(**config)
 
 
-def test_everything_that_is_saved_generates_as_it_was_trained_to(watch, judged, tokenizer):
+def test_saved_models_generate_with_the_settings_of_the_rollout(watch, judged, tokenizer):
     rollout = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 3}
     run = watch(**judged([0.0] * 4, best_metric="craft"), rollout=rollout | {"stop_tokens": ["a"]})
     stop = sorted([tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")])
     for name in ("model", "best_model"):
-        found = GenerationConfig.from_pretrained(run.place / name)
-        assert {key: getattr(found, key) for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")} == {
-            key: rollout[key] for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
-        }
-        assert found.do_sample is True
-        assert found.eos_token_id == stop
-    plain = causal(run.place / "model")
+        generation = GenerationConfig.from_pretrained(run.stage_dir / name)
+        assert {
+            key: getattr(generation, key) for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
+        } == {key: rollout[key] for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")}
+        assert generation.do_sample is True
+        assert generation.eos_token_id == stop
+    plain = causal(run.stage_dir / "model")
     ids = torch.tensor([run.rollouts[0].prompts[0].ids])
     torch.manual_seed(0)
     lengths = [
@@ -568,15 +576,15 @@ def test_everything_that_is_saved_generates_as_it_was_trained_to(watch, judged, 
 
 
 def test_the_judge_and_the_rewards_see_the_same_replies(watch, judged):
-    """Health reads both and reports nothing, because nothing is wrong."""
+    """Health compares the two and has no finding."""
     run = watch(**judged([0.0, 1.0, 2.0, 3.0]))
-    rows = read_jsonl(run.place / "health.jsonl")
+    rows = read_jsonl(run.stage_dir / "health.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert not list(itertools.chain(*[row["findings"] for row in rows]))
 
 
 def test_ref_policy_null_is_the_initial_policy(start, make_model):
-    """It is a second model with the same weights, which is not trained."""
+    """It is a second model with the same weights, and it is not trained."""
     with start() as setup:
         models = setup.models
         assert models.ref_policy is not models.policy

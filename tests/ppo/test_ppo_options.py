@@ -1,7 +1,7 @@
-"""PPO's options outside the losses: what rewards receive, sampling, schedules, older rollouts, the plan.
+"""PPO's options outside the losses: inputs of the rewards, sampling, schedules, older rollouts, the plan.
 
-What PPO saves is in test_ppo_models.py. Numbers in brackets are rows of the list of bugs found in other
-implementations (docs of the project).
+test_ppo_models.py tests what PPO saves. Numbers in brackets are rows of the list of bugs in other implementations (docs
+of the project).
 """
 
 from __future__ import annotations
@@ -49,71 +49,71 @@ from support.oracles import (
     weighted_scores,
 )
 from support.paths import TESTS
-from support.setup import config_of, learning, said, weights_of
+from support.setup import config_of, learning, reward_calls, weights_of
 from support.tiny import STOP, encoder, merged, read_jsonl
 
-# --------------------------------------------------------------------------------- what rewards are given
+# --------------------------------------------------------------------------------- rewards
 
 
-def judged_by(setup):
-    """A rollout and what the rewards give it: (rollout, texts, scores)."""
+def scored_rollout(setup):
+    """Sample a rollout and score it. Returns (rollout, texts, scores)."""
     rollout = ppo_stage._rollout(setup, 0)
     texts = texts_of(setup, rollout.responses)
     return rollout, texts, ask_rewards(setup, rollout.prompts, texts, rollout.responses)
 
 
 def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pipeline):
-    """It reads the sampled ids, with or without the prompt. The probability is the sigmoid of its one score."""
+    """It reads the sampled ids, with or without the prompt. The probability is the sigmoid of its score."""
     path = str(pipeline("llama") / "rm")
     reward = {"type": "reward_model", "path": path, "normalize": False}
-    found = {}
+    totals = {}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
         with start(rewards=[{**reward, "reads": reads, "output": output}]) as setup:
             assert setup.rewards[0].reads_policy_tokens
-            rollout, _, scores = judged_by(setup)
+            rollout, _, scores = scored_rollout(setup)
         plain = AutoModelForSequenceClassification.from_pretrained(f"{path}/model")
-        wanted = []
+        expected = []
         for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
             ids = prompt.ids + response.ids if reads == "prompt_and_response" else response.ids
             with torch.no_grad():
-                wanted.append(plain(input_ids=torch.tensor([ids])).logits[0, 0])
-        logits = torch.stack(wanted)
+                expected.append(plain(input_ids=torch.tensor([ids])).logits[0, 0])
+        logits = torch.stack(expected)
         close(scores.total, logits.sigmoid() if output == "probability" else logits)
-        found[reads, output] = scores.total
-    for one, other in itertools.combinations(found.values(), 2):
+        totals[reads, output] = scores.total
+    for one, other in itertools.combinations(totals.values(), 2):
         assert (one - other).abs().min() > 1e-3
 
 
 def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path):
-    """It reads the text, with or without the prompt. The probability is the softmax of the label."""
+    """It reads the text, with or without the prompt. The probability is the label's entry of the softmax."""
     model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "good", "weight": -2.0}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
         with start(rewards=[{**reward, "reads": reads, "output": output}]) as setup:
-            rollout, texts, scores = judged_by(setup)
+            rollout, texts, scores = scored_rollout(setup)
         for prompt, text, score, total in zip(
             rollout.prompts, texts, scores.each["reward_model"], scores.total, strict=True
         ):
-            whole = prompt.text + text if reads == "prompt_and_response" else text
+            full_text = prompt.text + text if reads == "prompt_and_response" else text
             with torch.no_grad():
-                logits = model(**word_piece(whole, return_tensors="pt")).logits[0]
-            wanted = logits.softmax(0)[1] if output == "probability" else logits[1]
-            assert score.item() == pytest.approx(wanted.item(), abs=1e-5)
-            assert total.item() == pytest.approx(-2.0 * wanted.item(), abs=1e-5)
+                logits = model(**word_piece(full_text, return_tensors="pt")).logits[0]
+            expected = logits.softmax(0)[1] if output == "probability" else logits[1]
+            assert score.item() == pytest.approx(expected.item(), abs=1e-5)
+            assert total.item() == pytest.approx(-2.0 * expected.item(), abs=1e-5)
 
 
 def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
-    """The tokens join to the decoded response. The rest of the score is placed at the last token only."""
+    """The texts of the tokens join to the decoded response. The dense rewards are the only reward of this run."""
     rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
     run = watch(rewards=rewards, ppo={"num_iterations": 1, "kl_coef": 0.0, "missing_eos_penalty": 0.0})
-    (asked,), rollout, setup = said(run.setup), run.rollouts[0], run.setup
-    for row, response in zip(asked["rows"], rollout.responses, strict=True):
+    (call,), rollout, setup = reward_calls(run.setup), run.rollouts[0], run.setup
+    for row, response in zip(call["rows"], rollout.responses, strict=True):
         assert row["tokens"] == [setup.tokenizer.decode([i]) for i in response.ids]
-    returns = [[sum(row[t:]) for t in range(len(row))] for row in asked["dense"]]
-    own = run.setup.config.ppo.model_copy(update={"gae_lambda": 1.0})
-    found = slow_advantages(run.setup.config.model_copy(update={"ppo": own}), asked["dense"], returns)[1]
-    close(padded(found), padded(returns), 1e-9)
-    assert run.metrics[0]["objective/reward"] == pytest.approx(statistics.fmean(map(sum, asked["dense"])), abs=1e-5)
+    returns = [[sum(row[t:]) for t in range(len(row))] for row in call["dense"]]
+    ppo_config = run.setup.config.ppo.model_copy(update={"gae_lambda": 1.0})
+    actual_returns = slow_advantages(run.setup.config.model_copy(update={"ppo": ppo_config}), call["dense"], returns)[1]
+    close(padded(actual_returns), padded(returns), 1e-9)
+    assert run.metrics[0]["objective/reward"] == pytest.approx(statistics.fmean(map(sum, call["dense"])), abs=1e-5)
     assert run.metrics[0]["objective/score"] == run.metrics[0]["reward/tokens"]
 
 
@@ -133,28 +133,28 @@ def test_an_invalid_dense_reward_is_refused(watch, tmp_path, body, message):
 
 
 def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
-    """Over samples of ref_policy on training prompts, even if the policy is another model."""
+    """The samples are of ref_policy on training prompts, even if the policy is another model."""
     ref = str(pipeline("llama") / "sft")
     ppo = {"score_normalization": "reference", "num_reference_samples": 20}
     with start(ref_policy={"path": ref}, ppo=ppo) as setup:
         scale = ScoreScale(setup.config.ppo)
         measure_reference(setup, scale)
-        calls = list(said(setup))
+        calls = list(reward_calls(setup))
     raw = torch.tensor([x for call in calls for x in call["values"]])
     assert [len(call["values"]) for call in calls] == [8, 8, 4]
     normalised = scale.apply(raw)
     assert normalised.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert normalised.std().item() == pytest.approx(1.0, abs=1e-5)
-    table = draw_uniforms(0, "ppo reference", 0, 20, 8)
+    uniforms = draw_uniforms(0, "ppo reference", 0, 20, 8)
     order = stream(len(setup.train), 20, 0, 0, "ppo reference prompts")
-    own = load_policy(str(Path(ref) / "model"))
-    by_ref = sample(own, [setup.train[i].ids for i in order], table, setup.sampling)
+    ref_policy = load_policy(str(Path(ref) / "model"))
+    by_ref = sample(ref_policy, [setup.train[i].ids for i in order], uniforms, setup.sampling)
     texts = [setup.tokenizer.decode(r.ids, skip_special_tokens=True) for r in by_ref]
     assert [text for call in calls for text in call["responses"]] == texts
     assert [p for call in calls for p in call["prompts"]] == [setup.train[i].text for i in order]
 
 
-def test_scores_without_spread_are_only_shifted(watch, tmp_path):
+def test_equal_scores_are_shifted_but_not_scaled(watch, tmp_path):
     """A constant reward is normalised to 0, not to NaN."""
     path = tmp_path / "constant.py"
     path.write_text("def constant(prompts, responses, rows):\n    return [7.5] * len(rows)\n", encoding="utf-8")
@@ -166,18 +166,18 @@ def test_scores_without_spread_are_only_shifted(watch, tmp_path):
 
 
 def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data):
-    """A reply counts with the sum of its tokens."""
+    """The score of a reply includes the sum of its dense rewards."""
     rewards = [
         {"type": "function", "function": f"{functions}:letters", "weight": 2.0},
         {"type": "function", "function": f"{functions}:tokens", "per_token": True, "weight": 0.5},
     ]
     test = {"test": {"path": str(data["prompts"]), "limit": 5}}
     run = watch(rewards=rewards, data=test, ppo={"num_iterations": 1})
-    found = json.loads((run.place / "evaluation.json").read_text())
+    evaluation = json.loads((run.stage_dir / "evaluation.json").read_text())
     for side, call in (("sft", 0), ("ppo", 2)):
-        whole, dense = weighted_scores(run.setup.config, run.setup, call)
-        wanted = [a + sum(b) for a, b in zip(whole, dense, strict=True)]
-        assert [example[side]["score"] for example in found["examples"]] == pytest.approx(wanted, abs=1e-5)
+        sparse, dense = weighted_scores(run.setup.config, run.setup, call)
+        expected = [a + sum(b) for a, b in zip(sparse, dense, strict=True)]
+        assert [example[side]["score"] for example in evaluation["examples"]] == pytest.approx(expected, abs=1e-5)
 
 
 # -------------------------------------------------------------------------------------------- sampling
@@ -185,31 +185,31 @@ def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data
 
 @torch.no_grad()
 def ranks(setup):
-    """The number of tokens that are likelier than each drawn token, by plain forward passes."""
+    """For each drawn token, the number of likelier tokens, from plain forward passes."""
     rollout = ppo_stage._rollout(setup, 0)
-    plain, found = plain_copy(setup.models.policy), []
+    model, counts = plain_copy(setup.models.policy), []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
-        logits = plain(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1]
+        logits = model(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1]
         drawn = logits.gather(1, torch.tensor(response.ids)[:, None])
-        found += (logits > drawn).sum(1).tolist()
-    return found
+        counts += (logits > drawn).sum(1).tolist()
+    return counts
 
 
 @pytest.mark.parametrize(
-    ("narrow", "left"),
+    ("filters", "num_kept"),
     [({"top_k": 2}, 2), ({"top_p": 1e-6}, 1), ({"min_p": 1.0}, 1), ({"temperature": 1e-4}, 1)],
     ids=["top_k", "top_p", "min_p", "temperature"],
 )
-def test_each_filter_reaches_the_sampler(start, narrow, left):
-    """At its narrowest, each filter keeps the one or two likeliest tokens. Without it other tokens are drawn too."""
-    with start(rollout=narrow) as setup:
-        assert set(ranks(setup)) == set(range(left))
+def test_each_filter_reaches_the_sampler(start, filters, num_kept):
+    """The narrowest setting of each filter keeps one or two tokens. Without filters other tokens are drawn too."""
+    with start(rollout=filters) as setup:
+        assert set(ranks(setup)) == set(range(num_kept))
     with start() as setup:
-        assert max(ranks(setup)) > left
+        assert max(ranks(setup)) > num_kept
 
 
 def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
-    """[13, 14] To the last bit, because the microbatches are the same. The rest equals the slow loop."""
+    """[13, 14] They are exact, because the microbatches are the same. The update batch equals the slow loop."""
     rollout = {
         "max_new_tokens": 12,
         "min_new_tokens": 4,
@@ -232,7 +232,7 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     assert min(lengths) == 4
     assert max(lengths) == 12
     assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
-    assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters leave fewer"
+    assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters keep fewer"
     assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
     check_update_batch(run)
 
@@ -246,44 +246,44 @@ def test_stop_tokens_end_a_response(start, tokenizer):
         assert setup.sampling.stop == {tokenizer.eos_token_id}
         free = ppo_stage._rollout(setup, 0).responses
     assert any(r.ended for r in stopped)
-    for response, whole in zip(stopped, free, strict=True):
-        at = [t for t, i in enumerate(whole.ids) if i in STOP]
-        assert response.ids == (whole.ids[: at[0] + 1] if at else whole.ids)
-        assert response.ended == (bool(at) or whole.ended)
+    for response, full in zip(stopped, free, strict=True):
+        stop_positions = [t for t, i in enumerate(full.ids) if i in STOP]
+        assert response.ids == (full.ids[: stop_positions[0] + 1] if stop_positions else full.ids)
+        assert response.ended == (bool(stop_positions) or full.ended)
     with pytest.raises(ConfigError, match=r"rollout\.stop_tokens: 'help\? no!' is not a single token"):
         with start(rollout={"stop_tokens": ["help? no!"]}):
             pass
 
 
 def test_stop_strings_end_a_response_and_are_not_shown(watch):
-    """The scored and logged text ends before the string; the ids that are trained on contain it."""
+    """The scored and logged text ends before the stop string. The ids in the update include it."""
     run = watch(rollout={"stop_strings": ["e", "zz"], "stop_tokens": []}, num_logged_samples=8)
     tokenizer, ended_by_string = run.setup.tokenizer, 0
-    samples = read_jsonl(run.place / "samples.jsonl")
-    for i, (rollout, asked) in enumerate(zip(run.rollouts, said(run.setup), strict=True)):
-        assert [row["response"] for row in samples[8 * i : 8 * i + 8]] == asked["responses"]
-        for response, text, row in zip(rollout.responses, asked["responses"], asked["rows"], strict=True):
-            whole = tokenizer.decode(response.ids, skip_special_tokens=True)
-            assert text == whole.partition("e")[0]
+    samples = read_jsonl(run.stage_dir / "samples.jsonl")
+    for i, (rollout, call) in enumerate(zip(run.rollouts, reward_calls(run.setup), strict=True)):
+        assert [row["response"] for row in samples[8 * i : 8 * i + 8]] == call["responses"]
+        for response, text, row in zip(rollout.responses, call["responses"], call["rows"], strict=True):
+            full_text = tokenizer.decode(response.ids, skip_special_tokens=True)
+            assert text == full_text.partition("e")[0]
             assert row["ended"] == response.ended
-            if "e" in whole:
+            if "e" in full_text:
                 ended_by_string += 1
                 assert response.ended
                 assert "e" not in tokenizer.decode(response.ids[:-1])
     assert 0 < ended_by_string < 16
 
 
-@pytest.mark.parametrize("least", [0, 5, 8])
-def test_min_and_max_new_tokens(start, least):
-    with start(rollout={"min_new_tokens": least}) as setup:
+@pytest.mark.parametrize("min_new_tokens", [0, 5, 8])
+def test_min_and_max_new_tokens(start, min_new_tokens):
+    with start(rollout={"min_new_tokens": min_new_tokens}) as setup:
         lengths = [len(r.ids) for i in range(3) for r in ppo_stage._rollout(setup, i).responses]
-    assert min(lengths) == max(1, least)
+    assert min(lengths) == max(1, min_new_tokens)
     assert max(lengths) == 8
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_an_iteration_takes_new_prompts_and_n_responses_to_each(start, n):
-    """[15, 27, 38] Every prompt comes once per epoch, and no two responses share their draws."""
+def test_an_iteration_samples_n_responses_to_each_of_the_next_prompts(start, n):
+    """[15, 27, 38] Every prompt comes once per epoch, and every response has uniforms of its own."""
     with start(rollout={"samples_per_prompt": n}) as setup:
         rollouts = [ppo_stage._rollout(setup, i) for i in range(3 * n)]
     prompts = [prompt.text for rollout in rollouts for prompt in rollout.prompts]
@@ -298,27 +298,27 @@ def test_an_iteration_takes_new_prompts_and_n_responses_to_each(start, n):
 
 def test_logged_samples(watch):
     run = watch(num_logged_samples=3)
-    rows = read_jsonl(run.place / "samples.jsonl")
+    rows = read_jsonl(run.stage_dir / "samples.jsonl")
     assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
     for i, row in enumerate(rows):
-        rollout, asked = run.rollouts[i // 3], said(run.setup)[i // 3]
-        assert (row["prompt"], row["response"]) == (asked["prompts"][i % 3], asked["responses"][i % 3])
-        assert row["score"] == pytest.approx(asked["values"][i % 3], abs=1e-6)
+        rollout, call = run.rollouts[i // 3], reward_calls(run.setup)[i // 3]
+        assert (row["prompt"], row["response"]) == (call["prompts"][i % 3], call["responses"][i % 3])
+        assert row["score"] == pytest.approx(call["values"][i % 3], abs=1e-6)
         kl = (rollout.logprobs - rollout.ref_logprobs)[i % 3].sum().item()
         assert row["kl"] == pytest.approx(kl, abs=1e-6)
-    assert read_jsonl(watch("none", num_logged_samples=0).place / "samples.jsonl") == []
+    assert read_jsonl(watch("none", num_logged_samples=0).stage_dir / "samples.jsonl") == []
 
 
-# ------------------------------------------------------------------------------------- how far, how fast
+# ------------------------------------------------------------------------------------- limits and schedules
 
 
 def peaks(values):
-    """Indices from 2 on whose value exceeds all earlier ones by a tenth."""
+    """Indices from 2 on whose value exceeds all earlier ones by 10 %."""
     return [i for i in range(2, len(values)) if values[i] > 1.1 * max(values[:i])]
 
 
 def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
-    """[25] The next iteration updates again, and both schedules end where they should."""
+    """[25] The next iteration updates again. Both schedules still reach their final learning rate."""
     free = watch("free", **learning())
     kl = [step["policy/approx_kl"] for step in free.steps]
     end = peaks(kl)[1]
@@ -326,14 +326,14 @@ def test_max_approx_kl_ends_the_update_before_the_step_that_exceeds_it(watch):
     assert free.moves == [("policy", True), ("value", True)] * 12
     assert free.metrics[0]["policy/stopped_early"] == 0.0
 
-    held = watch("held", **learning(max_approx_kl=limit))
-    assert len(held.steps) == end + 1, "the step that exceeds it is looked at, those after it are not"
-    assert held.moves == [(which, i < end) for i in range(12) for which in ("policy", "value")]
-    assert [s["policy/approx_kl"] for s in held.steps] == kl[: end + 1]
+    limited = watch("held", **learning(max_approx_kl=limit))
+    assert len(limited.steps) == end + 1, "the step that exceeds the limit is computed, later ones are not"
+    assert limited.moves == [(which, i < end) for i in range(12) for which in ("policy", "value")]
+    assert [s["policy/approx_kl"] for s in limited.steps] == kl[: end + 1]
     for name, weight in free.weights[end - 1].items():
-        assert torch.equal(held.after[0][name], weight), name
-    assert held.metrics[0]["policy/stopped_early"] == 1.0
-    for run in (free, held):
+        assert torch.equal(limited.after[0][name], weight), name
+    assert limited.metrics[0]["policy/stopped_early"] == 1.0
+    for run in (free, limited):
         for stepper in (run.setup.policy_stepper, run.setup.value_stepper):
             assert stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
 
@@ -384,16 +384,16 @@ def test_max_ratio_null_never_skips(watch):
 
 @torch.no_grad()
 def after_update_kl(run, i):
-    """KL(old, new) per token of iteration i, by plain forward passes of the policies before and after its update."""
+    """KL(old, new) per token of iteration i, from plain forward passes of the policies before and after its update."""
     rollout = run.rollouts[i]
-    asked = (rollout.prompts, rollout.responses, run.setup.sampling)
-    old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *asked))) for j in (i, i + 1))
+    rollout_args = (rollout.prompts, rollout.responses, run.setup.sampling)
+    old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *rollout_args))) for j in (i, i + 1))
     terms = [math.exp(b - a) - 1 - (b - a) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
     return statistics.fmean(terms)
 
 
 def test_policy_kl_coef_follows_its_target(watch):
-    """[33] It doubles above 1.5 times the target, halves below target / 1.5, and otherwise stays."""
+    """[33] It doubles above 1.5 times the target, halves below target / 1.5, and otherwise does not change."""
 
     def run_with(target):
         ppo = {"objective": "penalty", "policy_kl_coef": 0.5, "policy_kl_target": target, "num_iterations": 3}
@@ -407,16 +407,16 @@ def test_policy_kl_coef_follows_its_target(watch):
     doubled = run_with(first / 1.6)
     assert [row["policy/policy_kl_coef"] for row in doubled.metrics][:2] == [0.5, 1.0]
     for target in (first / 1.4, first * 1.4):
-        stays = run_with(target)
-        assert [row["policy/policy_kl_coef"] for row in stays.metrics][:2] == [0.5, 0.5]
-        second = stays.metrics[1]["policy/kl_after_update"]
-        assert second == pytest.approx(after_update_kl(stays, 1), rel=1e-3)
+        unchanged = run_with(target)
+        assert [row["policy/policy_kl_coef"] for row in unchanged.metrics][:2] == [0.5, 0.5]
+        second = unchanged.metrics[1]["policy/kl_after_update"]
+        assert second == pytest.approx(after_update_kl(unchanged, 1), rel=1e-3)
         factor = 0.5 if second < target / 1.5 else 2.0 if second > 1.5 * target else 1.0
-        assert stays.metrics[2]["policy/policy_kl_coef"] == 0.5 * factor
+        assert unchanged.metrics[2]["policy/policy_kl_coef"] == 0.5 * factor
 
 
-def test_the_learning_rates_and_their_ends(watch):
-    """[25] With a warm-up of the values and rollouts used twice, each model's schedule has its own number of steps."""
+def test_each_learning_rate_follows_its_own_number_of_steps(watch):
+    """[25] The policy takes fewer steps than the value model, because of the value warm-up. Rollouts are used twice."""
     run = watch(
         ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2},
         value_model={"learning_rate": 1e-3, "warmup_iterations": 1},
@@ -426,10 +426,10 @@ def test_the_learning_rates_and_their_ends(watch):
     assert counts == {"value": 4 + 8 + 8, "policy": 8 + 8}
     assert run.setup.policy_stepper.learning_rate == pytest.approx(1e-3, rel=1e-6)
     assert run.setup.value_stepper.learning_rate == pytest.approx(2.5e-4, rel=1e-6)
-    wanted = [4e-3, 4e-3, (4e-3 + 1e-3) / 2]
-    assert [row["policy/learning_rate"] for row in run.metrics] == pytest.approx(wanted, rel=1e-6)
-    wanted = [1e-3 - 7.5e-4 * done / 20 for done in (0, 4, 12)]
-    assert [row["value/learning_rate"] for row in run.metrics] == pytest.approx(wanted, rel=1e-6)
+    expected = [4e-3, 4e-3, (4e-3 + 1e-3) / 2]
+    assert [row["policy/learning_rate"] for row in run.metrics] == pytest.approx(expected, rel=1e-6)
+    expected = [1e-3 - 7.5e-4 * done / 20 for done in (0, 4, 12)]
+    assert [row["value/learning_rate"] for row in run.metrics] == pytest.approx(expected, rel=1e-6)
     by_default = watch("default", ppo={"num_iterations": 1})
     assert by_default.metrics[0]["value/learning_rate"] == by_default.metrics[0]["policy/learning_rate"] == 5e-3
 
@@ -449,105 +449,112 @@ def test_the_policy_does_not_change_during_the_value_warm_up(watch, make_model, 
     assert run.metrics[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_what_a_value_model_starts_from(start, pipeline):
+def test_initial_weights_of_the_value_model(start, pipeline):
     root = pipeline("llama")
     model_reward = {"rewards": [{"type": "reward_model", "path": str(root / "rm")}]}
     policy = {"policy": {"path": str(root / "sft")}}
     rm, sft = (load_file(root / f"{stage}/model/model.safetensors") for stage in ("rm", "sft"))
     for init, source in (("auto", rm), ("reward_model", rm), ("policy", sft)):
         with start(value_model={"init": init}, **model_reward, **policy) as setup:
-            found = setup.models.value_model.base_model.state_dict()
+            weights = setup.models.value_model.base_model.state_dict()
             assert setup.models.value_model.score.weight.abs().max() == 0
-        for name, weight in found.items():
+        for name, weight in weights.items():
             assert torch.equal(weight, source[f"model.{name}"]), (init, name)
     with start(**policy) as setup:
-        found = setup.models.value_model.base_model.state_dict()
-    assert all(torch.equal(weight, sft[f"model.{name}"]) for name, weight in found.items()), "no reward model"
+        weights = setup.models.value_model.base_model.state_dict()
+    assert all(torch.equal(weight, sft[f"model.{name}"]) for name, weight in weights.items()), (
+        "without a reward model, auto takes the policy"
+    )
     with start(value_model={"init": "shared"}, **policy) as setup:
         assert setup.models.value_model is None
         assert setup.models.value_head.weight.abs().max() == 0
         assert list(setup.value_stepper.model.parameters()) == [setup.models.value_head.weight]
 
 
-# ------------------------------------------------------------------------------------- rollouts used again
+# ------------------------------------------------------------------------------------- older rollouts
 
 
-@pytest.mark.parametrize(("kept", "cap", "values"), [(2, 1.05, True), (3, 2.0, False)])
-def test_older_rollouts_are_weighed_by_their_importance(watch, kept, cap, values):
-    """Against log-probabilities of plain forwards in float64: those of the policy at the update's beginning, and
-    those of the policy that sampled, however old."""
-    estimator = {} if values else {"advantage_estimator": "reinforce", "whiten_advantages": True}
+@pytest.mark.parametrize(("num_rollouts", "cap", "has_values"), [(2, 1.05, True), (3, 2.0, False)])
+def test_older_rollouts_are_weighted_by_their_importance(watch, num_rollouts, cap, has_values):
+    """The ratio is that of two policies: at the beginning of the update, and when the rollout was sampled.
+
+    Its log-probabilities come from plain forward passes in float64.
+    """
+    estimator = {} if has_values else {"advantage_estimator": "reinforce", "whiten_advantages": True}
     run = watch(
-        ppo={"num_iterations": 3, "num_rollouts_per_update": kept, "importance_ratio_cap": cap, **estimator},
+        ppo={"num_iterations": 3, "num_rollouts_per_update": num_rollouts, "importance_ratio_cap": cap, **estimator},
         optimizer={"learning_rate": 1e-2},
     )
-    assert [len(batch.responses) for batch in run.batches] == [8 * min(i + 1, kept) for i in range(3)]
-    num_steps = [2 * min(i + 1, kept) for i in range(3)]
+    assert [len(batch.responses) for batch in run.batches] == [8 * min(i + 1, num_rollouts) for i in range(3)]
+    num_steps = [2 * min(i + 1, num_rollouts) for i in range(3)]
     assert len([1 for which, _ in run.moves if which == "policy"]) == len(run.steps) == sum(num_steps)
     capped = 0
-    fresh = [replace(batch) for batch in run.batches]
+    own_batches = [replace(batch) for batch in run.batches]
     for i, batch in enumerate(run.batches):
         assert run.metrics[i]["policy/first_ratio_error"] < 1e-5
-        made = list(range(max(0, i - kept + 1), i + 1))
-        for part, when in enumerate(made):
-            rows, width = slice(8 * part, 8 * part + 8), run.rollouts[when].response_mask.shape[1]
-            sampled = run.rollouts[when]
+        iterations = list(range(max(0, i - num_rollouts + 1), i + 1))
+        for position, sampled_in in enumerate(iterations):
+            rows, width = slice(8 * position, 8 * position + 8), run.rollouts[sampled_in].response_mask.shape[1]
+            sampled = run.rollouts[sampled_in]
             assert batch.responses[rows] == sampled.responses
-            asked = (sampled.prompts, sampled.responses, run.setup.sampling)
+            rollout_args = (sampled.prompts, sampled.responses, run.setup.sampling)
             with torch.no_grad():
                 then, now = (
-                    padded(chosen(distributions(plain_copy(run.models[j].policy).double(), *asked))) for j in (when, i)
+                    padded(chosen(distributions(plain_copy(run.models[j].policy).double(), *rollout_args)))
+                    for j in (sampled_in, i)
                 )
-                own = padded(
+                values_now = padded(
                     [
                         [linear(state, run.models[i].value_model.score.weight.double())[0] for state in row]
-                        for row in hidden_states(plain_copy(run.models[i].value_model).double().base_model, *asked[:2])
+                        for row in hidden_states(
+                            plain_copy(run.models[i].value_model).double().base_model, *rollout_args[:2]
+                        )
                     ]
-                    if values
+                    if has_values
                     else [[0.0] * len(r.ids) for r in sampled.responses]
                 )
             weight = (now - then).exp().clamp(max=cap)
             capped += int(((now - then).exp() > cap).sum())
-            # As its own update saw it, in the last rows of that update's batch.
+            # The same rollout in the update of its own iteration: the last rows of that batch.
             first = {
-                name: getattr(fresh[when], name)[-8:, :width].double()
+                name: getattr(own_batches[sampled_in], name)[-8:, :width].double()
                 for name in ("advantages", "returns", "ref_logprobs")
             }
             close(batch.logprobs[rows, :width].double(), now, 1e-5)
-            close(batch.values[rows, :width].double(), own, 1e-5)
+            close(batch.values[rows, :width].double(), values_now, 1e-5)
             close(batch.advantages[rows, :width].double(), first["advantages"] * weight, 1e-4)
             close(batch.returns[rows, :width].double(), first["returns"], 1e-6)
             close(batch.ref_logprobs[rows, :width].double(), first["ref_logprobs"], 1e-6)
-            if when < i:
+            if sampled_in < i:
                 assert (weight - 1).abs().max() > 1e-2
     assert capped > 0
 
 
-def test_every_row_of_every_kept_rollout_is_seen_once_an_epoch(watch, monkeypatch):
-    seen, real = [], ppo_stage.own_rows
+def test_every_row_of_every_kept_rollout_is_used_once_per_epoch(watch, monkeypatch):
+    minibatches, real = [], ppo_stage.own_rows
 
     def spy(minibatch, *rest):
         rows = real(minibatch, *rest)
-        seen.append(rows)
+        minibatches.append(rows)
         return rows
 
     monkeypatch.setattr(ppo_stage, "own_rows", spy)
     watch(ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2})
-    flat = list(itertools.chain(*seen))
-    assert all(len(rows) == 4 for rows in seen)
+    flat = list(itertools.chain(*minibatches))
+    assert all(len(rows) == 4 for rows in minibatches)
     sizes = [8, 8, 16, 16, 16, 16]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     epochs = [flat[at : at + size] for at, size in zip(starts, sizes, strict=True)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(size)) for size in sizes]
     assert sum(sizes) == len(flat)
-    assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch in an order of its own"
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch has another order"
 
 
 # -------------------------------------------------------------------------------------------- the plan
 
 
-def test_a_kl_with_an_unexpected_optimum_gets_a_note(write_config, tmp_path):
-    """All estimators except the two defaults get a note; none does if the KL has weight 0."""
+def test_kl_note_explains_estimators_with_another_optimum(write_config, tmp_path):
+    """All estimators except the two defaults get a note. With kl_coef 0 there is no note."""
     reward, loss = ("k1", "k2", "k3", "abs", "full"), ("k2", "k3", "abs", "full", "k2_sequence")
     for kl_in, estimator in [("reward", e) for e in (None, *reward)] + [("loss", e) for e in (None, *loss)]:
         ppo = {"kl_in": kl_in, "kl_estimator": estimator}
@@ -558,7 +565,7 @@ def test_a_kl_with_an_unexpected_optimum_gets_a_note(write_config, tmp_path):
             assert note.startswith("ppo.kl_estimator: ")
         ppo["kl_coef"] = 0.0
         assert kl_note(config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)) is None
-    # Beside advantages that are divided by their own spread a KL in the loss fades, whatever its estimator.
+    # A KL in the loss loses weight, with any estimator, if the advantages are divided by their standard deviation.
     for estimator, whiten in (("gae", True), ("reinforce_pp", None), ("grpo", None)):
         ppo = {"kl_in": "loss", "advantage_estimator": estimator, "whiten_advantages": whiten}
         config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo, rollout={"samples_per_prompt": 2})
@@ -566,7 +573,7 @@ def test_a_kl_with_an_unexpected_optimum_gets_a_note(write_config, tmp_path):
 
 
 def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, capsys):
-    """24 prompts; 2 + 4 + 4 minibatches of 3 iterations, twice each, the first iteration for the values only."""
+    """24 prompts and 3 iterations of 2, 4 and 4 minibatches, with 2 epochs. The first trains only the values."""
     config = config_of(
         write_config,
         "ppo",
@@ -599,12 +606,12 @@ def test_the_plan_has_the_right_numbers(write_config, base, data, tmp_path, caps
         "  value warm-up  1 iterations before the policy trains",
     ):
         assert line in out
-    # No step of the 4 in the warm-up takes any: 16 * 6 / 24.
+    # 20 steps minus the 4 of the value warm-up, which use no ptx rows: 16 * 6 / 24 epochs.
     assert "  ptx            6 rows per step = 4.00 epochs over 24 rows" in out
     assert "processes" not in out
 
 
-# --------------------------------------------------------------------------------------------- as a whole
+# --------------------------------------------------------------------------------------------- reruns
 
 
 UNUSUAL = {
@@ -633,35 +640,37 @@ UNUSUAL = {
 }
 
 
-def files_of(place):
-    """All metrics except times."""
-    found = {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.suffix == ".safetensors"}
-    found["samples.jsonl"] = (place / "samples.jsonl").read_bytes()
-    found["metrics"] = [
+def files_of(stage_dir):
+    """Bytes of the weights, samples and health file, and the metrics except times."""
+    files = {
+        p.relative_to(stage_dir).as_posix(): p.read_bytes() for p in stage_dir.rglob("*") if p.suffix == ".safetensors"
+    }
+    files["samples.jsonl"] = (stage_dir / "samples.jsonl").read_bytes()
+    files["metrics"] = [
         {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
-        for row in read_jsonl(place / "metrics.jsonl")
+        for row in read_jsonl(stage_dir / "metrics.jsonl")
     ]
-    found["health"] = (place / "health.jsonl").read_bytes()
-    return found
+    files["health"] = (stage_dir / "health.jsonl").read_bytes()
+    return files
 
 
-def test_an_exact_rerun_with_everything_unusual_gives_the_same_bits(watch, data):
-    """The state of the global random generators does not matter."""
+def test_a_rerun_with_many_options_gives_the_same_bits(watch, data):
+    """The state of the global random generators has no influence."""
     ptx = {"ptx": {"train": str(data["demonstrations"]), "coef": 0.3, "mode": "convex", "max_length": 96}}
     torch.manual_seed(1)
-    first = files_of(watch("first", **UNUSUAL, **ptx).place)
+    first = files_of(watch("first", **UNUSUAL, **ptx).stage_dir)
     torch.manual_seed(2)
-    second = files_of(watch("second", **UNUSUAL, **ptx).place)
+    second = files_of(watch("second", **UNUSUAL, **ptx).stage_dir)
     assert first.keys() == second.keys()
     assert {"model/model.safetensors", "value_model/model.safetensors", "ema_model/model.safetensors"} < first.keys()
     for name in first:
         assert first[name] == second[name], name
-    other = files_of(watch("other", seed=1, **UNUSUAL, **ptx).place)
+    other = files_of(watch("other", seed=1, **UNUSUAL, **ptx).stage_dir)
     assert other["model/model.safetensors"] != first["model/model.safetensors"]
 
 
 def test_every_option_is_named_in_a_test():
-    """An option without a test fails here."""
+    """An option that no test mentions fails here."""
     text = "".join(path.read_text("utf-8") for path in (TESTS / "ppo").glob("test_ppo_*.py"))
     for section in (PPO, Rollout, ValueModel, Lora, Ptx, PPOEvaluation):
         missing = [key for key in section.model_fields if not re.search(rf"\b{key}\b", text)]

@@ -1,4 +1,4 @@
-"""PPO on two processes gives what it gives on one."""
+"""PPO on two processes gives the same result as on one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from support.runs import run_processes
 from support.setup import learning
 from support.tiny import merged, read_jsonl
 
-# ------------------------------------------------------------------------------------------ two processes
 
-
-def two_as_one(watch, write_config, base, tmp_path, changes):
-    """Compare weights and common metrics of a run on one process and on two; returns the first."""
+def compare_one_and_two_processes(watch, write_config, base, tmp_path, changes):
+    """Run on one process and on two, compare weights and common metrics, and return the record of the first run."""
     changes = merged({"optimizer": {"eps": 1e-3}}, changes)
     one = watch("one", **changes)
     run_processes(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
-    same_weights(one.place, tmp_path / "two/ppo")
+    same_weights(one.stage_dir, tmp_path / "two/ppo")
     rows = read_jsonl(tmp_path / "two/ppo/metrics.jsonl")
     for a, b in zip(one.metrics, rows, strict=True):
         common = {key: value for key, value in a.items() if not key.startswith((*OF_THE_MACHINE, "policy/sampler_gap"))}
@@ -29,17 +27,19 @@ def two_as_one(watch, write_config, base, tmp_path, changes):
 
 
 def limits(run):
-    """(max_approx_kl, max_ratio): limits that some steps of this run clearly exceed, and others do not."""
-    found = []
+    """Values of (max_approx_kl, max_ratio) that some steps of this run clearly exceed and others do not."""
+    limits_found = []
     for key in ("policy/approx_kl", "policy/ratio"):
         values = sorted(step[key] for step in run.steps)
         gaps = [b - a for a, b in itertools.pairwise(values)]
         at = max(range(len(gaps) // 2, len(gaps)), key=gaps.__getitem__)
-        found.append((values[at] + values[at + 1]) / 2)
-    return found
+        limits_found.append((values[at] + values[at + 1]) / 2)
+    return limits_found
 
 
-def test_groups_split_over_processes_and_stops_taken_by_all(watch, write_config, base, tmp_path, data):
+def test_groups_may_be_split_over_processes_and_all_processes_stop_early_together(
+    watch, write_config, base, tmp_path, data
+):
     """[37] Three responses per prompt, one or two of them on each process. No process waits forever."""
     changes = {
         "rollout": {"samples_per_prompt": 3},
@@ -57,7 +57,9 @@ def test_groups_split_over_processes_and_stops_taken_by_all(watch, write_config,
         "optimizer": {"learning_rate": 2e-2, "eps": 1e-3},
     }
     limit, _ = limits(watch("free", **changes))
-    run = two_as_one(watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_approx_kl": limit}}))
+    run = compare_one_and_two_processes(
+        watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_approx_kl": limit}})
+    )
     assert any(row["policy/stopped_early"] for row in run.metrics)
     assert {move for _, move in run.moves} == {True, False}
 
@@ -95,21 +97,23 @@ SPLIT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT)
-def test_two_processes_give_what_one_gives_with(name, watch, write_config, base, functions, tmp_path):
+def test_two_processes_give_the_result_of_one_with(name, watch, write_config, base, functions, tmp_path):
     changes = SPLIT[name]
     if name == "dense":
         rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
         changes = merged(changes, {"rewards": rewards})
-    run = two_as_one(watch, write_config, base, tmp_path, changes)
+    run = compare_one_and_two_processes(watch, write_config, base, tmp_path, changes)
     assert run.metrics[-1]["objective/kl"] != 0.0
 
 
 @pytest.mark.slow
-def test_skips_are_taken_by_all_processes(watch, write_config, base, tmp_path):
-    """[37]"""
+def test_all_processes_skip_the_same_steps(watch, write_config, base, tmp_path):
+    """[37] max_ratio is exceeded in some steps."""
     changes = merged(learning(num_iterations=2), {"optimizer": {"eps": 1e-3}})
     _, limit = limits(watch("free", **changes))
-    run = two_as_one(watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_ratio": limit}}))
+    run = compare_one_and_two_processes(
+        watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_ratio": limit}})
+    )
     assert 0 < sum(row["policy/skipped_steps"] for row in run.metrics) < 24
 
 

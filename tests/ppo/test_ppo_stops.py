@@ -19,12 +19,6 @@ from support.runs import digests
 from support.setup import weights_of
 from support.tiny import merged, read_jsonl
 
-# ------------------------------------------------------------------------------- what cannot be learnt from
-
-
-def failed(root):
-    return [path.name for path in root.iterdir() if path.name.startswith("ppo.failed")]
-
 
 def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path, monkeypatch):
     stepped = []
@@ -32,30 +26,30 @@ def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path,
     rewards = [{"type": "function", "function": f"{functions}:infinite"}]
     with pytest.raises(RunError, match="reward function infinite, response 1: returned inf"):
         watch(rewards=rewards, ppo={"num_iterations": 3})
-    assert len(stepped) == 4, "the first iteration's"
+    assert len(stepped) == 4, "the steps of the first iteration"
     assert not (tmp_path / "run/ppo").exists()
 
 
-def weight_of_nan(setup, iteration):
-    """Between the first iteration and the second."""
+def set_weight_to_nan(setup, iteration):
+    """Do it between the first and the second iteration."""
     if iteration == 1:
         with torch.no_grad():
             setup.models.policy.base_model.norm.weight[3] = math.nan
 
 
-@pytest.mark.parametrize("how", ["weights", "learning_rate"])
-def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, how):
-    """No further step is taken, the batch is saved beside the stage, and the finished stage is intact."""
+@pytest.mark.parametrize("cause", ["weights", "learning_rate"])
+def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, cause):
+    """PPO takes no further step and saves the batch beside the stage. The finished stage stays intact."""
     run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
     before = digests(tmp_path / "run/ppo")
     setups = []
 
     def ruin(setup, iteration):
-        if how == "weights":
-            weight_of_nan(setup, iteration)
+        if cause == "weights":
+            set_weight_to_nan(setup, iteration)
         setups.append(setup)
 
-    changes = {"optimizer": {"learning_rate": 1e30}} if how == "learning_rate" else {}
+    changes = {"optimizer": {"learning_rate": 1e30}} if cause == "learning_rate" else {}
     moves, real = [], Stepper.advance
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -63,16 +57,16 @@ def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, how):
         )
         with pytest.raises(RunError) as error:
             watch(before_rollout=ruin, ppo={"num_iterations": 3}, **changes)
-    iteration, step = (1, 2) if how == "learning_rate" else (2, 3)
-    place = tmp_path / "run/ppo.failed_batch.jsonl"
+    iteration, step = (1, 2) if cause == "learning_rate" else (2, 3)
+    batch_file = tmp_path / "run/ppo.failed_batch.jsonl"
     message = str(error.value)
     assert error.value.exit_code == 1
     assert message.startswith(f"ppo iteration {iteration}, step {step}: ")
     assert re.search(r"loss/policy is nan|policy/ratio is nan", message)
-    assert str(place) in message
+    assert str(batch_file) in message
     assert "\n" not in message
     assert len(moves) == 2 * (step - 1)
-    rows = read_jsonl(place)
+    rows = read_jsonl(batch_file)
     assert len(rows) == 4
     prompts = {tuple(p.ids): p.text for p in setups[0].train}
     for row in rows:
@@ -81,26 +75,26 @@ def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, how):
         assert 0 < length <= 8
         for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns"):
             assert len(row[name]) == length
-        assert all(map(math.isfinite, row["ref_logprobs"])), "ref_policy is well"
+        assert all(map(math.isfinite, row["ref_logprobs"])), "ref_policy is finite"
     is_bad = [not all(isinstance(x, float) for x in row["logprobs"]) for row in rows]
-    assert not any(is_bad) if how == "learning_rate" else all(is_bad)
+    assert not any(is_bad) if cause == "learning_rate" else all(is_bad)
     assert digests(tmp_path / "run/ppo") == before
     assert not (tmp_path / "run/.ppo.partial/manifest.json").exists()
     assert not (tmp_path / "run/.ppo.partial/model").exists()
 
 
-def test_filters_with_a_nan_policy_end_in_one_line(watch, tmp_path):
-    """No token can be kept, because NaN compares as false: one line is printed, not a traceback."""
+def test_filters_with_a_nan_policy_fail_with_one_line(watch, tmp_path):
+    """NaN compares as false, so the filters keep no token. The error is one line and not a traceback."""
     rollout = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
     with pytest.raises(RunError) as error:
-        watch(before_rollout=weight_of_nan, rollout=rollout, ppo={"num_iterations": 3})
+        watch(before_rollout=set_weight_to_nan, rollout=rollout, ppo={"num_iterations": 3})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run/ppo").exists()
 
 
 def test_health_has_a_row_for_each_iteration(watch):
     run = watch(ppo={"num_iterations": 3})
-    rows = read_jsonl(run.place / "health.jsonl")
+    rows = read_jsonl(run.stage_dir / "health.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, metrics in zip(rows, run.metrics, strict=True):
         assert f"KL {metrics['objective/kl']:.3g}" in row["line"]
@@ -108,13 +102,13 @@ def test_health_has_a_row_for_each_iteration(watch):
     assert rows[0]["line"].startswith("healthy: ")
 
 
-def stopped(root):
+def stop_findings(root):
     rows = read_jsonl(root / ".ppo.partial/health.jsonl")
     return [f["name"] for f in rows[-1]["findings"] if f["severity"] == "stop"]
 
 
-def test_another_temperature_in_training_than_in_sampling_stops_the_run(watch, tmp_path, monkeypatch):
-    """[13] Before anything is published."""
+def test_a_wrong_temperature_in_training_stops_the_run(watch, tmp_path, monkeypatch):
+    """[13] PPO publishes nothing."""
     real = ppo_stage.score_tokens
 
     def colder(models, prompts, responses, sampling, precision, **options):
@@ -123,11 +117,11 @@ def test_another_temperature_in_training_than_in_sampling_stops_the_run(watch, t
     monkeypatch.setattr(ppo_stage, "score_tokens", colder)
     with pytest.raises(RunError, match=r"ppo step 1: ratio_not_one: .*temperature"):
         watch()
-    assert stopped(tmp_path / "run") == ["ratio_not_one"]
+    assert stop_findings(tmp_path / "run") == ["ratio_not_one"]
     assert not (tmp_path / "run/ppo").exists()
 
 
-def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
+def test_a_wrong_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
     real = rollout_module.ref_response_logprobs
 
     def warmer(models, prompts, responses, sampling, precision):
@@ -136,12 +130,12 @@ def test_another_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monke
     monkeypatch.setattr(rollout_module, "ref_response_logprobs", warmer)
     with pytest.raises(RunError, match="ppo step 1: kl_not_zero: objective/kl is"):
         watch()
-    assert stopped(tmp_path / "run") == ["kl_not_zero"]
+    assert stop_findings(tmp_path / "run") == ["kl_not_zero"]
     assert not (tmp_path / "run/ppo").exists()
 
 
 def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch):
-    """[14] GPT-2's config enables it. Here it is not switched off and the policy is in train mode."""
+    """[14] The config of GPT-2 enables dropout. This test keeps it on, with the policy in train mode."""
     monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
     monkeypatch.setattr(
         "rlhf_cli.ppo.setup.load_policy", lambda path, revision=None: load_policy(path, revision).train()

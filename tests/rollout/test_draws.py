@@ -1,4 +1,4 @@
-"""Sampling, for every architecture: log-probabilities equal plain forward passes, however the batch is cut."""
+"""Sampling for every architecture. Responses and log-probabilities do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def ids_of(responses):
     return [r.ids for r in responses]
 
 
-def test_the_fixture_has_what_it_needs(responses):
+def test_the_fixture_has_responses_of_several_lengths(responses):
     lengths = {len(r.ids) for r in responses}
     assert len(lengths) > 3
     assert any(r.ended for r in responses)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_those_of_a_plain_forward(policy, plain, table, temperature):
-    """[7, 12, 13] Left padding, the cache and compaction against one forward of the whole sequence."""
+def test_sampled_logprobs_equal_those_of_a_plain_forward(policy, plain, table, temperature):
+    """[7, 12, 13] Left padding, cache and compaction, compared with one forward pass over the whole sequence."""
     check_sampled_logprobs(policy, plain, table, temperature)
 
 
-def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, responses):
+def test_a_response_does_not_depend_on_the_split_into_batches(policy, table, responses):
     for size in (1, 3, 4):
         parts = [
             response
@@ -48,26 +48,26 @@ def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, resp
         ]
         assert ids_of(parts) == ids_of(responses)
         assert [r.ended for r in parts] == [r.ended for r in responses]
-        for part, whole in zip(parts, responses, strict=True):
-            close(torch.tensor(part.logprobs), torch.tensor(whole.logprobs))
+        for actual, expected in zip(parts, responses, strict=True):
+            close(torch.tensor(actual.logprobs), torch.tensor(expected.logprobs))
 
 
 def test_other_prompts_in_the_batch_change_nothing(policy, table, responses):
-    """A prompt of 60 tokens adds padding to all others."""
-    strangers = random_ids(60, 1, 30, seed=9)
-    longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
-    beside = sample(policy, strangers + PROMPTS, longer, Sampling(stop=STOP))
+    """A prompt of 60 tokens adds padding to all other rows."""
+    other_prompts = random_ids(60, 1, 30, seed=9)
+    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
+    beside = sample(policy, other_prompts + PROMPTS, more_uniforms, Sampling(stop=STOP))
     assert ids_of(beside[3:]) == ids_of(responses)
 
 
 def test_responses_end_with_the_first_stop_token(policy, table, responses):
-    """Compare with the same draws without stop tokens, truncated by hand."""
+    """The expected responses use the same uniforms without stop tokens and are truncated by hand."""
     free = sample(policy, PROMPTS, table, Sampling())
     assert all(len(r.ids) == LONGEST and not r.ended for r in free)
-    for prompt_free, response in zip(free, responses, strict=True):
-        ends = [i for i, token in enumerate(prompt_free.ids) if token in STOP]
-        assert response.ended == bool(ends)
-        assert response.ids == (prompt_free.ids[: ends[0] + 1] if ends else prompt_free.ids)
+    for full, response in zip(free, responses, strict=True):
+        stops = [i for i, token in enumerate(full.ids) if token in STOP]
+        assert response.ended == bool(stops)
+        assert response.ids == (full.ids[: stops[0] + 1] if stops else full.ids)
         assert len(response.logprobs) == len(response.ids)
 
 
@@ -84,7 +84,7 @@ def test_each_of_several_stop_tokens_ends_a_response(policy, table):
 
 
 def test_a_stop_token_in_the_prompt_ends_nothing(policy, table):
-    """[36]"""
+    """[36] Every prompt begins and ends with one."""
     stop = frozenset(range(VOCAB, 300))
     prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]
     free = sample(policy, prompts, table, Sampling())
@@ -95,24 +95,24 @@ def test_a_stop_token_in_the_prompt_ends_nothing(policy, table):
     assert max(len(r.ids) for r in stopped) > 1
 
 
-def test_max_length(policy, table):
+def test_one_uniform_per_row_gives_responses_of_one_token(policy, table):
     one = sample(policy, PROMPTS, table[:, :1], Sampling(stop=STOP))
     assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
     assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_when_finished_rows_leave_changes_nothing(policy, table, responses, monkeypatch, share):
-    for tier in (FastDecoder, PlainDecoder):
-        monkeypatch.setattr(tier, "leaves_below", share)
+def test_responses_do_not_depend_on_when_finished_rows_leave(policy, table, responses, monkeypatch, share):
+    for decoder in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(decoder, "leaves_below", share)
     moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
     assert ids_of(moved) == ids_of(responses)
     for a, b in zip(moved, responses, strict=True):
         close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
 
 
-def test_iterations_differ_and_equal_uniforms_do_not(policy):
-    """[15, 27]"""
+def test_iterations_and_rows_get_different_uniforms(policy):
+    """[15, 27] Equal uniforms give equal responses."""
     prompts = [PROMPTS[2]] * 4
     first, second = (draw_uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
     a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
@@ -123,7 +123,9 @@ def test_iterations_differ_and_equal_uniforms_do_not(policy):
     assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
 
 
-# The draw itself: no model in it.
+# -------------------------------------------------------------------------------------------- draw, without a model
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_draws_follow_the_softmax(temperature):
     logits = torch.tensor([0.3, -1.0, 2.0, -math.inf, 0.0, 1.1, -2.5])
@@ -135,12 +137,12 @@ def test_draws_follow_the_softmax(temperature):
     assert counts[3] == 0
     possible = p > 0
     chi_square = ((counts - n * p)[possible].square() / (n * p[possible])).sum()
-    assert chi_square < 22.5, "5 degrees of freedom: once in 2,000 times by chance, and the seed is fixed"
+    assert chi_square < 22.5, "5 degrees of freedom: exceeded by chance in 1 of 2,000 seeds, and the seed is fixed"
     close(logprobs, p.log()[ids].float())
 
 
 def test_impossible_tokens_are_never_drawn():
-    """At both ends of the row, for the smallest and the largest u that torch.rand can give."""
+    """They are at both ends of the row. The uniforms include the smallest and the largest value of torch.rand."""
     last = 1 - 2.0**-24
     inside = torch.tensor([-math.inf, -math.inf, 0.2, -math.inf, 1.0, -3.0, -math.inf, -math.inf])
     u = torch.cat([torch.tensor([0.0, last, 2.0**-24]), torch.rand(5000)])

@@ -1,7 +1,6 @@
-"""Filters, stop strings and minimum lengths, against a slow float64 oracle and against decoding the whole text.
+"""Filters, stop strings and minimum lengths, compared with a slow float64 oracle and with decoding the whole text.
 
-Nothing here is scripted: where a test needs a certain response, it looks up the uniforms at which the model's
-own distribution gives it, and the real sampler draws it.
+No sampler is replaced. A test that needs a certain response computes the uniforms at which the model draws it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FILTERS = {
     "top_p": Sampling(0.8, top_p=0.7),
     "min_p": Sampling(1.3, min_p=0.1),
     "min_new_tokens": Sampling(min_new_tokens=6, stop=STOP),
-    "wide": Sampling(top_k=299, min_new_tokens=6, stop=STOP),  # with room for the stop tokens, if they could be
+    "wide": Sampling(top_k=299, min_new_tokens=6, stop=STOP),  # wide enough for stop tokens, if they were allowed
     "all": Sampling(1.2, top_k=40, top_p=0.8, min_p=0.05, min_new_tokens=5, stop=STOP),
 }
 LONGEST = 12
@@ -80,48 +79,48 @@ def tok(arch, tokenizer, eos_only_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def table():
+def uniforms():
     return draw_uniforms(0, "test sampling", 0, len(PROMPTS), LONGEST)
 
 
 @torch.no_grad()
 def logits_of(model, prompt, ids):
-    """[len(ids), V] logits that each of ids was drawn from, by one forward pass over the sequence."""
+    """[len(ids), V] the logits that each of `ids` was drawn from, in one forward pass over the sequence."""
     return model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
 
 
-def oracle(logits, t, how):
-    """The ids that token t could be, with their probabilities, step by step in float64."""
-    left = {v: x / how.temperature for v, x in enumerate(logits.double().tolist()) if x > -math.inf}
-    if t + 1 < how.min_new_tokens:
-        left = {v: x for v, x in left.items() if v not in how.stop}
+def oracle(logits, t, sampling):
+    """Apply the filters one by one in float64. Returns (ids that token t can have, probability of each)."""
+    remaining = {v: x / sampling.temperature for v, x in enumerate(logits.double().tolist()) if x > -math.inf}
+    if t + 1 < sampling.min_new_tokens:
+        remaining = {v: x for v, x in remaining.items() if v not in sampling.stop}
 
     def likeliest_first():
-        total = math.fsum(math.exp(x) for x in left.values())
-        return [(v, math.exp(left[v]) / total) for v in sorted(left, key=lambda v: (-left[v], v))]
+        total = math.fsum(math.exp(x) for x in remaining.values())
+        return [(v, math.exp(remaining[v]) / total) for v in sorted(remaining, key=lambda v: (-remaining[v], v))]
 
-    if how.top_k is not None:
-        left = {v: left[v] for v, _ in likeliest_first()[: how.top_k]}
-    if how.top_p is not None and how.top_p < 1:
-        some, mass = {}, 0.0
+    if sampling.top_k is not None:
+        remaining = {v: remaining[v] for v, _ in likeliest_first()[: sampling.top_k]}
+    if sampling.top_p is not None and sampling.top_p < 1:
+        nucleus, mass = {}, 0.0
         for v, p in likeliest_first():
-            some[v] = left[v]
+            nucleus[v] = remaining[v]
             mass += p
-            if mass >= how.top_p:
+            if mass >= sampling.top_p:
                 break
-        left = some
-    if how.min_p is not None:
+        remaining = nucleus
+    if sampling.min_p is not None:
         ranked = likeliest_first()
-        left = {v: left[v] for v, p in ranked if p >= how.min_p * ranked[0][1]}
+        remaining = {v: remaining[v] for v, p in ranked if p >= sampling.min_p * ranked[0][1]}
     probabilities = dict(likeliest_first())
     return sorted(probabilities), probabilities
 
 
-def close(found, wanted, tolerance=1e-5):
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance)
 
 
-def test_the_examples_run():
+def test_the_doctests_pass():
     results = [doctest.testmod(module) for module in (sampling_module, distribution)]
     assert [result.failed for result in results] == [0, 0]
     assert sum(result.attempted for result in results) > 8
@@ -131,35 +130,37 @@ def test_the_examples_run():
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_tokens_come_as_often_as_the_filtered_softmax_says(plain, double, name):
-    """Uniforms at the n midpoints of [0, 1): each token comes n * p times, to one draw. At the first token and,
-    through the cache, at the second."""
-    how, n = FILTERS[name], 1500
+def test_token_frequencies_are_those_of_the_filtered_softmax(plain, double, name):
+    """With uniforms at the n midpoints of [0, 1), each token comes n * p times, plus or minus 1.
+
+    This holds for the first token, and for the second one, which is computed from the cache.
+    """
+    sampling, n = FILTERS[name], 1500
     prompt = PROMPTS[1]
     midpoints = (torch.arange(n) + 0.5) / n
-    first = sample(plain, [prompt] * n, midpoints[:, None], how)
-    (head,) = sample(plain, [prompt], torch.tensor([[0.31]]), how)
-    assert not how.stop or how.min_new_tokens > 2, "else the second token would not always come"
-    second = sample(plain, [prompt] * n, torch.stack([torch.full((n,), 0.31), midpoints], 1), how)
+    first = sample(plain, [prompt] * n, midpoints[:, None], sampling)
+    (head,) = sample(plain, [prompt], torch.tensor([[0.31]]), sampling)
+    assert not sampling.stop or sampling.min_new_tokens > 2, "otherwise some responses would have no second token"
+    second = sample(plain, [prompt] * n, torch.stack([torch.full((n,), 0.31), midpoints], 1), sampling)
     for t, drawn in ((0, [r.ids[0] for r in first]), (1, [r.ids[1] for r in second])):
         before = prompt + head.ids[:t]
-        kept, p = oracle(logits_of(double, before, [0])[0], t, how)
+        kept, p = oracle(logits_of(double, before, [0])[0], t, sampling)
         counts = torch.bincount(torch.tensor(drawn), minlength=300)
         assert set(drawn) <= set(kept)
         assert all(abs(counts[v].item() - n * p[v]) <= 1.01 for v in kept)
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_logprobs_and_kept_sets_are_those_of_a_plain_forward_and_a_slow_filter(policy, double, table, name):
-    """Left padding, cache, compaction and every filter, against one float64 forward of each response."""
-    how = FILTERS[name]
+def test_logprobs_and_kept_ids_equal_those_of_a_plain_forward_and_a_slow_filter(policy, double, uniforms, name):
+    """Left padding, cache, compaction and every filter, compared with one float64 forward pass per response."""
+    sampling = FILTERS[name]
     sizes = set()
-    for prompt, response in zip(PROMPTS, sample(policy, PROMPTS, table, how), strict=True):
-        assert (response.allowed_ids is None) == (not how.filters)
+    for prompt, response in zip(PROMPTS, sample(policy, PROMPTS, uniforms, sampling), strict=True):
+        assert (response.allowed_ids is None) == (not sampling.filters)
         assert len(response.logprobs) == len(response.ids)
         assert response.allowed_ids is None or len(response.allowed_ids) == len(response.ids)
         for t, logits in enumerate(logits_of(double, prompt, response.ids)):
-            kept, p = oracle(logits, t, how)
+            kept, p = oracle(logits, t, sampling)
             token = response.ids[t]
             assert token in p
             close(response.logprobs[t], math.log(p[token]))
@@ -167,91 +168,91 @@ def test_logprobs_and_kept_sets_are_those_of_a_plain_forward_and_a_slow_filter(p
                 assert response.allowed_ids[t] == kept
                 sizes.add(len(kept))
     if name in ("top_p", "min_p", "all"):
-        assert len(sizes) > 3, "else a fixed number would do"
+        assert len(sizes) > 3, "otherwise a filter with a fixed number of ids would pass"
         assert max(sizes) < 300
     if name == "top_k":
         assert sizes == {9}
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_the_trainer_sees_the_sampled_logprobs(policy, plain, table, name):
-    how = FILTERS[name]
-    responses = sample(policy, PROMPTS, table, how)
+def test_the_trainer_sees_the_sampled_logprobs(policy, plain, uniforms, name):
+    sampling = FILTERS[name]
+    responses = sample(policy, PROMPTS, uniforms, sampling)
     logits = torch.cat([logits_of(plain, p, r.ids) for p, r in zip(PROMPTS, responses, strict=True)])
-    allowed = allowed_logits(logits, responses, how)
+    allowed = allowed_logits(logits, responses, sampling)
     assert (allowed is logits) == (name in ("plain", "temperature"))
     ids = torch.tensor([i for r in responses for i in r.ids])
-    found = token_logprobs(allowed, ids, temperature=how.temperature)
-    close(found, [x for r in responses for x in r.logprobs])
+    trained = token_logprobs(allowed, ids, temperature=sampling.temperature)
+    close(trained, [x for r in responses for x in r.logprobs])
     if allowed is not logits and name != "greedy":
-        free = token_logprobs(logits, ids, temperature=how.temperature)
-        assert (found - free).max() > 0.05, "the restriction is seen at all"
-    assert token_entropy(allowed, temperature=how.temperature).isfinite().all()
+        unfiltered = token_logprobs(logits, ids, temperature=sampling.temperature)
+        assert (trained - unfiltered).max() > 0.05, "the filters change the log-probabilities"
+    assert token_entropy(allowed, temperature=sampling.temperature).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_new_tokens", "all"])
-def test_another_policy_uses_the_tokens_that_the_rollout_kept(policy, plain, table, name):
-    """Its own probabilities would keep other tokens. Its probabilities sum to 1 over the kept ones."""
-    how = FILTERS[name]
-    responses = sample(policy, PROMPTS, table, how)
+def test_another_policy_uses_the_tokens_that_the_rollout_kept(policy, plain, uniforms, name):
+    """Its own filters would keep other tokens. Its probabilities sum to 1 over the tokens of the rollout."""
+    sampling = FILTERS[name]
+    responses = sample(policy, PROMPTS, uniforms, sampling)
     other = copy.deepcopy(plain)
     with torch.no_grad():
         for i, weight in enumerate(other.parameters()):
             weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
     logits = torch.cat([logits_of(other, p, r.ids) for p, r in zip(PROMPTS, responses, strict=True)])
-    allowed = allowed_logits(logits, responses, how)
-    places = [(r, t) for r in responses for t in range(len(r.ids))]
-    own = 0
-    for row, (r, t), before in zip(allowed, places, logits, strict=True):
-        kept, _ = oracle(before, t, how)
+    allowed = allowed_logits(logits, responses, sampling)
+    positions = [(r, t) for r in responses for t in range(len(r.ids))]
+    num_different = 0
+    for row, (r, t), before in zip(allowed, positions, logits, strict=True):
+        kept, _ = oracle(before, t, sampling)
         if r.allowed_ids is None:
-            wanted = kept
+            expected = kept
         else:
-            wanted = r.allowed_ids[t]
-            own += kept != wanted
-        assert (row > -math.inf).nonzero()[:, 0].tolist() == wanted
-        assert torch.equal(row[wanted], before[wanted])
-    assert name == "min_new_tokens" or own > len(places) / 2, "the other policy would keep other tokens"
+            expected = r.allowed_ids[t]
+            num_different += kept != expected
+        assert (row > -math.inf).nonzero()[:, 0].tolist() == expected
+        assert torch.equal(row[expected], before[expected])
+    assert name == "min_new_tokens" or num_different > len(positions) / 2, "the other policy would keep other tokens"
     ids = torch.arange(logits.shape[1]).expand(len(logits), -1)
-    each = token_logprobs(allowed[:, None].expand(-1, logits.shape[1], -1), ids, temperature=how.temperature)
-    close(each.exp().sum(1), torch.ones(len(logits)))
+    logprobs = token_logprobs(allowed[:, None].expand(-1, logits.shape[1], -1), ids, temperature=sampling.temperature)
+    close(logprobs.exp().sum(1), torch.ones(len(logits)))
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "min_new_tokens", "all", "greedy"])
-def test_gradients_are_finite_and_zero_on_what_was_not_allowed(policy, plain, table, name):
-    how = FILTERS[name]
-    responses = sample(policy, PROMPTS, table, how)
+def test_gradients_are_finite_and_0_for_tokens_that_were_not_allowed(policy, plain, uniforms, name):
+    sampling = FILTERS[name]
+    responses = sample(policy, PROMPTS, uniforms, sampling)
     logits = torch.cat([logits_of(plain, p, r.ids) for p, r in zip(PROMPTS, responses, strict=True)])
     ids = torch.tensor([i for r in responses for i in r.ids])
     logits = logits.double().requires_grad_()
-    allowed = allowed_logits(logits, responses, how)
+    allowed = allowed_logits(logits, responses, sampling)
     weights = torch.linspace(-1, 2, len(ids), dtype=torch.float64)
-    loss = (token_logprobs(allowed, ids, temperature=how.temperature) * weights).sum()
+    loss = (token_logprobs(allowed, ids, temperature=sampling.temperature) * weights).sum()
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     forbidden = allowed == -math.inf
     assert gradient.isfinite().all()
     assert (gradient[forbidden] == 0).all()
     # d logprob / d logit = (1[v is the token] - p) / temperature
     p = torch.zeros_like(gradient)
-    places = [(r, t) for r in responses for t in range(len(r.ids))]
-    for n, (r, t) in enumerate(places):
-        some = r.allowed_ids[t] if r.allowed_ids is not None else oracle(logits[n].detach(), t, how)[0]
-        p[n, some] = (logits[n, some].detach() / how.temperature).softmax(0)
+    positions = [(r, t) for r in responses for t in range(len(r.ids))]
+    for n, (r, t) in enumerate(positions):
+        allowed_ids = r.allowed_ids[t] if r.allowed_ids is not None else oracle(logits[n].detach(), t, sampling)[0]
+        p[n, allowed_ids] = (logits[n, allowed_ids].detach() / sampling.temperature).softmax(0)
     one_hot = torch.nn.functional.one_hot(ids, logits.shape[1])
-    close(gradient, weights[:, None] * (one_hot - p) / how.temperature, 1e-9)
-    (of_entropy,) = torch.autograd.grad(token_entropy(allowed, temperature=how.temperature).sum(), logits)
+    close(gradient, weights[:, None] * (one_hot - p) / sampling.temperature, 1e-9)
+    (of_entropy,) = torch.autograd.grad(token_entropy(allowed, temperature=sampling.temperature).sum(), logits)
     assert of_entropy.isfinite().all()
     assert (of_entropy[forbidden] == 0).all()
     assert name == "greedy" or of_entropy.abs().max() > 1e-3
 
 
 def test_allowed_logits_checks_the_number_of_tokens():
-    how = Sampling(top_k=2)
+    sampling = Sampling(top_k=2)
     response = Response([1, 2], [0.0, 0.0], False, [[1, 3], [0, 2]])
     with pytest.raises(ValueError, match="found 1 rows of logits for 2 response tokens"):
-        allowed_logits(torch.zeros(1, 4), [response], how)
+        allowed_logits(torch.zeros(1, 4), [response], sampling)
     with pytest.raises(ValueError, match="found allowed_ids for 2 of 4 response tokens"):
-        allowed_logits(torch.zeros(4, 4), [response, Response([1, 2], [0.0, 0.0], False)], how)
+        allowed_logits(torch.zeros(4, 4), [response, Response([1, 2], [0.0, 0.0], False)], sampling)
 
 
 def random_restriction(rng, odds):
@@ -265,106 +266,108 @@ def random_restriction(rng, odds):
 
 @pytest.mark.parametrize("first_look", [1, 3, 1024])
 def test_filters_keep_what_the_slow_filter_keeps(monkeypatch, first_look):
-    """There are few distinct probabilities, so nearly every cut goes through equally likely tokens."""
+    """There are few distinct probabilities, so nearly every cut is between equally likely tokens."""
     monkeypatch.setattr(distribution, "FIRST_LOOK", first_look)
     rng = random.Random(0)
     cut_in_a_tie = 0
     for _ in range(300):
         odds = [rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(rng.randint(2, 30))] + [rng.randint(1, 9)]
-        other = rng.sample(odds, len(odds))
-        how = random_restriction(rng, odds)
-        logits = torch.tensor([odds, other], dtype=torch.float32).log()
-        keep = kept_tokens(logits, how)
-        for row, some, p in zip(logits, keep, (odds, other), strict=True):
-            kept = some.nonzero()[:, 0].tolist()
-            assert kept == oracle(row, 0, how)[0], (p, how)
-            cut_in_a_tie += bool({p[v] for v in kept} & {p[v] for v in range(len(p)) if v not in kept})
+        shuffled = rng.sample(odds, len(odds))
+        sampling = random_restriction(rng, odds)
+        logits = torch.tensor([odds, shuffled], dtype=torch.float32).log()
+        kept_rows = kept_tokens(logits, sampling)
+        for row, kept_row, weights in zip(logits, kept_rows, (odds, shuffled), strict=True):
+            kept = kept_row.nonzero()[:, 0].tolist()
+            assert kept == oracle(row, 0, sampling)[0], (weights, sampling)
+            cut_in_a_tie += bool(
+                {weights[v] for v in kept} & {weights[v] for v in range(len(weights)) if v not in kept}
+            )
     assert cut_in_a_tie > 100
 
 
 @pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 9000])
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.999])
-def test_top_p_looks_as_far_as_it_must(vocabulary, top_p):
+def test_top_p_finds_small_and_large_nuclei(vocabulary, top_p):
     """A peaked row beside a flat row whose nucleus has thousands of tokens."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(2, vocabulary, generator=generator) * torch.tensor([[5.0], [0.1]])
-    keep = kept_tokens(logits, Sampling(top_p=top_p))
-    for row, some in zip(logits, keep, strict=True):
+    kept_rows = kept_tokens(logits, Sampling(top_p=top_p))
+    for row, kept_row in zip(logits, kept_rows, strict=True):
         ranked = row.double().softmax(0).sort(descending=True)
         before = torch.cat([torch.zeros(1), ranked.values.cumsum(0)[:-1]])
-        # Float32 may be off by a token where the sum crosses p.
+        # Float32 can differ by one token where the sum crosses p.
         slack = 1e-5
-        surely, maybe = (before < top_p - slack).sum(), (before < top_p + slack).sum()
-        assert surely <= some.sum() <= maybe
-        assert torch.equal(some.nonzero()[:, 0], ranked.indices[: some.sum()].sort().values)
+        at_least, at_most = (before < top_p - slack).sum(), (before < top_p + slack).sum()
+        assert at_least <= kept_row.sum() <= at_most
+        assert torch.equal(kept_row.nonzero()[:, 0], ranked.indices[: kept_row.sum()].sort().values)
 
 
 def test_the_likeliest_token_is_always_kept():
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(2)) * 8
-    for how in (Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
-        keep = kept_tokens(logits, how)
+    for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
+        keep = kept_tokens(logits, sampling)
         assert torch.equal(keep.sum(1), torch.ones(64, dtype=torch.int64))
         assert torch.equal(keep.int().argmax(1), logits.argmax(1))
     equal = torch.zeros(1, 6)
     assert kept_tokens(equal, Sampling(min_p=1.0)).all()
-    assert kept_tokens(equal, Sampling(top_k=1)).nonzero().tolist() == [[0, 0]], "the lowest id of equals"
+    assert kept_tokens(equal, Sampling(top_k=1)).nonzero().tolist() == [[0, 0]], "the lowest of equally likely ids"
 
 
-def test_filters_that_keep_everything_change_nothing(policy, table):
-    free = sample(policy, PROMPTS, table, Sampling())
-    assert sample(policy, PROMPTS, table, Sampling(top_p=1.0)) == free
-    for how in (Sampling(top_k=10_000), Sampling(min_p=1e-30)):
-        loose = sample(policy, PROMPTS, table, how)
-        assert [r.ids for r in loose] == [r.ids for r in free]
-        assert [r.logprobs for r in loose] == [r.logprobs for r in free]
-        assert all(ids == list(range(300)) for r in loose for ids in r.allowed_ids)
+def test_filters_that_keep_everything_change_nothing(policy, uniforms):
+    unfiltered = sample(policy, PROMPTS, uniforms, Sampling())
+    assert sample(policy, PROMPTS, uniforms, Sampling(top_p=1.0)) == unfiltered
+    for sampling in (Sampling(top_k=10_000), Sampling(min_p=1e-30)):
+        filtered = sample(policy, PROMPTS, uniforms, sampling)
+        assert [r.ids for r in filtered] == [r.ids for r in unfiltered]
+        assert [r.logprobs for r in filtered] == [r.logprobs for r in unfiltered]
+        assert all(ids == list(range(300)) for r in filtered for ids in r.allowed_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_rounding_draws_what_was_not_kept(dtype):
-    """The smallest and the largest uniforms, including those that round to 1 in float32."""
+def test_rounding_never_draws_a_token_that_was_not_kept(dtype):
+    """This includes the smallest and the largest uniforms, and one that rounds to 1 in float32."""
     ends = [0.0, 2.0**-24, 1 - 2.0**-24] + ([1 - 2.0**-40] if dtype == torch.float64 else [])
     for vocabulary in (5, 300, 20_000):
         for seed in range(4):
             row = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
-            for how in (Sampling(top_k=2), Sampling(top_p=0.4), Sampling(min_p=0.3)):
-                keep = kept_tokens(row, how)
+            for sampling in (Sampling(top_k=2), Sampling(top_p=0.4), Sampling(min_p=0.3)):
+                keep = kept_tokens(row, sampling)
                 allowed = row.masked_fill(~keep, -math.inf).expand(len(ends), -1)
                 ids, logprobs = draw(allowed, torch.tensor(ends, dtype=dtype), 1.0)
                 assert keep[0, ids].all()
                 assert logprobs.isfinite().all()
 
 
-def test_greedy_is_greedy_whatever_the_uniforms(policy, double):
-    noise = [sample(policy, PROMPTS, draw_uniforms(s, "greedy", 0, len(PROMPTS), 6), Sampling(top_k=1)) for s in (0, 1)]
-    assert noise[0] == noise[1]
-    for prompt, response in zip(PROMPTS, noise[0], strict=True):
+def test_greedy_decoding_does_not_depend_on_the_uniforms(policy, double):
+    runs = [sample(policy, PROMPTS, draw_uniforms(s, "greedy", 0, len(PROMPTS), 6), Sampling(top_k=1)) for s in (0, 1)]
+    assert runs[0] == runs[1]
+    for prompt, response in zip(PROMPTS, runs[0], strict=True):
         assert response.ids == logits_of(double, prompt, response.ids).argmax(1).tolist()
         assert response.logprobs == [0.0] * 6
 
 
-# ------------------------------------------------------------------------------------ ends and batches
+# ------------------------------------------------------------------------------------ minimum length, batches
 
 
-@pytest.mark.parametrize("least", [0, 1, 2, 6, LONGEST, LONGEST + 3])
-def test_no_response_ends_before_min_new_tokens(policy, table, least):
-    """Nearly every token is a stop token, so a response ends as early as possible."""
+@pytest.mark.parametrize("min_new_tokens", [0, 1, 2, 6, LONGEST, LONGEST + 3])
+def test_no_response_ends_before_min_new_tokens(policy, uniforms, min_new_tokens):
+    """Nearly every token is a stop token, so a response ends as early as it can."""
     stop = frozenset(range(30, 300))
-    responses = sample(policy, PROMPTS, table, Sampling(stop=stop, min_new_tokens=least))
+    responses = sample(policy, PROMPTS, uniforms, Sampling(stop=stop, min_new_tokens=min_new_tokens))
     lengths = [len(r.ids) for r in responses]
-    assert min(lengths) == min(max(least, 1), LONGEST)
+    assert min(lengths) == min(max(min_new_tokens, 1), LONGEST)
     for response in responses:
         assert not set(response.ids[:-1]) & stop
         assert response.ended == (response.ids[-1] in stop)
         assert response.ended or len(response.ids) == LONGEST
-    assert any(r.ended for r in responses) == (least <= LONGEST)
+    assert any(r.ended for r in responses) == (min_new_tokens <= LONGEST)
 
 
-def test_a_stop_id_beyond_the_vocabulary_is_ignored(policy, table):
-    how = Sampling(min_new_tokens=3, stop=frozenset({5, 100_000}))
-    responses = sample(policy, PROMPTS, table, how)
+def test_a_stop_id_beyond_the_vocabulary_is_ignored(policy, uniforms):
+    sampling = Sampling(min_new_tokens=3, stop=frozenset({5, 100_000}))
+    responses = sample(policy, PROMPTS, uniforms, sampling)
     assert all(len(r.ids) >= 3 for r in responses)
-    allowed = allowed_logits(torch.zeros(sum(len(r.ids) for r in responses), 300), responses, how)
+    allowed = allowed_logits(torch.zeros(sum(len(r.ids) for r in responses), 300), responses, sampling)
     assert (allowed == -math.inf).sum() == 2 * len(responses)
 
 
@@ -374,8 +377,8 @@ EVERYTHING = Sampling(
 
 
 @pytest.fixture(scope="module")
-def everything(policy, table, tok):
-    responses = sample(policy, PROMPTS, table, EVERYTHING, tok)
+def all_responses(policy, uniforms, tok):
+    responses = sample(policy, PROMPTS, uniforms, EVERYTHING, tok)
     assert len({len(r.ids) for r in responses}) > 2
     assert {r.ended for r in responses} == {True, False} or all(r.ended for r in responses)
     assert any(r.ids[-1] in STOP for r in responses)
@@ -383,60 +386,60 @@ def everything(policy, table, tok):
     return responses
 
 
-def same(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
+def same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         assert (a.ids, a.ended, a.allowed_ids) == (b.ids, b.ended, b.allowed_ids)
         close(a.logprobs, b.logprobs)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_a_response_does_not_depend_on_how_the_batch_was_cut(policy, table, tok, everything, size):
+def test_a_response_does_not_depend_on_the_split_into_batches(policy, uniforms, tok, all_responses, size):
     parts = [
         response
         for at in range(0, len(PROMPTS), size)
-        for response in sample(policy, PROMPTS[at : at + size], table[at : at + size], EVERYTHING, tok)
+        for response in sample(policy, PROMPTS[at : at + size], uniforms[at : at + size], EVERYTHING, tok)
     ]
-    same(parts, everything)
+    same(parts, all_responses)
 
 
-def test_other_prompts_in_the_batch_change_nothing(policy, table, tok, everything):
-    longer = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
-    beside = sample(policy, random_ids(60, 1, 30, seed=9) + PROMPTS, longer, EVERYTHING, tok)
-    same(beside[3:], everything)
+def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, tok, all_responses):
+    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), uniforms])
+    beside = sample(policy, random_ids(60, 1, 30, seed=9) + PROMPTS, more_uniforms, EVERYTHING, tok)
+    same(beside[3:], all_responses)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_when_finished_rows_leave_changes_nothing(policy, table, tok, everything, monkeypatch, share):
-    for tier in (FastDecoder, PlainDecoder):
-        monkeypatch.setattr(tier, "leaves_below", share)
-    same(sample(policy, PROMPTS, table, EVERYTHING, tok), everything)
+def test_responses_do_not_depend_on_when_finished_rows_leave(policy, uniforms, tok, all_responses, monkeypatch, share):
+    for decoder in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(decoder, "leaves_below", share)
+    same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok), all_responses)
 
 
 # --------------------------------------------------------------------------------------- stop strings
 
 
-def forced(model, prompt, ids, how):
-    """Uniforms [1, len(ids)] that make the model draw ids: the middle of each token's interval of the CDF."""
+def uniforms_for(model, prompt, ids, sampling):
+    """Uniforms [1, len(ids)] at which the model draws `ids`: the middle of each token's interval of the CDF."""
     logits = logits_of(model, prompt, ids).double()
-    logits[: max(0, how.min_new_tokens - 1), sorted(how.stop)] = -math.inf
+    logits[: max(0, sampling.min_new_tokens - 1), sorted(sampling.stop)] = -math.inf
     p = logits.softmax(1)
     cdf = p.cumsum(1)
-    at = torch.tensor(ids)[:, None]
-    share = p.gather(1, at)
-    assert share.min() > 1e-6, "too narrow for a float32 uniform"
-    return (cdf.gather(1, at) - share / 2).float().T
+    column = torch.tensor(ids)[:, None]
+    probability = p.gather(1, column)
+    assert probability.min() > 1e-6, "the interval is too narrow for a float32 uniform"
+    return (cdf.gather(1, column) - probability / 2).float().T
 
 
 def encoded(tok, text):
     return tok(text, add_special_tokens=False)["input_ids"]
 
 
-def said(model, tok, ids, prompt=(7, 8, 9), **how):
-    """The response with the uniforms that make the model draw ids."""
-    how = Sampling(**{name: tuple(x) if name == "stop_strings" else x for name, x in how.items()})
-    (response,) = sample(model, [list(prompt)], forced(model, list(prompt), ids, how), how, tok)
+def forced_response(model, tok, ids, prompt=(7, 8, 9), **options):
+    """Sample with the uniforms at which the model draws `ids`. Returns (response, its text)."""
+    sampling = Sampling(**{name: tuple(x) if name == "stop_strings" else x for name, x in options.items()})
+    (response,) = sample(model, [list(prompt)], uniforms_for(model, list(prompt), ids, sampling), sampling, tok)
     assert response.ids == ids[: len(response.ids)]
-    return response, response_text(tok, response, how)
+    return response, response_text(tok, response, sampling)
 
 
 TALK = "please send\nthe lamp\n\nHuman: thank you\n\nHuman: sorry"
@@ -456,26 +459,28 @@ TALK = "please send\nthe lamp\n\nHuman: thank you\n\nHuman: sorry"
         (["p\n", "lamp\n"], "please send\nthe "),
     ],
 )
-def test_a_stop_string_ends_a_response_however_it_is_tokenised(plain, tok, stop_strings, shown):
+def test_a_stop_string_ends_a_response_with_any_tokenisation(plain, tok, stop_strings, shown):
     ids = encoded(tok, TALK)
-    response, text = said(plain, tok, ids, stop_strings=stop_strings)
+    response, text = forced_response(plain, tok, ids, stop_strings=stop_strings)
     assert text == shown
     assert response.ended
     ends = [tok.decode(ids[:n]) for n in range(len(ids) + 1)]
     first = next(n for n, text in enumerate(ends) if any(s in text for s in stop_strings))
-    assert len(response.ids) == len(response.logprobs) == first, "the token that completes it is the last"
+    assert len(response.ids) == len(response.logprobs) == first, (
+        "the token that completes the stop string is the last one"
+    )
 
 
 def test_a_token_that_continues_after_the_stop_string_is_kept(plain, tok):
     ids = encoded(tok, " please")
-    assert len(ids) == 1, "one token of the fixtures"
-    response, text = said(plain, tok, [*ids, *ids], stop_strings=["le"])
+    assert len(ids) == 1, "a single token of the fixtures"
+    response, text = forced_response(plain, tok, [*ids, *ids], stop_strings=["le"])
     assert (response.ids, text, response.ended) == (ids, " p", True)
 
 
-def test_without_the_stop_string_nothing_ends(plain, tok):
+def test_text_without_the_stop_string_does_not_end(plain, tok):
     ids = encoded(tok, TALK)
-    response, text = said(plain, tok, ids, stop_strings=["human", "Human :"])
+    response, text = forced_response(plain, tok, ids, stop_strings=["human", "Human :"])
     assert (response.ids, text, response.ended) == (ids, TALK, False)
 
 
@@ -483,34 +488,34 @@ MULTI_BYTE = "a né 日本 🙂🙃 z"
 
 
 @pytest.mark.parametrize("stop", ["é", "né", "日", "本", "日本", " 🙂", "🙂", "🙃", "🙂🙃", "🙃 z"])
-def test_characters_of_several_tokens(plain, tok, stop):
+def test_stop_strings_with_characters_of_several_tokens(plain, tok, stop):
     ids = encoded(tok, MULTI_BYTE)
-    assert len(ids) > len(MULTI_BYTE), "bytes are tokens of their own"
-    response, text = said(plain, tok, ids, stop_strings=[stop])
+    assert len(ids) > len(MULTI_BYTE), "each byte is a token"
+    response, text = forced_response(plain, tok, ids, stop_strings=[stop])
     assert response.ended
     assert text == MULTI_BYTE[: MULTI_BYTE.index(stop)]
     assert tok.decode(response.ids) == MULTI_BYTE[: MULTI_BYTE.index(stop) + len(stop)]
 
 
-def test_half_a_character_is_not_the_character(plain, tok):
+def test_the_first_bytes_of_a_stop_string_do_not_end_a_response(plain, tok):
     """🙃 and 🙂 begin with the same bytes."""
     ids = encoded(tok, "ab🙃ab")
-    assert not said(plain, tok, ids, stop_strings=["🙂"])[0].ended
+    assert not forced_response(plain, tok, ids, stop_strings=["🙂"])[0].ended
 
 
-def test_a_stop_string_in_the_prompt_or_begun_there_ends_nothing(plain, tok):
+def test_a_stop_string_that_is_or_starts_in_the_prompt_ends_nothing(plain, tok):
     prompt = encoded(tok, "lamp\n\nHuman: a\n\nHu")
     ids = encoded(tok, "man: map")
-    response, text = said(plain, tok, ids, prompt, stop_strings=["\n\nHuman:", "lamp"])
+    response, text = forced_response(plain, tok, ids, prompt, stop_strings=["\n\nHuman:", "lamp"])
     assert (response.ids, text, response.ended) == (ids, "man: map", False)
 
 
 @pytest.mark.parametrize("between", [1, 40])
 def test_special_tokens_inside_a_stop_string_are_ignored(plain, tok, between):
-    """Forty tokens decode to nothing, so no fixed number of tokens is enough to look back."""
+    """40 tokens that decode to nothing: it is not enough to look back over a fixed number of tokens."""
     a, b = encoded(tok, "a"), encoded(tok, "b")
     ids = [*encoded(tok, "map"), *a, *[tok.pad_token_id] * between, *b, *a]
-    response, text = said(plain, tok, ids, stop_strings=["ab"])
+    response, text = forced_response(plain, tok, ids, stop_strings=["ab"])
     assert response.ids == ids[:-1]
     assert text == "map"
 
@@ -520,48 +525,48 @@ def test_a_stop_string_before_min_new_tokens_ends_nothing(plain, tok):
     texts = [tok.decode(ids[:n]) for n in range(len(ids) + 1)]
     first = next(n for n, text in enumerate(texts) if "Human:" in text)
     second = next(n for n, text in enumerate(texts) if text.count("Human:") == 2)
-    for least, length in ((first, first), (first + 1, second), (second, second)):
-        response, text = said(plain, tok, ids, stop_strings=["Human:"], min_new_tokens=least)
+    for min_new_tokens, length in ((first, first), (first + 1, second), (second, second)):
+        response, text = forced_response(plain, tok, ids, stop_strings=["Human:"], min_new_tokens=min_new_tokens)
         assert len(response.ids) == length
         assert response.ended
         assert text == TALK[: TALK.index("Human:") if length == first else TALK.rindex("Human:")]
-    response, text = said(plain, tok, ids, stop_strings=["Human:"], min_new_tokens=second + 1)
+    response, text = forced_response(plain, tok, ids, stop_strings=["Human:"], min_new_tokens=second + 1)
     assert (response.ids, text, response.ended) == (ids, TALK, False)
 
 
-def test_a_stop_string_that_ended_nothing_stays_in_the_text(plain, tok):
+def test_a_stop_string_before_min_new_tokens_stays_in_the_text(plain, tok):
     ids = [*encoded(tok, "the map is"), tok.eos_token_id]
     stop = frozenset({tok.eos_token_id})
-    response, text = said(plain, tok, ids, stop_strings=["map"], min_new_tokens=len(ids), stop=stop)
+    response, text = forced_response(plain, tok, ids, stop_strings=["map"], min_new_tokens=len(ids), stop=stop)
     assert (response.ids, text, response.ended) == (ids, "the map is", True)
-    response, text = said(plain, tok, ids, stop_strings=["map"], stop=stop)
+    response, text = forced_response(plain, tok, ids, stop_strings=["map"], stop=stop)
     assert text == "the "
 
 
 def test_a_stop_string_at_the_last_possible_token_ends_the_response(plain, tok):
     ids = encoded(tok, "the map")
-    assert said(plain, tok, ids, stop_strings=["map"])[0].ended
-    assert said(plain, tok, ids, stop_strings=["map "])[0].ended is False
+    assert forced_response(plain, tok, ids, stop_strings=["map"])[0].ended
+    assert forced_response(plain, tok, ids, stop_strings=["map "])[0].ended is False
 
 
-def test_stop_strings_need_a_tokenizer(plain, table):
+def test_stop_strings_need_a_tokenizer(plain, uniforms):
     with pytest.raises(ValueError, match="tokenizer"):
-        sample(plain, PROMPTS, table, Sampling(stop_strings=("a",)))
+        sample(plain, PROMPTS, uniforms, Sampling(stop_strings=("a",)))
 
 
-def test_free_responses_end_where_their_text_first_holds_a_stop_string(policy, tok):
-    """Compare with the same draws without stop strings, truncated by hand."""
+def test_responses_end_where_their_text_first_contains_a_stop_string(policy, tok):
+    """The expected responses use the same uniforms without stop strings and are truncated by hand."""
     strings = ("e", "th", " re", "o")
-    longer = draw_uniforms(3, "free", 0, len(PROMPTS), 40)
-    free = sample(policy, PROMPTS, longer, Sampling())
-    stopped = sample(policy, PROMPTS, longer, Sampling(stop_strings=strings), tok)
+    uniforms = draw_uniforms(3, "free", 0, len(PROMPTS), 40)
+    free = sample(policy, PROMPTS, uniforms, Sampling())
+    stopped = sample(policy, PROMPTS, uniforms, Sampling(stop_strings=strings), tok)
     lengths = set()
-    for whole, response in zip(free, stopped, strict=True):
-        texts = [tok.decode(whole.ids[: n + 1], skip_special_tokens=True) for n in range(40)]
+    for full, response in zip(free, stopped, strict=True):
+        texts = [tok.decode(full.ids[: n + 1], skip_special_tokens=True) for n in range(40)]
         ends = [n + 1 for n, text in enumerate(texts) if any(s in text for s in strings)]
-        assert response.ids == whole.ids[: ends[0] if ends else 40]
+        assert response.ids == full.ids[: ends[0] if ends else 40]
         assert response.ended == bool(ends)
-        close(response.logprobs, whole.logprobs[: len(response.ids)])
+        close(response.logprobs, full.logprobs[: len(response.ids)])
         shown = response_text(tok, response, Sampling(stop_strings=strings))
         text = texts[len(response.ids) - 1]
         assert shown == text[: min((text.index(s) for s in strings if s in text), default=None)]
@@ -571,19 +576,21 @@ def test_free_responses_end_where_their_text_first_holds_a_stop_string(policy, t
 
 def test_response_text_drops_special_tokens_and_keeps_other_stop_tokens(tok):
     ids = [*encoded(tok, "thank you"), *encoded(tok, "\n")]
-    how = Sampling(stop=frozenset({ids[-1], tok.eos_token_id}))
-    assert response_text(tok, Response(ids, [0.0] * len(ids), True), how) == "thank you\n"
+    sampling = Sampling(stop=frozenset({ids[-1], tok.eos_token_id}))
+    assert response_text(tok, Response(ids, [0.0] * len(ids), True), sampling) == "thank you\n"
     ids[-1] = tok.eos_token_id
-    assert response_text(tok, Response(ids, [0.0] * len(ids), True), how) == "thank you"
+    assert response_text(tok, Response(ids, [0.0] * len(ids), True), sampling) == "thank you"
 
 
-# ------------------------------------------------------------------- reading back, for any tokenizer
+# ------------------------------------------------------------------- search in the last tokens, for any tokenizer
 
 
 @pytest.fixture(scope="module")
 def byte_fallback_tokenizer():
-    """Like Llama 2's: ▁ for a space, the first of which is stripped, and bytes for what the vocabulary lacks; a
-    run of bytes that is no UTF-8 is decoded as so many U+FFFD, good characters in it included."""
+    """Like Llama 2's: ▁ is a space, the first space is stripped, and bytes replace characters without a token.
+
+    If a run of bytes is not valid UTF-8, each of its bytes decodes to U+FFFD, even those of valid characters.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abc.", "▁ab", "bc", "▁a", "é"]
     bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
     bpe.decoder = decoders.Sequence(
@@ -594,7 +601,7 @@ def byte_fallback_tokenizer():
 
 @pytest.fixture(scope="module")
 def word_piece_tokenizer():
-    """Like BERT's: words are joined by spaces, and the decoder takes some of them away again."""
+    """Like BERT's: the decoder joins words with spaces and then removes some of them."""
     pieces = ["[UNK]", "[PAD]", "a", "b", "##a", "##b", "##c", ".", ",", "n", "'", "t", "do", "##é"]
     words = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece("##", cleanup=True)
@@ -602,49 +609,49 @@ def word_piece_tokenizer():
 
 
 def pool_of(name, tok):
-    """Token ids that decode to a few letters, to broken bytes, or to nothing."""
+    """Token ids that decode to a few letters, to parts of characters, or to nothing."""
     if name == "word_piece_tokenizer":
         return list(range(len(tok)))
     special = [tok.eos_token_id] * 3
     if name == "byte_fallback_tokenizer":
-        some_bytes = [3 + b for b in "é日🙂".encode()]
-        return special + some_bytes + list(range(259, len(tok)))
+        byte_ids = [3 + b for b in "é日🙂".encode()]
+        return special + byte_ids + list(range(259, len(tok)))
     return special + [i for c in "abc .é日🙂" for i in encoded(tok, c)] + encoded(tok, " please")
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "byte_fallback_tokenizer", "word_piece_tokenizer"])
-def test_the_tail_finds_the_same_stop_string_as_the_whole_text(request, name):
-    """Random tokens, some of which are broken characters or decode to nothing. Stop strings come from their text."""
+def test_the_last_tokens_give_the_same_stop_string_as_the_whole_text(request, name):
+    """The tokens are random; some are parts of characters or decode to nothing. Stop strings come from their text."""
     tok = request.getfixturevalue(name)
     pool, rng = pool_of(name, tok), random.Random(3)
-    found = 0
+    num_found = 0
     for _ in range(1500):
-        some = rng.choices(pool, k=rng.randint(1, 4)) if rng.random() < 0.3 else pool
-        ids = rng.choices(some, k=rng.randint(1, 90))
+        choices = rng.choices(pool, k=rng.randint(1, 4)) if rng.random() < 0.3 else pool
+        ids = rng.choices(choices, k=rng.randint(1, 90))
         if rng.random() < 0.3:
             at = rng.randrange(len(ids))
             ids[at:at] = [tok.pad_token_id or tok.eos_token_id] * 30
         before, text = (tok.decode(x, skip_special_tokens=True) for x in (ids[:-1], ids))
-        same = len(text)
+        unchanged = len(text)
         for i in range(len(text)):
             if before[: i + 1] != text[: i + 1]:
-                same = i
+                unchanged = i
                 break
-        end = rng.randint(min(same, len(text)), len(text))
-        own = text[max(0, end - rng.randint(1, 9)) : end]
-        strings = [s for s in (own, rng.choice([".", "ab", "é", "🙂"])) if s and "\ufffd" not in s]
+        end = rng.randint(min(unchanged, len(text)), len(text))
+        from_text = text[max(0, end - rng.randint(1, 9)) : end]
+        strings = [s for s in (from_text, rng.choice([".", "ab", "é", "🙂"])) if s and "\ufffd" not in s]
         if not strings:
             continue
-        starts = [at for s in strings for at in range(len(text)) if text.startswith(s, at) and at + len(s) > same]
+        starts = [at for s in strings for at in range(len(text)) if text.startswith(s, at) and at + len(s) > unchanged]
         assert stop_string_start(tok, ids, strings) == min(starts, default=None), (text, strings)
-        found += bool(starts)
-    assert found > 150
+        num_found += bool(starts)
+    assert num_found > 150
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "byte_fallback_tokenizer"])
 @pytest.mark.parametrize("stop", ["終わり", "わり", "り"])
-def test_a_tail_that_starts_inside_a_character_is_not_trusted(request, name, stop):
-    """A long run of bytes: some tokenizers cannot decode it from the middle of a character."""
+def test_decoding_never_starts_inside_a_character(request, name, stop):
+    """Some tokenizers cannot decode a long run of bytes from the middle of a character."""
     tok = request.getfixturevalue(name)
     for start in ("", "a", "ab", "abc"):
         text = start + "日本語文字" * 6 + "終わり"
@@ -656,7 +663,7 @@ def test_a_tail_that_starts_inside_a_character_is_not_trusted(request, name, sto
 
 
 class Counting:
-    """A tokenizer that counts what it decodes."""
+    """A tokenizer that counts its calls of `decode` and the decoded tokens."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.num_calls, self.num_tokens = tokenizer, 0, 0
@@ -666,18 +673,18 @@ class Counting:
         return self.tokenizer.decode(ids, **settings)
 
 
-def test_an_ended_response_is_not_decoded_again(policy, table, tok, monkeypatch):
-    """Also while it stays in the batch. The long stop string limits decoding to one call per token."""
-    for tier in (FastDecoder, PlainDecoder):
-        monkeypatch.setattr(tier, "leaves_below", 0.0)
+def test_an_ended_response_is_not_decoded_again(policy, uniforms, tok, monkeypatch):
+    """Not even while it remains in the batch. The long stop string makes each search take two calls of `decode`."""
+    for decoder in (FastDecoder, PlainDecoder):
+        monkeypatch.setattr(decoder, "leaves_below", 0.0)
     counting = Counting(tok)
-    responses = sample(policy, PROMPTS, table, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)
+    responses = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)
     assert len({len(r.ids) for r in responses}) > 2
     assert counting.num_calls == 2 * sum(len(r.ids) for r in responses)
 
 
-def test_a_long_response_is_not_decoded_whole_at_every_token(tokenizer):
-    """Otherwise sampling would not be linear in the length."""
+def test_each_token_of_a_long_response_decodes_only_its_end(tokenizer):
+    """Otherwise the cost of sampling would be quadratic in the length."""
     counting, ids = Counting(tokenizer), encoded(tokenizer, TALK * 40)
     assert len(ids) > 1000
     for n in range(len(ids) - 200, len(ids)):

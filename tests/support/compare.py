@@ -21,19 +21,19 @@ def same_weights(one, two, tolerance=1e-5):
         torch.testing.assert_close(b[name], a[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def close(found, wanted, tolerance=1e-5):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def grads(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same_gradients(found, wanted, tolerance):
-    """Assert that all gradients agree, to `tolerance` times the largest entry of any of them."""
-    assert found.keys() == wanted.keys()
-    assert found
-    size = max(g.abs().max() for g in wanted.values())
+def same_gradients(actual, expected, tolerance):
+    """Assert that all gradients agree to within `tolerance` times the largest entry."""
+    assert actual.keys() == expected.keys()
+    assert actual
+    size = max(g.abs().max() for g in expected.values())
     assert size > 0
-    gap = max((found[name] - wanted[name]).abs().max() for name in wanted)
+    gap = max((actual[name] - expected[name]).abs().max() for name in expected)
     assert gap <= tolerance * size, f"relative difference {gap / size:.1e}"

@@ -1,4 +1,4 @@
-"""Random batches with padding, finite differences, and comparisons for tests of formulas."""
+"""Random batches with padding, finite differences and comparisons for the tests of formulas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from rlhf_cli.tensor_ops import length_mask
 
 GARBAGE = [1e6, -1e30, math.inf, -math.inf, math.nan]
-LENGTHS = [5, 1, 3, 4]  # one row is a single token, one fills the width
-EPS = 1e-6  # step of the central differences; their error is then about 1e-9
+LENGTHS = [5, 1, 3, 4]  # one row has a single token, one fills the width
+EPS = 1e-6  # step of the central differences, which gives an error of about 1e-9
 
 
 def draw(*shape, seed, scale=1.0):
@@ -28,9 +28,9 @@ def real_tokens(mask):
     return [(b, t) for b, t in itertools.product(*map(range, mask.shape)) if mask[b, t]]
 
 
-def close(found, wanted, tolerance=1e-12):
-    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
-    torch.testing.assert_close(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-12):
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (actual, expected))
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
 def finite_differences(function, x):
@@ -56,13 +56,13 @@ def padded_with(batch, mask, garbage):
 
 
 def gae_by_sums(rewards, values, mask, gamma, gae_lambda):
-    """GAE, equation 16: the sum of (gamma * lambda)^k * delta over the real tokens that follow."""
+    """GAE, equation 16: sum of (gamma * lambda)^k * delta over this and later real tokens."""
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for b in range(mask.shape[0]):
-        places = [t for t in range(mask.shape[1]) if mask[b, t]]
-        r, v = ([float(x[b, t]) for t in places] for x in (rewards, values))
+        positions = [t for t in range(mask.shape[1]) if mask[b, t]]
+        r, v = ([float(x[b, t]) for t in positions] for x in (rewards, values))
         v.append(0.0)
-        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(places))]
-        for i, t in enumerate(places):
-            advantages[b, t] = sum((gamma * gae_lambda) ** (k - i) * deltas[k] for k in range(i, len(places)))
+        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(positions))]
+        for i, t in enumerate(positions):
+            advantages[b, t] = sum((gamma * gae_lambda) ** (k - i) * deltas[k] for k in range(i, len(positions)))
     return advantages

@@ -1,4 +1,4 @@
-"""A task so small that every response can be listed, with the optimal policy of each algorithm in closed form.
+"""A task with few enough responses to list them all, and the optimal policy of each algorithm on it.
 
 Notation: a *state* s is a prompt with the tokens generated so far. pi(a|s) is the probability of token a in state s.
 pi(y|x) is the product of these along a response y. r(x, y) is its score, ref the reference policy, beta the
@@ -22,7 +22,7 @@ class Task:
     """P prompts and all B possible responses to them, of at most R tokens; EOS is token 0 of V."""
 
     responses: list[tuple[int, ...]]
-    """[B] the tokens of each response, which ends with EOS or is cut after R tokens."""
+    """[B] the tokens of each response. It ends with EOS or is cut after R tokens."""
     states: list[tuple[int, ...]]
     """[S] the number of the prompt, followed by the tokens generated so far."""
     prompt: Tensor
@@ -81,7 +81,7 @@ def _until_eos(draw: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chances(task: Task, logits: Tensor) -> Tensor:
-    """pi(y|x) [B] of the policy with these logits [S, V]. They sum to 1 over the responses to a prompt."""
+    """pi(y|x) [B] of the policy with these logits [S, V]. The probabilities of a prompt's responses sum to 1."""
     logprobs = logits.log_softmax(-1)[task.state, task.token]
     return torch.where(task.mask, logprobs, 0).sum(1).exp()
 
@@ -93,12 +93,12 @@ def mean_of_prompt(task: Task, values: Tensor, chance: Tensor) -> Tensor:
 
 
 def total_variation(task: Task, p: Tensor, q: Tensor) -> float:
-    """sum_y |p(y|x) - q(y|x)| / 2, the mean over prompts: 0 for equal policies, 1 for disjoint ones."""
+    """Mean over prompts of sum_y |p(y|x) - q(y|x)| / 2: 0 for equal policies, 1 for disjoint ones."""
     return ((p - q).abs().sum() / 2 / task.num_prompts).item()
 
 
 def objective(task: Task, chance: Tensor, kl_coef: float) -> float:
-    """J = E[r - beta * log(pi / ref)], the mean over prompts, which the KL-regularised policy maximises."""
+    """Mean over prompts of J = E[r - beta * log(pi / ref)], which the KL-regularised policy maximises."""
     log_ratio = torch.log(chance / chances(task, task.ref_logits))
     return ((chance * (task.score - kl_coef * log_ratio)).sum() / task.num_prompts).item()
 
@@ -107,7 +107,7 @@ def objective(task: Task, chance: Tensor, kl_coef: float) -> float:
 
 
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Q(s, .) [n, V] and ref(.|s) [n, V] of n states to the policy pi(.|s) [n, V] there, and V(s) [n]."""
+"""A function of n states: Q(s, .) [n, V] and ref(.|s) [n, V] -> the policy pi(.|s) [n, V] and V(s) [n]."""
 
 
 def kl_regularised(task: Task, kl_coef: float) -> Tensor:
@@ -122,7 +122,7 @@ def kl_regularised(task: Task, kl_coef: float) -> Tensor:
 
 
 def backwards(task: Task, rule: Rule, score: Tensor | None = None) -> Tensor:
-    """pi(y|x) [B] of the policy that applies a rule in every state, from the last token back to the first."""
+    """pi(y|x) [B] of the policy that applies `rule` in every state, computed from the last token back to the first."""
     score = task.score if score is None else score
     ref = task.ref_logits.softmax(-1)
     q, policy = torch.zeros_like(ref), torch.ones_like(ref)
@@ -151,7 +151,7 @@ def soft_rule(kl_coef: float) -> Rule:
 
 
 def token_kl_rule(kl_coef: float) -> Rule:
-    """The KL of each state as a loss, by k2 or in full: pi ~ ref * exp(Q / beta), V(s) = sum_a pi * Q.
+    """The KL of each state as a loss, estimated by k2 or exact: pi ~ ref * exp(Q / beta), V(s) = sum_a pi * Q.
 
     The gradient of this loss treats the visited states as given. So no token pays for the KL of the states that it
     leads to, V is a plain mean, and for responses of two or more tokens the optimum differs from pi*.
@@ -167,7 +167,7 @@ def token_kl_rule(kl_coef: float) -> Rule:
 def token_k3_rule(kl_coef: float) -> Rule:
     """k3 as a loss: pi = beta * ref / (lambda - Q), V(s) = sum_a pi * Q.
 
-    E_pi[grad k3] = E_pi[(1 - ref / pi) * grad log pi] is the gradient of KL(ref, pi), the reverse KL. At the
+    E_pi[grad k3] = E_pi[(1 - ref / pi) * grad log pi] is the gradient of KL(ref, pi), not of KL(pi, ref). At the
     optimum, Q + beta * ref / pi = lambda for all tokens, and lambda makes the probabilities sum to 1. The sum falls as
     lambda grows. It is at least 1 at max(Q + beta * ref), where one term alone is 1, and at most 1 at max(Q) + beta.
     Bisection finds lambda in between.
@@ -218,12 +218,13 @@ def _std_of_prompt(task: Task, chance: Tensor) -> Tensor:
 
 
 def beside_text(task: Task, kl_coef: float, ptx_coef: float, share: Tensor) -> Tensor:
-    """The optimum of PPO-ptx: the KL in the reward, and a language-model loss on text in which y has share d(y|x) [B].
+    """The optimum of PPO-ptx: the KL in the reward, and a language-model loss on text.
 
-    It maximises E_pi[r - beta * log(pi / ref)] + c * E_d[log pi]. At the optimum, r - f(pi) = lambda(x) is the same for
-    every y, with f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So lambda determines pi for every y,
-    and lambda makes the probabilities sum to 1. Both are found by bisection: first log pi from f(pi) = r - lambda, then
-    lambda from the sum, as for k3.
+    `share` [B] is d(y|x), the share of y in the text. The optimum maximises
+    E_pi[r - beta * log(pi / ref)] + c * E_d[log pi]. There, r - f(pi) = lambda(x) is the same for every y, with
+    f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So lambda determines pi for every y, and lambda
+    makes the probabilities sum to 1. Bisection finds both: log pi from f(pi) = r - lambda, and lambda from the sum, as
+    for k3.
     """
     shape = (task.num_prompts, -1)
     score, share = task.score.view(shape), share.view(shape)

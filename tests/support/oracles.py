@@ -1,6 +1,6 @@
 """Slow, obvious oracles of PPO: plain forward passes in float64 and loops over single tokens.
 
-`slow_losses` goes over the tokens of an update one by one and leaves the gradients that the stage must leave.
+`slow_losses` computes the losses of an update token by token, with the gradients that the stage must produce.
 `check_update_batch` computes advantages and returns from raw scores and compares them with those of a whole run.
 """
 
@@ -21,24 +21,26 @@ from torch.nn.functional import linear
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import sample
 from support.compare import close
-from support.setup import said
+from support.setup import reward_calls
 from support.tiny import PROMPTS, STOP
 
 
-def check_sampled_logprobs(policy, plain, table, temperature):
-    for prompt, response in zip(PROMPTS, sample(policy, PROMPTS, table, Sampling(temperature, stop=STOP)), strict=True):
+def check_sampled_logprobs(policy, plain, uniforms, temperature):
+    for prompt, response in zip(
+        PROMPTS, sample(policy, PROMPTS, uniforms, Sampling(temperature, stop=STOP)), strict=True
+    ):
         with torch.no_grad():
             logits = plain(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
         logprobs = (logits / temperature).log_softmax(-1)
-        wanted = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
-        close(torch.tensor(response.logprobs), wanted)
+        expected = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+        close(torch.tensor(response.logprobs), expected)
 
 
 # --------------------------------------------------------------------------------------- plain forwards
 
 
 def plain_copy(model):
-    """The model as transformers runs it, in float64 and on one sequence at a time."""
+    """A copy of the model with the plain attention of transformers and without gradients."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")
     model.zero_grad()
@@ -46,7 +48,7 @@ def plain_copy(model):
 
 
 def allowed_ids(response, t, sampling, vocabulary):
-    """The ids that token t of a response could have had."""
+    """The ids that the sampler could draw for token t of a response."""
     if response.allowed_ids is not None:
         return response.allowed_ids[t]
     early = t + 1 < sampling.min_new_tokens
@@ -54,25 +56,25 @@ def allowed_ids(response, t, sampling, vocabulary):
 
 
 def distributions(model, prompts, responses, sampling):
-    """For each token of each response: (log-probabilities of the allowed ids, index of the chosen one)."""
-    found = []
+    """For each token of each response: (log-probabilities of the allowed ids, index of the chosen id among them)."""
+    rows = []
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0]
         at, row = len(prompt.ids), []
         for t, token in enumerate(response.ids):
             ids = allowed_ids(response, t, sampling, logits.shape[1])
             row.append(((logits[at + t - 1, ids] / sampling.temperature).log_softmax(0), ids.index(token)))
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def hidden_states(backbone, prompts, responses):
     """For each token of each response: the last hidden state before it was chosen."""
-    found = []
+    rows = []
     for prompt, response in zip(prompts, responses, strict=True):
         hidden = backbone(input_ids=torch.tensor([prompt.ids + response.ids])).last_hidden_state[0]
-        found.append([hidden[len(prompt.ids) + t - 1] for t in range(len(response.ids))])
-    return found
+        rows.append([hidden[len(prompt.ids) + t - 1] for t in range(len(response.ids))])
+    return rows
 
 
 def chosen(rows):
@@ -80,9 +82,9 @@ def chosen(rows):
     return [[logprobs[k] for logprobs, k in row] for row in rows]
 
 
-def full_kl(here, there):
+def full_kl(logprobs, ref_logprobs):
     """sum p * (log p - log q) over the allowed ids."""
-    return (here.exp() * (here - there)).sum()
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum()
 
 
 def numbers(rows):
@@ -96,7 +98,7 @@ def padded(rows):
 
 @dataclass
 class Case:
-    """A rollout of float64 models, and the models with noise added, so that some ratios leave the clip range."""
+    """A rollout of float64 models, and the same models with noise. Some ratios leave the clip range."""
 
     sampling: Sampling
     prompts: list
@@ -112,11 +114,14 @@ class Case:
 
 
 KL_COEF, POLICY_KL_COEF = 0.4, 0.7
-"""The coefficients of the update under test; they differ from those of the config."""
+"""The coefficients of the update under test. They differ from those of the config."""
 
 
 def slow_losses(case, config, *, shared=False, learns_policy=True):
-    """Compute every loss of one minibatch token by token; return (policy, values, numbers) with their gradients."""
+    """Compute every loss of one minibatch token by token, and the gradients.
+
+    Returns (policy with gradients, value model or head with gradients, losses and counts by name).
+    """
     ppo, ptx = config.ppo, config.ptx
     policy, ref_policy = plain_copy(case.policy), plain_copy(case.ref_policy)
     value_model = copy.deepcopy(case.head) if shared else plain_copy(case.value_model)
@@ -128,7 +133,7 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
     hidden = hidden_states(backbone, case.prompts, case.responses)
     head = value_model.weight if shared else value_model.score.weight
     num_tokens = sum(len(r.ids) for r in case.responses)
-    seen = Counter()
+    counts = Counter()
     losses = {"policy": 0.0, "kl": 0.0, "entropy": 0.0, "value": 0.0, "ptx": 0.0}
     for b, response in enumerate(case.responses):
         length = len(response.ids)
@@ -146,10 +151,10 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
                 high = ppo.clip_range if ppo.clip_range_high is None else ppo.clip_range_high
                 clipped = ratio.clamp(1 - ppo.clip_range, 1 + high)
                 gain = torch.minimum(ratio * advantage, clipped * advantage)
-                seen["clipped"] += int((clipped * advantage < ratio * advantage).item())
+                counts["clipped"] += int((clipped * advantage < ratio * advantage).item())
                 if ppo.dual_clip is not None and advantage < 0 and gain < ppo.dual_clip * advantage:
                     gain = torch.tensor(ppo.dual_clip * advantage, dtype=torch.float64)
-                    seen["capped"] += 1
+                    counts["capped"] += 1
             else:
                 gain = ratio * advantage - POLICY_KL_COEF * (ratio - 1 - ratio.log())
             losses["policy"] = losses["policy"] - weight * gain
@@ -170,7 +175,7 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
             error = (value - target) ** 2
             if ppo.value_clip_range is not None:
                 near = old + (value - old).clamp(-ppo.value_clip_range, ppo.value_clip_range)
-                seen["value_clipped"] += int(((near - target) ** 2 > error).item())
+                counts["value_clipped"] += int(((near - target) ** 2 > error).item())
                 error = torch.maximum(error, (near - target) ** 2)
             losses["value"] = losses["value"] + weight * 0.5 * error
         if ppo.kl_in == "loss" and ppo.kl_estimator in (None, "k2_sequence"):
@@ -192,7 +197,7 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
     return (
         policy,
         value_model,
-        {name: float(torch.as_tensor(loss).detach()) for name, loss in losses.items()} | dict(seen),
+        {name: float(torch.as_tensor(loss).detach()) for name, loss in losses.items()} | dict(counts),
     )
 
 
@@ -207,9 +212,9 @@ def whiten(rows, *, keep_mean):
 
 
 def slow_score(config, raw, responses, mean, std):
-    """The raw score, normalized, clipped, minus each penalty."""
+    """The score of each response: normalized, clipped, minus each penalty."""
     ppo, longest = config.ppo, config.rollout.max_new_tokens
-    found = []
+    scores = []
     for score, response in zip(raw, responses, strict=True):
         length = len(response.ids)
         score = (score - mean) / std
@@ -220,24 +225,24 @@ def slow_score(config, raw, responses, mean, std):
         score -= ppo.length_penalty * length
         if ppo.overlong_buffer and length > longest - ppo.overlong_buffer:
             score -= ppo.overlong_penalty * (length - (longest - ppo.overlong_buffer)) / ppo.overlong_buffer
-        found.append(score)
-    return found
+        scores.append(score)
+    return scores
 
 
 def over_groups(config, totals, kind):
-    n, found = config.rollout.samples_per_prompt, []
+    n, advantages = config.rollout.samples_per_prompt, []
     for i, total in enumerate(totals):
         group = totals[i // n * n : i // n * n + n]
         others = [x for j, x in enumerate(group) if j != i % n]
         mean = statistics.fmean(group)
-        found.append(
+        advantages.append(
             {
                 "rloo": lambda total=total, others=others: total - statistics.fmean(others),
                 "grpo": lambda total=total, mean=mean, group=group: (total - mean) / (statistics.stdev(group) + 1e-6),
                 "dr_grpo": lambda total=total, mean=mean: total - mean,
             }[kind]()
         )
-    return found
+    return advantages
 
 
 def slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl_coef):
@@ -268,7 +273,7 @@ def slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl
 
 
 def slow_advantages(config, rewards, values):
-    """Advantages and returns from the definitions: sums over later tokens, no recursion."""
+    """Advantages and returns by their definitions, as sums over later tokens."""
     ppo, name = config.ppo, config.ppo.advantage_estimator
     gamma = ppo.gamma
 
@@ -299,20 +304,20 @@ def slow_advantages(config, rewards, values):
 
 
 def weighted_scores(config, setup, call):
-    """From call number `call` of the reward functions: (weighted sum of scores, weighted sum of dense rewards)."""
+    """From call `call` of the reward functions: (weighted sums of scores, weighted sums of dense rewards or None)."""
     sums, dense = None, None
     for number, reward in enumerate(config.rewards):
         function = reward.function.rpartition(":")[2]
         if reward.per_token:
-            rows = [[reward.weight * x for x in row] for row in said(setup, number)[call]["dense"]]
+            rows = [[reward.weight * x for x in row] for row in reward_calls(setup, number)[call]["dense"]]
             old = dense or [[0.0] * len(row) for row in rows]
             dense = [[a + b for a, b in zip(*two, strict=True)] for two in zip(old, rows, strict=True)]
             continue
-        asked = said(setup)[call]
-        values = asked["values"] if function == "letters" else [0.5 + row["ended"] for row in asked["rows"]]
+        answer = reward_calls(setup)[call]
+        values = answer["values"] if function == "letters" else [0.5 + row["ended"] for row in answer["rows"]]
         values = [reward.weight * x for x in values]
         sums = values if sums is None else [a + b for a, b in zip(sums, values, strict=True)]
-    num_rows = len(said(setup)[call]["responses"])
+    num_rows = len(reward_calls(setup)[call]["responses"])
     return sums if sums is not None else [0.0] * num_rows, dense
 
 
@@ -320,30 +325,30 @@ def weighted_scores(config, setup, call):
 def check_update_batch(run, num_reference_calls=0):
     """Compare advantages, returns, log-probabilities and values of each update with slow loops over raw scores.
 
-    Returns the results of the slow loops by iteration.
+    Returns the results of the slow loops for each iteration.
     """
     setup, config = run.setup, run.setup.config
     ppo, kl_coef = config.ppo, config.ppo.kl_coef
-    so_far, found = [], []
+    all_scores, iterations = [], []
     for i, (rollout, models, batch) in enumerate(zip(run.rollouts, run.models, run.batches, strict=True)):
-        here, there = plain_copy(models.policy), plain_copy(models.ref_policy)
-        asked = (rollout.prompts, rollout.responses, setup.sampling)
-        p, q = distributions(here, *asked), distributions(there, *asked)
+        policy, ref_policy = plain_copy(models.policy), plain_copy(models.ref_policy)
+        rollout_args = (rollout.prompts, rollout.responses, setup.sampling)
+        p, q = distributions(policy, *rollout_args), distributions(ref_policy, *rollout_args)
         logprobs, ref_logprobs = numbers(chosen(p)), numbers(chosen(q))
         kl_full = [[float(full_kl(a[0], b[0])) for a, b in zip(*two, strict=True)] for two in zip(p, q, strict=True)]
         values = [[0.0] * len(row) for row in logprobs]
         if ppo.advantage_estimator in ("gae", "monte_carlo"):
-            backbone = here.base_model
+            backbone = policy.base_model
             weight = models.value_head.weight if models.value_head is not None else models.value_model.score.weight
             if models.value_model is not None:
                 backbone = plain_copy(models.value_model).base_model
-            states = hidden_states(backbone, *asked[:2])
+            states = hidden_states(backbone, *rollout_args[:2])
             values = [[float(linear(state, weight)[0]) for state in row] for row in states]
         raw, dense = weighted_scores(config, setup, num_reference_calls + i)
-        so_far += raw
+        all_scores += raw
         mean, std = 0.0, 1.0
         if ppo.score_normalization == "running":
-            mean, std = mean_std(so_far)
+            mean, std = mean_std(all_scores)
         elif ppo.score_normalization == "reference":
             samples = [weighted_scores(config, setup, call)[0] for call in range(num_reference_calls)]
             mean, std = mean_std(list(itertools.chain(*samples)))
@@ -351,14 +356,14 @@ def check_update_batch(run, num_reference_calls=0):
         unwhitened = slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl_coef)
         rewards = whiten(unwhitened, keep_mean=True) if ppo.whiten_rewards else unwhitened
         advantages, returns = slow_advantages(config, rewards, values)
-        for tensor, wanted in (
+        for tensor, expected in (
             (batch.advantages, advantages),
             (batch.returns, returns),
             (batch.logprobs, logprobs),
             (batch.ref_logprobs, ref_logprobs),
             (batch.values, values),
         ):
-            close(tensor.double(), padded(wanted), 1e-4)
+            close(tensor.double(), padded(expected), 1e-4)
         row = run.metrics[i]
         response_kl = statistics.fmean(sum(a) - sum(b) for a, b in zip(logprobs, ref_logprobs, strict=True))
         assert row["objective/kl"] == pytest.approx(response_kl, abs=1e-4)
@@ -369,5 +374,5 @@ def check_update_batch(run, num_reference_calls=0):
         if ppo.kl_controller == "adaptive":
             error = max(-0.2, min(row["objective/kl"] / ppo.kl_target - 1, 0.2))
             kl_coef *= 1 + error * ppo.rollout_batch_size / ppo.kl_horizon
-        found.append(SimpleNamespace(raw=raw, score=score, unwhitened=unwhitened, rewards=rewards))
-    return found
+        iterations.append(SimpleNamespace(raw=raw, score=score, unwhitened=unwhitened, rewards=rewards))
+    return iterations

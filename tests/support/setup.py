@@ -1,4 +1,4 @@
-"""A setup for one update of PPO outside its loop, with steppers that record gradients."""
+"""A Setup for single functions of the PPO stage, and steppers that record gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(write_config, stage, schema, root, **changes):
 
 
 class Recorder:
-    """A Stepper that records the gradients and changes no weight."""
+    """A Stepper that records gradients and leaves the weights unchanged."""
 
     def __init__(self, model):
         self.model, self.steps = model, []
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None):
-    """A Setup of one process without data, for single functions of the stage."""
+    """A Setup without data for one process."""
     tokens = config.ppo.tokens_per_microbatch
     return Setup(
         config=config,
@@ -77,13 +77,13 @@ def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def said(setup, number=0):
-    """The calls of reward function `number` of a run: arguments and answers."""
-    return setup.rewards[number].function.__globals__["SEEN"]
+def reward_calls(setup, number=0):
+    """Arguments and results of every call of reward function `number` of a run."""
+    return setup.rewards[number].function.__globals__["CALLS"]
 
 
 def learning(**ppo):
-    """Config changes for a run that moves far from its start: 12 steps per iteration."""
+    """Config changes for a run that moves far from its initial weights: 12 steps per iteration, large learning rate."""
     return {
         "ppo": {"num_iterations": 1, "minibatch_size": 2, "ppo_epochs": 3, **ppo},
         "optimizer": {"learning_rate": 2e-2, "schedule": "linear", "min_lr_ratio": 0.1},
