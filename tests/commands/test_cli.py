@@ -26,7 +26,7 @@ def rlhf(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload]
 
 
-ANSWERED_AT_ONCE = {
+QUICK_COMMANDS = {
     "help": (["--help"], 0),
     "stage help": (["ppo", "--help"], 0),
     "wrong key": (["sft", "--config", "configs/support/sft.yaml", "--set", "traning.num_steps=1"], 2),
@@ -39,9 +39,9 @@ ANSWERED_AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERED_AT_ONCE)
+@pytest.mark.parametrize("name", QUICK_COMMANDS)
 def test_answers_without_importing_torch(name: str) -> None:
-    arguments, code = ANSWERED_AT_ONCE[name]
+    arguments, code = QUICK_COMMANDS[name]
     check = (
         "import sys, runpy\n"
         f"sys.argv = ['rlhf', *{arguments!r}]\n"
@@ -55,7 +55,7 @@ def test_answers_without_importing_torch(name: str) -> None:
 
 
 def test_help_takes_less_than_a_third_of_a_second() -> None:
-    """Of the processor's own seconds, the best of a few: on a loaded machine the clock says nothing."""
+    """Measured in processor seconds, the best of five runs, because wall time depends on the load of the machine."""
     seconds = []
     for _ in range(5):
         start = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -109,7 +109,7 @@ def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> No
     assert digests(project) == before
 
 
-def test_a_changed_stage_and_all_behind_it_run_again(project: Path) -> None:
+def test_a_changed_stage_and_all_later_stages_run_again(project: Path) -> None:
     pipeline(project)
     output = pipeline(project, "--set", "rm:zero_mean_coef=0.05")
     assert "sft: " in output
@@ -135,7 +135,7 @@ def test_restart_runs_again_to_the_same_weights(project: Path) -> None:
     assert {k: v for k, v in digests(project).items() if k.endswith(".safetensors")} == weights
 
 
-def test_the_resolved_config_of_an_artifact_runs_the_stage_again(project: Path) -> None:
+def test_the_resolved_config_of_an_artifact_is_accepted_by_the_stage(project: Path) -> None:
     pipeline(project)
     result = CliRunner().invoke(app, ["sft", "--config", str(project / "run" / "sft" / "config.yaml")])
     assert result.exit_code == 0
@@ -166,8 +166,8 @@ def test_status(project: Path) -> None:
     assert rlhf("status", str(project / "nowhere")).returncode == 2
 
 
-def states(root: str, cwd: Path) -> dict[str, str]:
-    """What status says of each stage."""
+def status_lines(root: str, cwd: Path) -> dict[str, str]:
+    """The line of `rlhf status` for each stage."""
     env = {**os.environ, "COLUMNS": "400"}
     command = [sys.executable, "-m", "rlhf_cli", "status", root]
     result = subprocess.run(
@@ -179,7 +179,7 @@ def states(root: str, cwd: Path) -> dict[str, str]:
 
 
 def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
-    """Configs have relative paths: they are seen from where the run was started, wherever that is now."""
+    """Relative paths in a config refer to the directory where the run was started, even after it has moved."""
     for path in project.glob("*.yaml"):
         path.write_text(path.read_text().replace(f"{project}/", ""), encoding="utf-8")
     shutil.rmtree(project / "run")
@@ -187,36 +187,36 @@ def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlhf_cli", "pipeline", ".", "--quiet"]
     assert subprocess.run(command, cwd=project, env=env, check=False).returncode == 0
     (tmp_path / "away").mkdir()
-    # A file of the same name is another one.
+    # A different file with the same name.
     write_rows(tmp_path / "away/sft.jsonl", PREFERENCES)
 
-    def all_are(word: str, seen: dict[str, str]) -> None:
-        assert set(seen) == {"sft", "rm", "ppo"}
-        assert all(f" {word} " in line and ";" not in line and "stale" not in line for line in seen.values()), seen
+    def all_are(state: str, lines: dict[str, str]) -> None:
+        assert set(lines) == {"sft", "rm", "ppo"}
+        assert all(f" {state} " in line and ";" not in line and "stale" not in line for line in lines.values()), lines
 
     for cwd in (project, project / "run", tmp_path / "away"):
         for root in (str(project / "run"), os.path.relpath(project / "run", cwd)):
-            all_are("finished", states(root, cwd))
+            all_are("finished", status_lines(root, cwd))
     (tmp_path / "link").symlink_to(project, target_is_directory=True)
-    all_are("finished", states("link/run", tmp_path))
+    all_are("finished", status_lines("link/run", tmp_path))
     project.rename(tmp_path / "moved")
-    all_are("finished", states("moved/run", tmp_path))
+    all_are("finished", status_lines("moved/run", tmp_path))
 
-    # Without its data, or under another name, it can't be known; changed data is stale, from anywhere too.
+    # Without its data the state is unknown. Changed data makes a stage stale, seen from any directory.
     shutil.copytree(tmp_path / "moved/run", tmp_path / "copies/another")
-    seen = states("copies/another", tmp_path)
-    assert all("finished; not found from" in line and "stale" not in line for line in seen.values()), seen
-    assert f"not found from {tmp_path}: data train (pref.jsonl)" in seen["rm"]
-    assert all("input" not in line for line in seen.values()), "the stages that they stand on are in the copy"
+    lines = status_lines("copies/another", tmp_path)
+    assert all("finished; not found from" in line and "stale" not in line for line in lines.values()), lines
+    assert f"not found from {tmp_path}: data train (pref.jsonl)" in lines["rm"]
+    assert all("input" not in line for line in lines.values()), "the copy contains the stages that they read"
     with (tmp_path / "moved/pref.jsonl").open("a") as file:
         file.write("\n")
-    seen = states("moved/run", tmp_path)
-    assert "stale, changed since: data train" in seen["rm"]
-    assert "stale" not in seen["sft"] + seen["ppo"]
+    lines = status_lines("moved/run", tmp_path)
+    assert "stale, changed since: data train" in lines["rm"]
+    assert "stale" not in lines["sft"] + lines["ppo"]
     (tmp_path / "moved/sft.jsonl").unlink()
-    assert "finished; not found from" in states("moved/run", tmp_path)["sft"]
+    assert "finished; not found from" in status_lines("moved/run", tmp_path)["sft"]
     (tmp_path / "moved/run/sft/manifest.json").unlink()
-    assert "input model" in states("moved/run", tmp_path)["rm"]
+    assert "input model" in status_lines("moved/run", tmp_path)["rm"]
 
 
 def test_quiet_prints_nothing(project: Path) -> None:
@@ -260,10 +260,10 @@ def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
     assert "REFUSED" in result.stdout, result.stderr
 
 
-# ------------------------------------------------------------------------------- found by review
+# ------------------------------------------------------------------------------- refusals, restart, seeds
 
 
-def test_a_broken_manifest_is_said_and_restart_mends_it(project: Path) -> None:
+def test_a_broken_manifest_is_reported_and_restart_replaces_it(project: Path) -> None:
     pipeline(project)
     manifest = project / "run" / "sft" / "manifest.json"
     manifest.write_text("{")
@@ -284,7 +284,9 @@ def test_a_broken_manifest_is_said_and_restart_mends_it(project: Path) -> None:
         ("sfft:seed=1", "the prefix is sft:, rm: or ppo:"),
     ],
 )
-def test_what_a_later_stage_misses_is_said_before_the_first_runs(tmp_path: Path, override: str, message: str) -> None:
+def test_missing_inputs_of_a_later_stage_are_reported_before_the_first_stage_runs(
+    tmp_path: Path, override: str, message: str
+) -> None:
     write_project(tmp_path)
     result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", override])
     assert result.exit_code == 2
@@ -292,7 +294,7 @@ def test_what_a_later_stage_misses_is_said_before_the_first_runs(tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_restart_of_what_never_ran_does_not_speak_of_an_old_one(tmp_path: Path) -> None:
+def test_restart_of_a_new_run_does_not_mention_an_old_one(tmp_path: Path) -> None:
     write_project(tmp_path)
     result = CliRunner().invoke(app, ["sft", "--config", str(tmp_path / "sft.yaml"), "--restart"])
     assert result.exit_code == 0
@@ -300,7 +302,7 @@ def test_restart_of_what_never_ran_does_not_speak_of_an_old_one(tmp_path: Path) 
 
 
 def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
-    """Finished and interrupted runs, in folders of folders too; not the stages of a run again."""
+    """It lists finished and interrupted runs, in nested folders too. It does not list the stages of a run as runs."""
     (project / "seeds/1/.sft.partial").mkdir(parents=True)
     (project / "empty").mkdir()
     result = rlhf("status", str(project), env={**os.environ, "COLUMNS": "400"})
@@ -319,37 +321,37 @@ def test_an_override_for_a_stage_without_a_config_is_refused(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def two_stages(tmp_path: Path) -> Path:
-    """A project without results."""
+def new_project(tmp_path: Path) -> Path:
+    """A project before its first run."""
     write_project(tmp_path)
     return tmp_path
 
 
 def in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that rlhf printed, as it would run when pasted into the shell."""
+    """Run a command that rlhf printed as if you pasted it into a shell."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=cwd, env=env, check=False)
 
 
-def test_the_command_for_a_missing_stage_works_and_then_the_stage_runs(two_stages: Path) -> None:
-    """With `--set artifacts`, which the command must carry over: else it would build the stage elsewhere."""
-    other = two_stages / "other run"
-    options = [str(two_stages / "rm.yaml"), "--set", f"artifacts={other}", "--set", "seed=5", "--quiet"]
+def test_the_advised_command_builds_the_missing_stage(new_project: Path) -> None:
+    """The advice must repeat `--set artifacts`, or the command would build the stage in another directory."""
+    other = new_project / "other run"
+    options = [str(new_project / "rm.yaml"), "--set", f"artifacts={other}", "--set", "seed=5", "--quiet"]
     refused = rlhf("rm", "--config", *options)
     assert refused.returncode == 2
     advice = refused.stderr.partition("Run: ")[2].strip()
     assert f"'artifacts={other}'" in advice
     assert "seed=5" in advice
-    assert in_shell(advice, two_stages).returncode == 0
+    assert in_shell(advice, new_project).returncode == 0
     assert (other / "sft/manifest.json").is_file()
     assert rlhf("rm", "--config", *options).returncode == 0
 
 
-def test_the_command_for_a_missing_stage_of_another_run_builds_it_there(two_stages: Path) -> None:
-    (two_stages / "here").mkdir()
-    refused = rlhf("rm", "--config", str(two_stages / "rm.yaml"), "--set", "model.path=x/other/sft", cwd=ROOT)
+def test_the_advice_for_a_missing_stage_of_another_run_names_that_run(new_project: Path) -> None:
+    (new_project / "here").mkdir()
+    refused = rlhf("rm", "--config", str(new_project / "rm.yaml"), "--set", "model.path=x/other/sft", cwd=ROOT)
     assert "x/other: no finished 'sft' stage" in refused.stderr
-    assert refused.stderr.strip().endswith(f"sft --config {two_stages}/sft.yaml --set artifacts=x/other")
+    assert refused.stderr.strip().endswith(f"sft --config {new_project}/sft.yaml --set artifacts=x/other")
 
 
 def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
@@ -371,11 +373,11 @@ def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
     assert json.loads((run / "ppo/manifest.json").read_text())["seed"] == 7
 
 
-def test_all_schemas_at_once() -> None:
+def test_config_schema_without_a_stage_prints_all_schemas() -> None:
     assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
 
 
-def test_a_warm_up_longer_than_the_run_is_said(tmp_path: Path) -> None:
+def test_a_warm_up_longer_than_the_run_is_a_warning(tmp_path: Path) -> None:
     write_project(tmp_path)
     command = ["sft", "--config", str(tmp_path / "sft.yaml"), "--quiet", "--set", "optimizer.warmup_steps=50"]
     result = CliRunner().invoke(app, command)

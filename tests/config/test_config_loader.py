@@ -1,4 +1,4 @@
-"""The YAML loader: what it reads, and the exact line that it says for each mistake."""
+"""The YAML loader: the values that it reads, and the exact message for each error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load(tmp_path: Path, text: str | bytes, *overrides: str, schema: Any = Confi
     return load_config(path, schema, overrides)
 
 
-def complaint(tmp_path: Path, text: str | bytes, *overrides: str, schema: Any = Config) -> list[str]:
+def error_lines(tmp_path: Path, text: str | bytes, *overrides: str, schema: Any = Config) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, *overrides, schema=schema)
     return str(caught.value).replace(str(tmp_path / "x.yaml"), "x.yaml").split("\n")
@@ -111,7 +111,7 @@ def any_value(tmp_path: Path, text: str) -> Any:
     return load(tmp_path, f"v: {text}\n", schema=Anything).v
 
 
-# -- what is read ------------------------------------------------------------------------------------------
+# -- values that are read ------------------------------------------------------------------------------------------
 def test_defaults_sections_and_types(tmp_path):
     config = load(tmp_path, GOOD)
     assert config == Config(model="m", data=Data(train="t.jsonl"), training=Training(num_steps=5))
@@ -139,7 +139,7 @@ def test_scalars(tmp_path, text, value):
     assert type(read) is type(value)
 
 
-def test_an_int_is_a_float_and_a_list_a_tuple(tmp_path):
+def test_an_int_becomes_a_float_and_a_list_a_tuple(tmp_path):
     training = load(tmp_path, GOOD + "  learning_rate: 1\n  betas: [0, 1e-1]\n  dtype: bfloat16\n").training
     assert (training.learning_rate, training.betas, training.dtype) == (1.0, (0.0, 0.1), Dtype.BFLOAT16)
     assert type(training.learning_rate) is float
@@ -173,18 +173,18 @@ def test_byte_order_mark_and_line_ends(tmp_path):
 
 # -- files and YAML ----------------------------------------------------------------------------------------
 def test_files_that_cannot_be_read(tmp_path):
-    def said(path: Path | str) -> str:
+    def error_for(path: Path | str) -> str:
         with pytest.raises(ConfigError) as caught:
             load_config(path, Config)
         return str(caught.value)
 
-    assert said(tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: no such file, must be a YAML config"
-    assert said(tmp_path) == f"{tmp_path}: is a directory, must be a YAML config"
-    assert said("a\0b.yaml").endswith("can't be read (embedded null byte)")
-    assert said("a" * 5000).endswith("can't be read (File name too long)")
-    assert said("/dev/zero") == "/dev/zero: more than 256 kB, too large for a config"
-    assert complaint(tmp_path, b"model: m\ndata: \xff\n") == ["x.yaml:2: byte 0xff, must be UTF-8 text"]
-    assert complaint(tmp_path, GOOD.encode("utf-16")) == ["x.yaml:1: byte 0xff, must be UTF-8 text"]
+    assert error_for(tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: no such file, must be a YAML config"
+    assert error_for(tmp_path) == f"{tmp_path}: is a directory, must be a YAML config"
+    assert error_for("a\0b.yaml").endswith("can't be read (embedded null byte)")
+    assert error_for("a" * 5000).endswith("can't be read (File name too long)")
+    assert error_for("/dev/zero") == "/dev/zero: more than 256 kB, too large for a config"
+    assert error_lines(tmp_path, b"model: m\ndata: \xff\n") == ["x.yaml:2: byte 0xff, must be UTF-8 text"]
+    assert error_lines(tmp_path, GOOD.encode("utf-16")) == ["x.yaml:1: byte 0xff, must be UTF-8 text"]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_files_that_cannot_be_read(tmp_path):
     ],
 )  # fmt: skip
 def test_yaml_that_cannot_be_read(tmp_path, text, line):
-    assert complaint(tmp_path, text) == [f"x.yaml:{line}"]
+    assert error_lines(tmp_path, text) == [f"x.yaml:{line}"]
 
 
 def test_two_documents(tmp_path):
-    assert "expected a single document" in complaint(tmp_path, GOOD + "---\na: 3\n")[0]
+    assert "expected a single document" in error_lines(tmp_path, GOOD + "---\na: 3\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ def test_two_documents(tmp_path):
     ],
 )  # fmt: skip
 def test_yaml_that_is_refused(tmp_path, text, line):
-    assert complaint(tmp_path, GOOD + text + "\n") == [f"x.yaml:6: {line}"]
+    assert error_lines(tmp_path, GOOD + text + "\n") == [f"x.yaml:6: {line}"]
 
 
 def test_a_long_number_is_cut(tmp_path):
-    (line,) = complaint(tmp_path, GOOD + "model2: " + "9" * 10_000 + "\n")
+    (line,) = error_lines(tmp_path, GOOD + "model2: " + "9" * 10_000 + "\n")
     assert line == f"x.yaml:6: model2: found the whole number {'9' * 57}..., must fit in 64 bits"
 
 
@@ -278,9 +278,9 @@ def bomb(form: str) -> str:
         "a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 1000 + "]\n",
     ],
 )
-def test_bombs_are_refused_quickly(tmp_path, text):
+def test_alias_bombs_are_refused_quickly(tmp_path, text):
     start = time.perf_counter()
-    lines = complaint(tmp_path, text)
+    lines = error_lines(tmp_path, text)
     assert len(lines) == 1
     assert lines[0].endswith("expands to more than 100000 values, too many for a config")
     assert time.perf_counter() - start < 3
@@ -288,11 +288,11 @@ def test_bombs_are_refused_quickly(tmp_path, text):
 
 def test_a_key_written_twice(tmp_path):
     text = "model: a\ndata: {train: x, train: y}\n# between\nmodel: b\n"
-    assert complaint(tmp_path, text) == [
+    assert error_lines(tmp_path, text) == [
         "x.yaml:2: data.train: written twice, first on line 2; keep one",
         "x.yaml:4: model: written twice, first on line 1; keep one",
     ]
-    assert complaint(tmp_path, GOOD + "  <<: {bf16: true}\n  <<: {seed: 1}\n") == [
+    assert error_lines(tmp_path, GOOD + "  <<: {bf16: true}\n  <<: {seed: 1}\n") == [
         "x.yaml:7: training.<<: written twice, first on line 6; use <<: [*a, *b]"
     ]
 
@@ -338,7 +338,7 @@ def test_a_key_written_twice(tmp_path):
     ],
 )  # fmt: skip
 def test_values_that_are_refused(tmp_path, text, line):
-    assert complaint(tmp_path, "model: m\ndata: {train: x}\ntraining:\n  " + text) == [f"x.yaml:4: training.{line}"]
+    assert error_lines(tmp_path, "model: m\ndata: {train: x}\ntraining:\n  " + text) == [f"x.yaml:4: training.{line}"]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_values_that_are_refused(tmp_path, text, line):
     ],
 )  # fmt: skip
 def test_tagged_unions_and_sections_that_are_refused(tmp_path, text, line):
-    assert complaint(tmp_path, GOOD + text) == [f"x.yaml:6: {line}"]
+    assert error_lines(tmp_path, GOOD + text) == [f"x.yaml:6: {line}"]
 
 
 @pytest.mark.parametrize(
@@ -386,12 +386,12 @@ def test_tagged_unions_and_sections_that_are_refused(tmp_path, text, line):
         ("{train: x, files: {}}", "files: found an empty mapping, must be text or a list"),
     ],
 )  # fmt: skip
-def test_one_line_for_a_union(tmp_path, text, line):
-    assert complaint(tmp_path, f"model: m\ndata:\n  {text}\n") == [f"x.yaml:3: data.{line}"]
+def test_an_error_in_a_union_is_one_line(tmp_path, text, line):
+    assert error_lines(tmp_path, f"model: m\ndata:\n  {text}\n") == [f"x.yaml:3: data.{line}"]
 
 
-def test_missing_keys_and_all_at_once(tmp_path):
-    assert complaint(tmp_path, "\ntraining:\n\n  num_steps: 0\nwarm:\n  sed: 3\ndata:\n  evals: {}\n") == [
+def test_all_errors_are_reported_together_with_missing_keys(tmp_path):
+    assert error_lines(tmp_path, "\ntraining:\n\n  num_steps: 0\nwarm:\n  sed: 3\ndata:\n  evals: {}\n") == [
         "x.yaml:1: model: required key is missing",
         "x.yaml:4: training.num_steps: found the whole number 0, must be at least 1",
         "x.yaml:6: warm.sed: unknown key; did you mean seed?",
@@ -415,23 +415,23 @@ def test_many_keys_and_many_problems(tmp_path):
         b1: int = 0
         b2: int = 0
 
-    lines = complaint(tmp_path, "".join(f"zzzzzz{n}: 0\n" for n in range(100)), schema=Wide)
+    lines = error_lines(tmp_path, "".join(f"zzzzzz{n}: 0\n" for n in range(100)), schema=Wide)
     assert lines[0] == "x.yaml:1: zzzzzz0: unknown key; none of the 13 keys valid here is like it"
     assert lines[40:] == ["x.yaml: and 60 more problems"]
 
 
-def test_an_alias_is_reported_where_its_key_stands(tmp_path):
-    assert complaint(tmp_path, "model: &m 3\ndata:\n  train: a\nwarm:\n  num_steps: *m\n  seed: x\n") == [
+def test_an_error_in_an_alias_is_reported_at_its_key(tmp_path):
+    assert error_lines(tmp_path, "model: &m 3\ndata:\n  train: a\nwarm:\n  num_steps: *m\n  seed: x\n") == [
         "x.yaml:1: model: found the whole number 3, must be text; put it in quotes",
         "x.yaml:6: warm.seed: found the text 'x', must be a whole number or auto",
     ]
-    assert complaint(tmp_path, "model: &m m\ndata:\n  train: a\nwarm:\n  num_steps: *m\n") == [
+    assert error_lines(tmp_path, "model: &m m\ndata:\n  train: a\nwarm:\n  num_steps: *m\n") == [
         "x.yaml:5: warm.num_steps: found the text 'm', must be a whole number",
     ]
 
 
 def test_a_validators_error_names_its_section(tmp_path):
-    assert complaint(tmp_path, "model: m\ndata:\n  train:\n    path: bad\n") == [
+    assert error_lines(tmp_path, "model: m\ndata:\n  train:\n    path: bad\n") == [
         "x.yaml:3: data.train: path is bad, must be good"
     ]
 
@@ -447,15 +447,15 @@ def test_validators_before_and_around(tmp_path):
             return value
 
     assert load(tmp_path, "numbers: [1]\nsub: {num_steps: 3}\n", schema=Wrapped).sub == Training(num_steps=3)
-    assert complaint(tmp_path, "numbers: ['1']\nsub: {num_steps: 3.0}\n", schema=Wrapped) == [
+    assert error_lines(tmp_path, "numbers: ['1']\nsub: {num_steps: 3.0}\n", schema=Wrapped) == [
         "x.yaml:1: numbers.0: found the text '1', must be a whole number; remove the quotes",
         "x.yaml:2: sub.num_steps: found the number 3.0, must be a whole number; write 3",
     ]
-    with pytest.raises(TypeError, match="mode='before'"):  # a bug in the schema, and said so
+    with pytest.raises(TypeError, match="mode='before'"):  # a bug in the schema
         load(tmp_path, "sub: {betas: [1, 2]}\n", schema=Wrapped)
 
 
-def test_a_shorthand_made_by_a_validator(tmp_path):
+def test_a_validator_can_expand_a_shorthand(tmp_path):
     def path_alone(value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
@@ -468,13 +468,13 @@ def test_a_shorthand_made_by_a_validator(tmp_path):
 
     assert load(tmp_path, "file: a\n", schema=Short) == load(tmp_path, "file: {path: a}\n", schema=Short)
     assert load(tmp_path, "file: a\n", "file.limit=3", "file.path=b", schema=Short).file == File(path="b", limit=3)
-    assert complaint(tmp_path, "file: ''\n", schema=Short) == [
+    assert error_lines(tmp_path, "file: ''\n", schema=Short) == [
         "x.yaml:1: file.path: found the text '', must be at least 1 characters long"
     ]
-    assert complaint(tmp_path, "file: {path: a, limt: x}\n", schema=Short) == [
+    assert error_lines(tmp_path, "file: {path: a, limt: x}\n", schema=Short) == [
         "x.yaml:1: file.limt: unknown key; did you mean limit?"
     ]
-    assert complaint(tmp_path, "file: [a]\n", schema=Short) == ["x.yaml:1: file: found a list, must be a mapping"]
+    assert error_lines(tmp_path, "file: [a]\n", schema=Short) == ["x.yaml:1: file: found a list, must be a mapping"]
 
 
 # -- overrides ---------------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_overrides(tmp_path):
     )
 
 
-def test_an_override_makes_lists_and_mends_the_file(tmp_path):
+def test_an_override_creates_lists_and_replaces_invalid_values(tmp_path):
     config = load(tmp_path, GOOD, "rewards.0.type=model", "rewards.0.model=a")
     assert config.rewards == [ModelReward(type="model", model="a")]
     assert load(tmp_path, GOOD + "  seed: x\n", "training.seed=1").training.seed == 1
@@ -547,20 +547,20 @@ def test_an_override_makes_lists_and_mends_the_file(tmp_path):
     ],
 )  # fmt: skip
 def test_overrides_that_are_refused(tmp_path, override, line):
-    (said,) = complaint(tmp_path, GOOD, override)
+    (message,) = error_lines(tmp_path, GOOD, override)
     shown = override.replace("\n", " ").replace("\udc80", r"\udc80").replace("\x01", r"\x01")
-    assert said.startswith(f"--set {shown}: {line}")
-    assert said.endswith(line) or line == "column 1: not valid YAML"
+    assert message.startswith(f"--set {shown}: {line}")
+    assert message.endswith(line) or line == "column 1: not valid YAML"
 
 
 def test_overrides_are_reported_after_the_file(tmp_path):
     text = GOOD + "rewards: [{type: model}]\n"
-    assert complaint(tmp_path, text, "training.seed=x", "rewards.x=1", "model=1") == [
+    assert error_lines(tmp_path, text, "training.seed=x", "rewards.x=1", "model=1") == [
         "--set training.seed=x: found the text 'x', must be a whole number or auto",
         "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
         "--set model=1: found the whole number 1, must be text; put it in quotes",
     ]
-    assert complaint(tmp_path, text, "training.seed=x")[0] == "x.yaml:6: rewards.0.model: required key is missing"
+    assert error_lines(tmp_path, text, "training.seed=x")[0] == "x.yaml:6: rewards.0.model: required key is missing"
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -614,7 +614,7 @@ def test_config_schema():
     assert not validator.is_valid({"model": "m", "data": {"train": "x", "trian": 1}})
 
 
-# -- the whole ---------------------------------------------------------------------------------------------
+# -- mutated files ---------------------------------------------------------------------------------------------
 SAMPLE = """\
 model: &name gpt2
 data:
@@ -695,7 +695,7 @@ KEYS = ["path", "model", "type", "seed", "num_step", "zzz", "a.b", "betas", 3]
 
 
 def mutated_tree(text: str, draw: random.Random) -> str:
-    """``text`` with values changed, moved or dropped; valid YAML, unlike most of ``mutated``."""
+    """``text`` with values changed, moved or dropped. It remains valid YAML, unlike most of ``mutated``."""
     tree = yaml.safe_load(text)
     for _ in range(draw.choice([1, 1, 2, 4])):
         at = tree
@@ -719,7 +719,7 @@ def mutated_tree(text: str, draw: random.Random) -> str:
 
 
 def test_fuzz(tmp_path):
-    """A valid model that survives dump_config, or a ConfigError with one line for each problem."""
+    """Each file gives a valid config that dump_config preserves, or a ConfigError with one line per problem."""
     draw = random.Random(7)
     start = time.perf_counter()
     num_valid = 0
@@ -745,7 +745,7 @@ def test_fuzz(tmp_path):
             num_valid += 1
             path.write_text(dump_config(config), encoding="utf-8")
             assert load_config(path, Config) == config
-    assert 25 < num_valid < 400  # else it fuzzes too much, or too little
+    assert 25 < num_valid < 400  # otherwise the mutations are too strong or too weak
     assert time.perf_counter() - start < 20
 
 
@@ -762,5 +762,5 @@ def test_the_import_is_cheap():
         assert not heavy
         return float(seconds)
 
-    # Of the processor's own seconds, and the least of five: another process may have the CPU and its caches.
+    # Processor seconds and the best of five runs, because other processes use the CPU and its caches.
     assert min(measure() for _ in range(5)) < 0.3

@@ -1,10 +1,10 @@
-"""Mutated configs: each ends in a valid config or in one readable message, quickly and in little memory.
+"""Mutated configs: each is either valid or refused with readable messages, quickly and in little memory.
 
-    PYTHONPATH=.:tests python tests/config/test_fuzz_config.py FIRST COUNT     what went wrong with these cases, as JSON
-    PYTHONPATH=.:tests python tests/config/test_fuzz_config.py FIRST           the case itself
+    PYTHONPATH=.:tests python tests/config/test_fuzz_config.py FIRST COUNT     print the problems of these cases as JSON
+    PYTHONPATH=.:tests python tests/config/test_fuzz_config.py FIRST           print the case itself
 
-A case is made from its number alone, so that one that fails can be looked at by itself. The cases run in a process
-of their own, which may not grow beyond `MEMORY` and has `SECONDS` of processor time for each.
+The number of a case determines it, so you can run a failing case alone. The cases run in a separate process, limited to
+`MEMORY` bytes and to `SECONDS` of processor time per case.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SECONDS = 10
 MEMORY = 2**30
 LONGEST_LINE = 500
 Case = tuple[str, bytes, list[str]]
-"""A stage, what stands in its file, and the overrides."""
+"""A stage, the bytes of its config file, and the overrides."""
 
 
 # ------------------------------------------------------------------------------------------------ cases
@@ -70,14 +70,14 @@ def case(number: int) -> Case:
 
 @cache
 def bases() -> list[tuple[str, str, dict[str, Any]]]:
-    """Every shipped config, as it is and with every default written out: stage, text, values."""
-    found = []
+    """Every shipped config twice, as shipped and with all defaults written out: stage, text, values."""
+    configs = []
     for path in sorted((ROOT / "configs").glob("*/*.yaml")):
         stage = next(s for s in STAGES if path.stem.startswith(s))
-        whole: Stage = load_config(path, CONFIGS[stage])
-        found.append((stage, path.read_text(encoding="utf-8"), whole.model_dump(mode="json", exclude_unset=True)))
-        found.append((stage, dump_config(whole), whole.model_dump(mode="json")))
-    return found
+        config: Stage = load_config(path, CONFIGS[stage])
+        configs.append((stage, path.read_text(encoding="utf-8"), config.model_dump(mode="json", exclude_unset=True)))
+        configs.append((stage, dump_config(config), config.model_dump(mode="json")))
+    return configs
 
 
 VALUES: list[Any] = [
@@ -110,23 +110,23 @@ KEYS: list[Any] = [
 
 
 def changed_tree(tree: dict[str, Any], draw: random.Random) -> bytes:
-    """Values replaced, moved, dropped, wrapped or scaled, and written as YAML."""
+    """Replace, move, drop, wrap or scale values, and write the tree as YAML."""
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
-        places = list(nodes(tree))
-        holder, key = draw.choice(places)
+        positions = list(nodes(tree))
+        holder, key = draw.choice(positions)
         match draw.randrange(10):
             case 0 | 1:
                 holder[key] = draw.choice(VALUES)
             case 2 | 8 | 9:
-                holder[key] = moved(holder[key], draw)
+                holder[key] = altered(holder[key], draw)
             case 3:
                 holder[key] = draw.choice([[holder[key]], {"a": holder[key]}, str(holder[key]), None])
             case 4:
                 del holder[key]
             case 5:
-                other, name = draw.choice(places)
+                other, name = draw.choice(positions)
                 if name in other if isinstance(other, dict) else name < len(other):
-                    # The same object twice is written as an anchor and an alias, in itself too.
+                    # YAML writes an object that occurs twice as an anchor and an alias, even inside itself.
                     holder[key] = other[name]
             case 6:
                 if isinstance(holder, dict):
@@ -140,8 +140,8 @@ def changed_tree(tree: dict[str, Any], draw: random.Random) -> bytes:
     return written.encode("utf-8", "surrogatepass")
 
 
-def moved(value: Any, draw: random.Random) -> Any:
-    """A value of the same kind, which may well be allowed."""
+def altered(value: Any, draw: random.Random) -> Any:
+    """Another value of the same type, which may be valid."""
     if isinstance(value, bool) or value is None:
         return draw.choice([True, False, None])
     if isinstance(value, int):
@@ -154,19 +154,19 @@ def moved(value: Any, draw: random.Random) -> Any:
 
 
 def nodes(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (mapping or list, key or index) of a tree; what was put into itself is entered once."""
-    found: list[tuple[Any, Any]] = []
+    """Every (mapping or list, key or index) of a tree. A node that contains itself is visited once."""
+    result: list[tuple[Any, Any]] = []
     seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        at = waiting.pop()
-        if not isinstance(at, dict | list) or id(at) in seen or any(at is value for value in VALUES):
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, dict | list) or id(node) in seen or any(node is value for value in VALUES):
             continue
-        seen.add(id(at))
-        keys = list(at) if isinstance(at, dict) else range(len(at))
-        found += [(at, key) for key in keys]
-        waiting += [at[key] for key in keys]
-    return found
+        seen.add(id(node))
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        result += [(node, key) for key in keys]
+        pending += [node[key] for key in keys]
+    return result
 
 
 PIECES = [
@@ -182,7 +182,7 @@ PIECES = [
 
 
 def changed_text(text: str, draw: random.Random) -> str:
-    """Lines and characters inserted, removed, doubled, swapped; tabs, anchors, tags, documents."""
+    """Insert, remove, double and swap lines and characters; add tabs, anchors, tags and documents."""
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         lines = text.split("\n")
         row = draw.randrange(len(lines))
@@ -218,7 +218,7 @@ def changed_text(text: str, draw: random.Random) -> str:
 
 
 def changed_bytes(text: str, draw: random.Random) -> bytes:
-    """Other encodings and line ends, bits and bytes changed, cut off, and what is no text at all."""
+    """Change the encoding, the line ends, bits or bytes; truncate the file; or write bytes that are not text."""
     data = text.encode()
     match draw.randrange(9):
         case 0:
@@ -244,7 +244,7 @@ def changed_bytes(text: str, draw: random.Random) -> bytes:
 
 
 def large(text: str, draw: random.Random) -> bytes:
-    """Billions of laughs, deep nesting, long scalars and names, many keys and many mistakes, circles."""
+    """Write alias bombs, deep nesting, long scalars and names, many keys, many errors, or cycles."""
     n = draw.choice([10, 300, 3000])
     wide, deep = draw.randint(2, 12), draw.randint(2, 30)
     one = draw.choice(["[{}]", "{{<<: [{}]}}", "{{k: [{}]}}"])
@@ -291,35 +291,35 @@ OVERRIDES = [
 
 
 class TooLong(BaseException):
-    """A case used up its processor time; nothing that is tested catches it."""
+    """A case used up its processor time. The tested code does not catch a BaseException."""
 
 
 def verdict(number: int, path: Path) -> tuple[str, str]:
-    """("valid" or "refused", "") of a case, or ("wrong", what)."""
+    """Load a case. Returns ("valid", ""), ("refused", "") or ("wrong", the problem)."""
     stage, file, overrides = case(number)
     path.write_bytes(file)
     try:
         config = load_config(path, CONFIGS[stage], overrides)
     except ConfigError as error:
-        wrong = unreadable(str(error), path)
-        return ("wrong", wrong) if wrong else ("refused", "")
+        problem = unreadable(str(error), path)
+        return ("wrong", problem) if problem else ("refused", "")
     except TooLong:
         return "wrong", f"more than {SECONDS} s"
     except BaseException:
         return "wrong", traceback.format_exc(limit=-2)
     path.write_text(dump_config(config), encoding="utf-8")
     if load_config(path, CONFIGS[stage]) != config:
-        return "wrong", "reads differently when it is written and read again"
+        return "wrong", "differs after it is written and read again"
     return "valid", ""
 
 
 def unreadable(message: str, path: Path) -> str:
-    """What is wrong with a message of one line for each mistake; "" for a good one."""
+    """The problem of an error message, which must have one readable line per error; "" if there is none."""
     for line in message.split("\n"):
         if not line.startswith((f"{path}:", "--set ")):
-            return f"does not say where: {line[:200]}"
+            return f"does not name the file or the override: {line[:200]}"
         if not line.isprintable():
-            return f"can't be printed: {line[:200]!r}"
+            return f"is not printable: {line[:200]!r}"
         if not 15 < len(line.removeprefix(str(path))) <= LONGEST_LINE:
             return f"{len(line)} characters long: {line[:200]}"
     if "Traceback" in message:
@@ -327,8 +327,8 @@ def unreadable(message: str, path: Path) -> str:
     return ""
 
 
-def looked_at(number: int, path: Path) -> str:
-    """What goes wrong when a command looks at a valid config, before it loads anything; "" where nothing does."""
+def problem_in_use(number: int, path: Path) -> str:
+    """The problem that a command has with a valid config before it loads a model or data; "" if there is none."""
     stage, file, overrides = case(number)
     path.write_bytes(file)
     try:
@@ -349,17 +349,17 @@ def looked_at(number: int, path: Path) -> str:
 
 
 def work(first: int, count: int) -> dict[str, Any]:
-    """Run the cases in this process, which gets less memory and a clock for it."""
+    """Run the cases in this process, with a limit on its memory and on the time of each case."""
     bases()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
-    def too_long(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def raise_too_long(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise TooLong
 
-    signal.signal(signal.SIGVTALRM, too_long)
+    signal.signal(signal.SIGVTALRM, raise_too_long)
     counts = {"valid": 0, "refused": 0, "wrong": 0}
-    wrong: list[str] = []
-    after: list[str] = []
+    problems: list[str] = []
+    problems_later: list[str] = []
     longest = total = 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
@@ -368,24 +368,24 @@ def work(first: int, count: int) -> dict[str, Any]:
         for number in range(first, first + count):
             started = time.process_time()
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-            what, why = verdict(number, path)
+            outcome, problem = verdict(number, path)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             seconds = time.process_time() - started
             longest, total = max(longest, seconds), total + seconds
-            counts[what] += 1
-            if why:
-                wrong.append(f"case {number}: {why}")
-            if what == "valid":
+            counts[outcome] += 1
+            if problem:
+                problems.append(f"case {number}: {problem}")
+            if outcome == "valid":
                 signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-                later = looked_at(number, path)
+                problem_later = problem_in_use(number, path)
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                after += [f"case {number}: {later}"] if later else []
+                problems_later += [f"case {number}: {problem_later}"] if problem_later else []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     heavy = sorted({"torch", "transformers", "datasets", "numpy"} & set(sys.modules))
     return {
         **counts,
-        "problems": wrong,
-        "after": after,
+        "problems": problems,
+        "problems_later": problems_later,
         "mean_s": total / count,
         "longest_s": longest,
         "peak_mb": peak,
@@ -394,51 +394,51 @@ def work(first: int, count: int) -> dict[str, Any]:
 
 
 def run_cases(first: int, count: int, timeout: float) -> dict[str, Any]:
-    """The cases in a process of their own."""
+    """Run the cases in a separate process."""
     command = [sys.executable, __file__, str(first), str(count)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
 @pytest.fixture(scope="module")
-def few() -> dict[str, Any]:
+def first_500() -> dict[str, Any]:
     return run_cases(0, 500, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def many() -> dict[str, Any]:
+def next_4500() -> dict[str, Any]:
     return run_cases(500, 4500, timeout=1800)
 
 
-def judge(result: dict[str, Any], count: int) -> None:
+def check_result(result: dict[str, Any], count: int) -> None:
     assert result["problems"] == []
     assert result["valid"] + result["refused"] == count
-    # Else it changes too much, or too little, to find anything.
+    # Mutations that leave too few or too many configs valid would find nothing.
     assert 0.1 * count < result["valid"] < 0.5 * count
     assert result["mean_s"] < 1
     assert result["heavy"] == []
 
 
-def test_500_mutated_configs(few: dict[str, Any]) -> None:
-    judge(few, 500)
+def test_500_mutated_configs(first_500: dict[str, Any]) -> None:
+    check_result(first_500, 500)
 
 
 @pytest.mark.slow
-def test_4500_more(many: dict[str, Any]) -> None:
-    judge(many, 4500)
+def test_4500_more_mutated_configs(next_4500: dict[str, Any]) -> None:
+    check_result(next_4500, 4500)
 
 
-def test_a_valid_config_of_the_500_can_be_looked_at(few: dict[str, Any]) -> None:
-    """Its files and inputs are there, or one line says which are not, whatever stands in it."""
-    assert few["after"] == []
+def test_valid_configs_of_the_500_are_usable_or_refused(first_500: dict[str, Any]) -> None:
+    """Their files and inputs exist, or a UserError names the missing ones. No other exception is raised."""
+    assert first_500["problems_later"] == []
 
 
 @pytest.mark.slow
-def test_a_valid_config_of_the_4500_can_be_looked_at(many: dict[str, Any]) -> None:
-    assert many["after"] == []
+def test_valid_configs_of_the_4500_are_usable_or_refused(next_4500: dict[str, Any]) -> None:
+    assert next_4500["problems_later"] == []
 
 
 @pytest.mark.parametrize(
@@ -454,10 +454,10 @@ def test_a_valid_config_of_the_4500_can_be_looked_at(many: dict[str, Any]) -> No
         ),
     ],
 )
-def test_a_name_that_is_too_long_for_a_file_is_one_line(
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, others: list[str]
 ) -> None:
-    """The 4500 find this; here it is by itself."""
+    """The 4500 configs include this case, but only the slow test runs them."""
     monkeypatch.chdir(ROOT)
     name = "x" * 300 + (".py:f" if key == "evaluation.gold" else "")
     overrides = [f"artifacts={tmp_path}/run", *others, f"{key}={name}"]
@@ -467,12 +467,12 @@ def test_a_name_that_is_too_long_for_a_file_is_one_line(
     assert len(result.stderr.splitlines()) == 1
 
 
-def through_the_command(number: int, folder: Path) -> None:
-    """`rlhf config check` says the same in a process of its own: exit 0 and a line, or exit 2 and the message."""
+def check_by_command(number: int, folder: Path) -> None:
+    """`rlhf config check` in a separate process: one line and exit code 0, or the errors and exit code 2."""
     stage, file, overrides = case(number)
     path = folder / f"{number}.yaml"
     path.write_bytes(file)
-    # A command line holds no null character and no half of a surrogate pair.
+    # A command line cannot contain a null character or half of a surrogate pair.
     sets = [text for text in overrides if "\0" not in text and text.isascii()]
     try:
         load_config(path, CONFIGS[stage], sets)
@@ -482,22 +482,22 @@ def through_the_command(number: int, folder: Path) -> None:
         expected, code, message = f"{path}: a good {stage} config\n", 0, ""
     options = [part for text in sets for part in ("--set", text)]
     command = [sys.executable, "-m", "rlhf_cli", "config", "check", str(path), "--stage", stage, *options]
-    # The encoding of a bare environment: what can't be written in it must not become a traceback.
+    # An ASCII environment: a character that it cannot encode must not end in a traceback.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:backslashreplace"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    told = (done.returncode, done.stdout, done.stderr)
-    assert told == (code, expected, message.encode("ascii", "backslashreplace").decode()), number
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    actual = (result.returncode, result.stdout, result.stderr)
+    assert actual == (code, expected, message.encode("ascii", "backslashreplace").decode()), number
 
 
-def test_8_through_the_command(tmp_path: Path) -> None:
+def test_8_configs_through_the_command(tmp_path: Path) -> None:
     for number in range(8):
-        through_the_command(number, tmp_path)
+        check_by_command(number, tmp_path)
 
 
 @pytest.mark.slow
-def test_50_through_the_command(tmp_path: Path) -> None:
+def test_42_configs_through_the_command(tmp_path: Path) -> None:
     for number in range(8, 50):
-        through_the_command(number, tmp_path)
+        check_by_command(number, tmp_path)
 
 
 if __name__ == "__main__":

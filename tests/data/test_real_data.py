@@ -1,7 +1,7 @@
 """The three demos on real text: a few steps of every stage, with the shipped files and small settings.
 
 The data and the model are public and are not part of the project. RLHF_REAL_DATA names the folder that holds
-`sentence-polarity/` and `hh-rlhf/`, with `models/babyllama` beside it; without it `../shared/data` is tried.
+`sentence-polarity/` and `hh-rlhf/`, with `models/babyllama` beside it. The default is `../shared/data`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ TINY = (
 
 
 def needs(path: Path) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not path.exists(), reason=f"{path} is not here; RLHF_REAL_DATA names its data folder")
+    return pytest.mark.skipif(not path.exists(), reason=f"{path} does not exist; set RLHF_REAL_DATA to the data folder")
 
 
 def rlhf(*arguments: str) -> str:
-    """Run the command line from the repository's root, as a user does; its output."""
-    done = subprocess.run(
+    """Run the command line from the root of the repository and return its output."""
+    process = subprocess.run(
         [sys.executable, "-m", "rlhf_cli", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def settings(*pairs: str) -> list[str]:
@@ -64,7 +64,7 @@ def figures(root: Path) -> dict[str, Any]:
     return read
 
 
-def parts(path: Path, chosen: str) -> str:
+def part_of(path: Path, chosen: str) -> str:
     return f"{{path: {path}, select: '{chosen}'}}"
 
 
@@ -83,7 +83,7 @@ def short(stages: tuple[str, ...]) -> list[str]:
     return [f"{stage}:{pair}" for stage in stages for pair in SHORT_TRAINING]
 
 
-# ------------------------------------------------------------------------------------ what is shipped
+# ------------------------------------------------------------------------------------ shipped files
 
 
 @pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -106,7 +106,7 @@ def test_a_config_opens_with_its_command(file: Path) -> None:
 
 
 def test_stages_of_a_folder_share_their_prompts() -> None:
-    """PPO's prompts are written as SFT wrote them, else the policy starts from text that it never saw."""
+    """PPO must format prompts like SFT. Otherwise the policy starts from text that it has never seen."""
     for folder in sorted({file.parent for file in CONFIG_FILES}):
         sft, ppo = folder / "sft.yaml", folder / "ppo.yaml"
         if not sft.is_file():
@@ -131,12 +131,12 @@ def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
 
 @needs(SENTENCES)
 def test_sentiment_by_pairs(tmp_path: Path) -> None:
-    """All three stages on 1,000 or so of the film-review sentences."""
+    """All three stages on about 1,000 of the film-review sentences."""
     root = tmp_path / "run"
     data = settings(
         f"artifacts={root}",
-        f"data.train={parts(SENTENCES, '1/10')}",
-        f"data.test={parts(SENTENCES, '0/40')}",
+        f"data.train={part_of(SENTENCES, '1/10')}",
+        f"data.test={part_of(SENTENCES, '0/40')}",
         "sft:model.path=null",
         f"sft:model.scratch={TINY}",
         *short(("sft", "rm")),
@@ -155,13 +155,13 @@ def test_sentiment_by_pairs(tmp_path: Path) -> None:
     assert evaluation["sft"]["kl"] == 0.0
     assert all(len(example["prompt"].split()) == 3 for example in evaluation["examples"])
 
-    # The same labels as scores, into a second run that takes the first one's SFT model.
+    # The same labels as scores, in a second run with the SFT model of the first.
     second = tmp_path / "scores"
     more = settings(
         f"artifacts={second}",
         f"model.path={root}/sft/model",
-        f"data.train={parts(SENTENCES, '1/10')}",
-        f"data.test={parts(SENTENCES, '0/40')}",
+        f"data.train={part_of(SENTENCES, '1/10')}",
+        f"data.test={part_of(SENTENCES, '0/40')}",
         *SHORT_TRAINING,
         "evaluation.num_normalization_samples=8",
     )
@@ -172,8 +172,8 @@ def test_sentiment_by_pairs(tmp_path: Path) -> None:
 
 
 @needs(TRANSCRIPTS)
-def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
-    """The whole published file, with its pairs of equal answers and its long transcripts."""
+def test_hh_transcripts_as_published(tmp_path: Path) -> None:
+    """The complete file, including its pairs of equal answers and its long transcripts."""
     root = tmp_path / "run"
     with gzip.open(TRANSCRIPTS, "rt", encoding="utf-8") as file:
         first = json.loads(next(iter(file)))
@@ -200,7 +200,7 @@ def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
         ),
     )
     assert "rows of hh" in printed
-    # The file as published has two pairs of equal answers, both among the training rows.
+    # The published file has two pairs of equal answers, both among the training rows.
     assert re.search(
         r"data.train: 2 of [\d,]+ rows skipped: (no answer is better than another|its answers are equal)", printed
     )
@@ -213,7 +213,7 @@ def test_hh_transcripts_as_they_come(tmp_path: Path) -> None:
 
 @needs(BABYLLAMA)
 def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
-    """pad is eos in this tokenizer, and a story ends with <s>: both must be in what is saved."""
+    """In this tokenizer pad is eos, and a story ends with <s>. The saved model must have both as EOS."""
     root = tmp_path / "run"
     pairs = [pair.removeprefix("ppo:") for pair in SHORT_PPO]
     rlhf(
@@ -229,8 +229,8 @@ def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
         assert -3.0 <= example["sft"]["score"] <= 4.0
 
 
-def test_the_sentences_are_written_from_the_hub(tmp_path: Path) -> None:
-    """With a stand-in for `datasets`: every row of every split, in order."""
+def test_the_download_script_writes_every_row_of_every_split(tmp_path: Path) -> None:
+    """A stand-in replaces `datasets`. The rows keep their order."""
     (tmp_path / "datasets.py").write_text(
         "def load_dataset(name):\n"
         "    assert name == 'cornell-movie-review-data/rotten_tomatoes'\n"

@@ -1,4 +1,4 @@
-"""The shop-support data: what its generator writes, a split that holds, a judge that adds up by hand."""
+"""The shop-support data: the files of its generator, a split without leaks, a judge that agrees with hand counts."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ gold = load_gold()
 
 
 def name_of(file: str) -> str:
-    """The file name of one file: those for training are gzipped."""
+    """The file name. Training files are gzipped."""
     return f"{file}.jsonl.gz" if file in TRAINING else f"{file}.jsonl"
 
 
 def text_of(path: Path) -> str:
-    """The text of one file, unpacked where it is gzipped."""
+    """The text of a file, decompressed if it is gzipped."""
     data = path.read_bytes()
     return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
@@ -71,7 +71,7 @@ def files() -> dict[str, list[dict]]:
 
 
 def test_regenerating_gives_the_shipped_text(tmp_path: Path) -> None:
-    """Bytes for plain files; the text of gzipped ones, which another build of zlib packs differently."""
+    """Plain files have the same bytes. Gzipped ones have the same text, since builds of zlib compress differently."""
     script = str(FOLDER / "generate.py")
     subprocess.run([sys.executable, "-B", script, "--out", str(tmp_path)], check=True, capture_output=True)
     again = {path.name: path for path in tmp_path.iterdir()}
@@ -80,7 +80,7 @@ def test_regenerating_gives_the_shipped_text(tmp_path: Path) -> None:
     assert [name for name in shipped if text_of(shipped[name]) != text_of(again[name])] == []
 
 
-def test_gzip_headers_hold_no_time_and_no_name() -> None:
+def test_gzip_headers_contain_no_time_and_no_name() -> None:
     for file in TRAINING:
         head = (FOLDER / name_of(file)).read_bytes()[:10]
         # Magic, deflate, no flags (so no file name), time 0, best compression, unknown system.
@@ -90,7 +90,7 @@ def test_gzip_headers_hold_no_time_and_no_name() -> None:
 def test_a_longer_training_file_begins_with_the_shipped_one(
     files: dict[str, list[dict]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What --scale rests on; other seeds give other rows."""
+    """--scale depends on this. Another seed gives other rows."""
     monkeypatch.syspath_prepend(str(FOLDER))
     generator = importlib.import_module("generate")
     rows = files["sft_train"]
@@ -126,33 +126,33 @@ def test_fields_of_every_file(files: dict[str, list[dict]]) -> None:
     assert marks == {0, 1, 2, 3, 4, 5}
 
 
-def test_no_held_out_pair_or_prompt_is_trained_on(files: dict[str, list[dict]]) -> None:
+def test_no_held_out_pair_or_prompt_is_in_the_training_files(files: dict[str, list[dict]]) -> None:
     def pairs(names: list[str]) -> set[tuple[str, str]]:
-        found = [gold.read_prompt(row["prompt"]) for name in names for row in files[name]]
-        return {(slots["product"], slots["issue"]) for slots in found}
+        prompts = [gold.read_prompt(row["prompt"]) for name in names for row in files[name]]
+        return {(slots["product"], slots["issue"]) for slots in prompts}
 
     trained, tested = pairs(TRAINING), pairs(TESTS)
     assert trained & tested == set()
-    every = len(gold.PRODUCTS) * len(gold.PHRASINGS)
-    assert every == 328
-    assert len(tested) == every // 8
-    assert len(trained) == every - every // 8
+    num_pairs = len(gold.PRODUCTS) * len(gold.PHRASINGS)
+    assert num_pairs == 328
+    assert len(tested) == num_pairs // 8
+    assert len(trained) == num_pairs - num_pairs // 8
     assert {issue for _, issue in tested} == set(gold.PHRASINGS)
 
     seen = {row["prompt"] for name in TRAINING for row in files[name]}
     assert [row["prompt"] for name in TESTS for row in files[name] if row["prompt"] in seen] == []
 
 
-def test_every_slot_word_is_taught_by_the_demonstrations(files: dict[str, list[dict]]) -> None:
-    """A name or product that the tokenizer meets too seldom would be split into pieces."""
+def test_every_slot_word_is_frequent_in_the_demonstrations(files: dict[str, list[dict]]) -> None:
+    """Otherwise the tokenizer would split a rare name or product into pieces."""
     slots = [gold.read_prompt(row["prompt"]) for row in files["sft_train"]]
     for slot, values in (("name", gold.NAMES), ("product", gold.PRODUCTS)):
-        said = [one[slot] for one in slots]
-        assert min(said.count(value) for value in values) >= 90, slot
-    assert {one["order"] for one in slots} == set(gold.ORDERS)
+        used = [prompt[slot] for prompt in slots]
+        assert min(used.count(value) for value in values) >= 90, slot
+    assert {prompt["order"] for prompt in slots} == set(gold.ORDERS)
 
 
-def test_each_issue_has_exactly_one_keyword_of_its_own() -> None:
+def test_each_issue_has_exactly_one_unique_keyword() -> None:
     words = {
         issue: [set(re.findall(r"[a-z]+", text.replace("{product}", "").lower())) for text in texts]
         for issue, texts in gold.PHRASINGS.items()
@@ -164,7 +164,7 @@ def test_each_issue_has_exactly_one_keyword_of_its_own() -> None:
         assert issue not in remedies.split()
 
 
-def test_no_template_is_in_two_lists_or_holds_a_slot_word() -> None:
+def test_no_template_is_in_two_lists_or_contains_a_slot_word() -> None:
     replies = [*gold.POLITE, *gold.NEUTRAL, *gold.RUDE, *gold.VAGUE, *gold.FILLER, *gold.CLOSE]
     replies += [text for texts in gold.REMEDIES.values() for text in texts]
     assert len(replies) == len(set(replies)) == len(gold.KINDS)
@@ -174,7 +174,7 @@ def test_no_template_is_in_two_lists_or_holds_a_slot_word() -> None:
         assert gold.split_sentences(template) == [template]
 
 
-# Each reply with its gold worked out by hand, and the marks it must get (the others must be 0).
+# Replies, their gold computed by hand, and the marks that must not be 0.
 # + polite 1, right remedy 1, right slots 1.5, close 0.5, short and ended 1.
 HAND_WORKED = [
     (
@@ -188,13 +188,13 @@ HAND_WORKED = [
         1 + 1.5 + 1,
         "right exact concise wellformed",
     ),
-    # The right remedy for the wrong order: the right remedy still, not the slots, and a wrong-slot sentence.
+    # The right remedy for the wrong order: the remedy counts, the slots do not, and one sentence has a wrong slot.
     (
         " We will pick up the tent from order T6 on Thursday and refund you.",
         1 + 1 - 0.5,
         "right concise wellformed",
     ),
-    # A wrong name: no polite opening, and a wrong-slot sentence.
+    # A wrong name: no polite opening, and one sentence has a wrong slot.
     (" I am so sorry, Felix. Have a lovely day.", 1 + 0.5 + 1, "polite close concise wellformed"),
     (" I am so sorry, Nora. Have a lovely day.", 0.5 + 1 - 0.5, "close concise wellformed"),
     # A remedy for another issue.
@@ -203,17 +203,17 @@ HAND_WORKED = [
         1 + 1 - 0.5,
         "polite concise wellformed",
     ),
-    # A right and a wrong remedy: a wrong remedy present, and a second remedy.
+    # A right and a wrong remedy: penalties for the wrong remedy and for a second remedy.
     (
         " We will pick up the tent from order T5 on Thursday and refund you."
         " We will replace the tent from order T5 with a new one.",
         1 + 1.5 + 1 - 0.5 - 0.5,
         "right exact extra concise wellformed",
     ),
-    # Two different openers; then the same close twice, which is both a repetition and a second close.
+    # Two different openings. Then the same close twice, which is both a repetition and a second close.
     (" I am so sorry, Felix. Happy to help you, Felix.", 1 + 1 - 0.5, "polite extra concise wellformed"),
     (" Have a lovely day. Have a lovely day.", 0.5 + 1 - 0.5 - 0.5, "close extra concise wellformed"),
-    # A vague answer is in the grammar and earns nothing; filler costs a half, rudeness one a sentence.
+    # A vague answer is in the grammar and earns 0. Filler costs 0.5, and each rude sentence costs 1.
     (" We will see what can be done.", 1, "concise wellformed"),
     (
         " It is a busy time of year and the phones ring all day long. We will see what can be done.",
@@ -226,13 +226,13 @@ HAND_WORKED = [
         1 + 1.5 + 1 - 1 - 1,
         "right exact rude concise wellformed",
     ),
-    # Less than nothing is nothing.
+    # A negative sum becomes 0.
     (
         " That sounds like your own problem. We will replace the tent from order T5 with a new one.",
         0,
         "rude concise wellformed",
     ),
-    # A sentence that is not in the grammar, as when a reply stops in mid-air.
+    # A sentence that is not in the grammar, because the reply was cut.
     (" I am so sorry, Felix. We will pick", 1 + 1 - 0.5, "polite concise"),
     ("", 0, ""),
 ]
@@ -247,7 +247,7 @@ def test_gold_of_hand_worked_replies(reply: str, expected: float, marks: str) ->
     assert {mark for mark, value in judged.items() if value} == set(marks.split())
 
 
-def test_a_reply_that_was_cut_off_or_rambles_is_not_concise() -> None:
+def test_a_cut_or_rambling_reply_is_not_concise() -> None:
     short = " A driver collects the tent from order T5 and we refund you."
     long = short + " Please wait" * 16 + "."
     cut, rambling = gold.judge([PROMPT] * 2, [short, long], [{"ended": False}, {"ended": True}])
@@ -263,13 +263,13 @@ def test_unique_counts_shapes_not_texts() -> None:
     assert [marks["unique"] for marks in judged] == [1, 0, 1]
 
 
-def test_score_is_the_gold_alone() -> None:
+def test_score_returns_gold_only() -> None:
     assert gold.score(
         [PROMPT] * 2, [" We will see what can be done.", " I read your note."], [{}, {"ended": False}]
     ) == [1, 0]
 
 
-def test_lists_of_unlike_length_and_foreign_prompts_are_refused() -> None:
+def test_lists_of_different_length_and_foreign_prompts_are_refused() -> None:
     with pytest.raises(ValueError):
         gold.judge([PROMPT], [], [{}])
     with pytest.raises(ValueError, match="not a prompt of the support task"):
@@ -303,7 +303,7 @@ def test_preferences_mostly_agree_with_gold(files: dict[str, list[dict]], file: 
         assert [row["gold_chosen"] for row in files[file]] == chosen
         assert [row["gold_rejected"] for row in files[file]] == rejected
     longer = mean([len(row["chosen"]) > len(row["rejected"]) for row in files[file]])
-    assert 0.4 < longer < 0.65, "length alone must not tell which reply won"
+    assert 0.4 < longer < 0.65, "length must not reveal which reply is better"
 
 
 def test_scores_are_noisy_views_of_gold(files: dict[str, list[dict]]) -> None:
@@ -315,7 +315,7 @@ def test_scores_are_noisy_views_of_gold(files: dict[str, list[dict]]) -> None:
 
 
 def parts_of(prompt: str, reply: str) -> list[tuple[str, bool]]:
-    """What each sentence of a reply is, and whether its slots are right."""
+    """For each sentence of a reply: its kind, and whether its slots are right."""
     truth = gold.read_prompt(prompt)
     parts = []
     for sentence in gold.split_sentences(reply):
@@ -343,16 +343,16 @@ PROBE_ROWS = {"wrong_remedy": 150, "doubled_polite": 60}
 
 
 @pytest.mark.parametrize("probe", PROBED)
-def test_probe_spoils_one_part_and_costs_gold(files: dict[str, list[dict]], probe: str) -> None:
+def test_each_probe_spoils_one_part_and_lowers_gold(files: dict[str, list[dict]], probe: str) -> None:
     parts, cost = PROBED[probe]
     rows = [row for row in files["probes_test"] if row["probe"] == probe]
     assert len(rows) == PROBE_ROWS.get(probe, 100)
     for row in rows:
-        clean, spoilt = (gold.split_sentences(row[key]) for key in ("chosen", "rejected"))
+        clean, spoiled = (gold.split_sentences(row[key]) for key in ("chosen", "rejected"))
         assert parts_of(row["prompt"], row["chosen"]) == [("polite", True), ("remedy", True), ("close", True)]
         assert parts_of(row["prompt"], row["rejected"]) == parts
         # One sentence differs.
-        assert len(set(clean) ^ set(spoilt)) == (1 if len(clean) != len(spoilt) else 2)
+        assert len(set(clean) ^ set(spoiled)) == (1 if len(clean) != len(spoiled) else 2)
         scores = gold.score([row["prompt"]] * 2, [row["chosen"], row["rejected"]], [{}, {}])
         assert scores == [5, 5 - cost]
         assert max(len(row[key].split()) for key in ("chosen", "rejected")) <= gold.MAX_WORDS
@@ -362,9 +362,9 @@ def test_probe_spoils_one_part_and_costs_gold(files: dict[str, list[dict]], prob
 
 
 def slot_pairs(row: dict) -> list[tuple[dict, dict]]:
-    """The slots of the clean and the spoilt reply, sentence by sentence."""
-    clean, spoilt = (gold.split_sentences(row[key]) for key in ("chosen", "rejected"))
-    return [(gold.blank(one)[1], gold.blank(two)[1]) for one, two in zip(clean, spoilt, strict=True)]
+    """The slots of the clean and the spoiled reply, sentence by sentence."""
+    clean, spoiled = (gold.split_sentences(row[key]) for key in ("chosen", "rejected"))
+    return [(gold.blank(one)[1], gold.blank(two)[1]) for one, two in zip(clean, spoiled, strict=True)]
 
 
 def test_readme_shows_real_rows() -> None:
