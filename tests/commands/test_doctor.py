@@ -44,8 +44,8 @@ def words(lines: Iterable[Line]) -> list[str]:
 
 def only(lines: Iterable[Line], word: str) -> str:
     """The text of the one line with this word."""
-    (found,) = (line.text for line in lines if line.word == word)
-    return found
+    (text,) = (line.text for line in lines if line.word == word)
+    return text
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_problems_are_counted_and_the_exit_code_is_2(project: Path) -> None:
 
 
 def test_the_directory_of_one_stage_anywhere(stage: Path, tmp_path: Path) -> None:
-    for place in (stage, Path(shutil.copytree(stage, tmp_path / "downloaded" / "a-model"))):
-        code, lines, _ = examined(place)
+    for directory in (stage, Path(shutil.copytree(stage, tmp_path / "downloaded" / "a-model"))):
+        code, lines, _ = examined(directory)
         assert code == 0
-        about = [line for line in lines if line.split()[1] == place.name]
+        about = [line for line in lines if line.split()[1] == directory.name]
         assert len([line for line in about if "all unchanged since they were written" in line]) == 1
-    (place / "config.yaml").write_text("seed: 1\n")
-    code, lines, _ = examined(place)
+    (directory / "config.yaml").write_text("seed: 1\n")
+    code, lines, _ = examined(directory)
     assert code == 2
     assert any("modified after they were written: config.yaml" in line for line in lines)
 
@@ -143,7 +143,7 @@ def test_versions_are_the_required_ones() -> None:
 
 
 def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it() -> None:
-    found = doctor_machine.packages(
+    checked = doctor_machine.packages(
         [
             "torch>=999",
             "transformers>=1",
@@ -155,7 +155,7 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
             "for-old-pythons; python_version < '3'",
         ]
     )
-    lines = {line.what: line for line in found}
+    lines = {line.what: line for line in checked}
     assert set(lines) == {"torch", "transformers", "rich", "no-such-package-as-this", "packages"}
     assert [lines[name].word for name in ("torch", "rich", "no-such-package-as-this")] == ["problem"] * 3
     assert lines["torch"].text == f"{torch.__version__} is installed, >=999 is required. Run: pip install 'torch>=999'"
@@ -279,16 +279,16 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
     assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
     for name in manifest.files:
         path = stage / name
-        whole = path.read_bytes()
-        middle = len(whole) // 2
-        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :] if whole else b"x"
-        for broken in (flipped, whole + b"\0", *([whole[:-1]] if whole else [])):
+        content = path.read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b"x"
+        for broken in (flipped, content + b"\0", *([content[:-1]] if content else [])):
             path.write_bytes(broken)
             line = only(doctor_artifacts.finished(stage, "sft"), "problem")
             assert line == f"{stage}: modified after they were written: {name}"
         path.unlink()
         assert only(doctor_artifacts.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
 
 
@@ -336,9 +336,9 @@ def test_names_that_lead_outside_the_stage_are_not_read(stage: Path, tmp_path: P
         "",
     ]
     path = stage / "manifest.json"
-    whole = json.loads(path.read_text())
+    manifest = json.loads(path.read_text())
     files = {name: digest_file(secret) for name in [*out, "a\0b", "link.txt", "folder/secret.txt"]}
-    path.write_text(json.dumps({**whole, "files": whole["files"] | files}))
+    path.write_text(json.dumps({**manifest, "files": manifest["files"] | files}))
     opened.clear()
     lines = list(doctor_artifacts.finished(stage, "sft"))
     assert opened, "the hook notes what is opened"
@@ -401,13 +401,13 @@ def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None
 
 
 def checkpoint(run: Path, stage: str, step: int) -> Path:
-    place = checkpoints_directory(run, stage)
-    place.mkdir(exist_ok=True)
+    checkpoints = checkpoints_directory(run, stage)
+    checkpoints.mkdir(exist_ok=True)
     partial_directory(run, stage).mkdir(exist_ok=True)
-    with new_checkpoint(place, step) as directory:
-        (directory / "state.safetensors").write_bytes(b"tensors" * 100)
-        (directory / "numbers.json").write_text(json.dumps({"step": step}))
-    return place / f"step-{step:08d}"
+    with new_checkpoint(checkpoints, step) as new_directory:
+        (new_directory / "state.safetensors").write_bytes(b"tensors" * 100)
+        (new_directory / "numbers.json").write_text(json.dumps({"step": step}))
+    return checkpoints / f"step-{step:08d}"
 
 
 def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
@@ -416,8 +416,8 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     assert "resumes from step-00000020, 2 good" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "ok")
     for name in ("state.safetensors", "numbers.json", "manifest.json"):
         path = second / name
-        whole = path.read_bytes()
-        for broken in (whole[:-1], bytes([whole[0] ^ 1]) + whole[1:], None):
+        content = path.read_bytes()
+        for broken in (content[:-1], bytes([content[0] ^ 1]) + content[1:], None):
             if broken is None:
                 path.unlink()
             else:
@@ -427,7 +427,7 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
             warning = only(lines, "warning")
             assert "step-00000020" in warning
             assert name in warning
-        path.write_bytes(whole)
+        path.write_bytes(content)
     for path in (first, second):
         (path / "numbers.json").unlink()
     assert "every checkpoint is damaged" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
@@ -496,13 +496,13 @@ def test_the_leftovers_of_a_killed_process(project: Path) -> None:
 
 def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
     for path in (stage / "manifest.json", stage / "config.yaml", stage / "model" / "model.safetensors"):
-        whole = path.read_bytes()
+        content = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
         assert "problem" in words(doctor_artifacts.finished(stage, "sft"))
         doctor_artifacts.disk(stage.parent)
         path.unlink()
-        path.write_bytes(whole)
+        path.write_bytes(content)
     run = stage.parent
     os.mkfifo(checkpoint(run, "sft", 3) / "pipe")
     os.mkfifo(run / ".sft.lock")

@@ -133,28 +133,28 @@ def test_extends_that_cannot_work(tmp_path: Path, value: str, line: str) -> None
     write(tmp_path / "list.yaml", "- a\n")
     write(tmp_path / "broken.yaml", "\na: b: c\n")
     child = write(tmp_path / "sft.yaml", f"artifacts: a\nextends: {value}\n")
-    (said,) = error_lines(child)
-    assert line in said
+    (error,) = error_lines(child)
+    assert line in error
 
 
 def test_a_long_chain_is_refused(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / f"{number}.yaml", f"extends: {number + 1}.yaml\n")
-    (said,) = error_lines(write(tmp_path / "sft.yaml", "extends: 0.yaml\n"))
-    assert "a chain of more than 10 files" in said
+    (error,) = error_lines(write(tmp_path / "sft.yaml", "extends: 0.yaml\n"))
+    assert "a chain of more than 10 files" in error
 
 
 def test_extends_counts_towards_the_bound_on_values(tmp_path: Path) -> None:
     bomb = "a: &a [" + "x, " * 99 + "x]\nb: &b [" + "*a, " * 99 + "*a]\nc: [" + "*b, " * 5 + "*b]\n"
     write(tmp_path / "base.yaml", bomb)
     child = write(tmp_path / "sft.yaml", "extends: base.yaml\n" + bomb)
-    (said,) = error_lines(child)
-    assert "expands to more than 100000 values" in said
+    (error,) = error_lines(child)
+    assert "expands to more than 100000 values" in error
 
 
 def test_extends_below_the_top_level_is_an_unknown_key(tmp_path: Path) -> None:
-    (said,) = error_lines(write(tmp_path / "sft.yaml", BASE + "  extends: base.yaml\n"))
-    assert "optimizer.extends: unknown key" in said
+    (error,) = error_lines(write(tmp_path / "sft.yaml", BASE + "  extends: base.yaml\n"))
+    assert "optimizer.extends: unknown key" in error
 
 
 def test_editors_know_extends() -> None:
@@ -216,8 +216,8 @@ def test_braces_in_every_stage() -> None:
 )
 def test_unknown_keys_in_braces(tmp_path: Path, artifacts: str, message: str) -> None:
     path = write(tmp_path / "sft.yaml", BASE.replace("artifacts/base", f"'{artifacts}'"))
-    (said,) = error_lines(path)
-    assert message in said
+    (error,) = error_lines(path)
+    assert message in error
 
 
 # ----------------------------------------------------------------------- words from other places
@@ -238,8 +238,8 @@ def test_unknown_keys_in_braces(tmp_path: Path, artifacts: str, message: str) ->
     ],
 )
 def test_a_word_from_another_library_or_another_section(tmp_path: Path, override: str, message: str) -> None:
-    (said,) = error_lines(write(tmp_path / "sft.yaml", BASE), override)
-    assert message in said
+    (error,) = error_lines(write(tmp_path / "sft.yaml", BASE), override)
+    assert message in error
 
 
 @pytest.mark.parametrize(("written_for", "given_to"), [("ppo", "sft"), ("ppo", "rm"), ("sft", "ppo"), ("rm", "sft")])
@@ -253,16 +253,16 @@ def test_a_file_for_another_stage_is_named_in_one_line(tmp_path: Path, written_f
 
 def test_a_file_for_another_stage_is_recognised_with_a_mistake_in_it(tmp_path: Path) -> None:
     text = (ROOT / "configs/support/ppo.yaml").read_text(encoding="utf-8").replace("num_iterations", "iterations")
-    (said,) = error_lines(write(tmp_path / "mine.yaml", text))
-    assert "is a config for the stage ppo" in said
+    (error,) = error_lines(write(tmp_path / "mine.yaml", text))
+    assert "is a config for the stage ppo" in error
 
 
 def test_a_mistake_in_a_file_with_the_stages_own_name_is_that_mistake(tmp_path: Path) -> None:
     """Without the name, `data.prompt_words` and no key of its own, this file would pass as one for SFT."""
     text = BASE + "  weight_decay: 0.1\n"
     path = write(tmp_path / "rm.yaml", text.replace("data:\n", "data:\n  loss_on: all\n"))
-    (said,) = error_lines(path, stage="rm")
-    assert "data.loss_on: unknown key" in said
+    (error,) = error_lines(path, stage="rm")
+    assert "data.loss_on: unknown key" in error
 
 
 def test_the_stage_of_a_file(tmp_path: Path) -> None:

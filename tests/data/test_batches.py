@@ -54,17 +54,17 @@ def test_prefetched_batches_are_the_same_in_the_same_order(device: torch.device)
 
 
 def test_the_next_batch_is_made_during_this_step() -> None:
-    made = [threading.Event() for _ in range(4)]
+    is_ready = [threading.Event() for _ in range(4)]
 
     def make(step: int) -> int:
-        made[step].set()
+        is_ready[step].set()
         return step
 
     for step, _ in ahead(make, 0, 3, GPU):
         if step < 2:
-            assert made[step + 1].wait(10)
+            assert is_ready[step + 1].wait(10)
         # and not the one after it, however long this step takes
-        assert not made[step + 2].wait(0.05) if step < 2 else not made[3].is_set()
+        assert not is_ready[step + 2].wait(0.05) if step < 2 else not is_ready[3].is_set()
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])

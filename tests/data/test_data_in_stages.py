@@ -41,8 +41,8 @@ def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[...,
 
     def make(*, reads_last_token: bool = True, tokenizer: Any = None, **data: Any) -> AnswerEncoder:
         config: RMConfig = config_of(write_config, "rm", tmp_path, data={"test": None, "test_fraction": 0, **data})
-        own = load_tokenizer(str(make_model("llama"))) if tokenizer is None else tokenizer
-        return answer_encoder(own, rm_rows(config), reads_last_token=reads_last_token)
+        used_tokenizer = load_tokenizer(str(make_model("llama"))) if tokenizer is None else tokenizer
+        return answer_encoder(used_tokenizer, rm_rows(config), reads_last_token=reads_last_token)
 
     return make
 
@@ -231,17 +231,17 @@ def test_rm_encodes_a_conversation_as_sft_does(
     good, bad = ({"role": "assistant", "content": text} for text in ("hi", "it is late"))
     pairs = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": talk, "chosen": [good], "rejected": [bad]}]))
     shown = str(write_jsonl(tmp_path / "shown.jsonl", [{"messages": [*talk, good]}, {"messages": [*talk, bad]}]))
-    own = copy.deepcopy(encoder(train=pairs).tokenizer)
-    own.chat_template = (
+    chat_tokenizer = copy.deepcopy(encoder(train=pairs).tokenizer)
+    chat_tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    (item,) = tokenise(encoder(train=pairs, tokenizer=own)).train
+    (item,) = tokenise(encoder(train=pairs, tokenizer=chat_tokenizer)).train
     model = {"path": str(make_model("llama"))}
     config = config_of(
         write_config, "sft", tmp_path, model=model, data={"train": shown, "test": None, "test_fraction": 0}
     )
-    assert item.answers == [e.ids for e in demonstrations(config, own).train]
+    assert item.answers == [e.ids for e in demonstrations(config, chat_tokenizer).train]
 
 
 def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) 
     assert not test
     assert any("labelled" in line for line in labelled.lines)
     single = [Demonstration("", row["text"], "") for row in rows]
-    whole = [encode.cut(row, tokens) for row, tokens in zip(single, encode.encode_rows(single), strict=True)]
-    assert not any(isinstance(ids, Skipped) for ids in whole)
+    full_texts = [encode.cut(row, tokens) for row, tokens in zip(single, encode.encode_rows(single), strict=True)]
+    assert not any(isinstance(ids, Skipped) for ids in full_texts)
     for item in train:
-        higher, lower = (whole.index(ids) for ids in item.answers)
+        higher, lower = (full_texts.index(ids) for ids in item.answers)
         assert rows[higher]["label"] == 2
         assert rows[lower]["label"] < 2
         assert item.row.answers == (rows[higher]["text"], rows[lower]["text"])
@@ -289,7 +289,7 @@ def test_best_model_is_the_model_with_the_best_held_out_figure(
     assert list(figures) == [2, 4, 6, 8]
     wanted = (min if lower else max)(figures, key=lambda step: figures[step])
     assert wanted != 8, figures
-    own = json.loads((tmp_path / name / "best_model/config.json").read_text())
+    model_config = json.loads((tmp_path / name / "best_model/config.json").read_text())
     # A run that stops at the best step has the same weights.
     changes["training"] = {"num_steps": wanted, "minibatch_size": 4}
     run_stage(name, tmp_path / "short", **changes)
@@ -299,7 +299,7 @@ def test_best_model_is_the_model_with_the_best_held_out_figure(
     if name == "rm":
         short = json.loads((tmp_path / "short/rm/model/config.json").read_text())
         for key in ("score_mean", "score_std", "rlhf_max_length"):
-            assert own[key] == pytest.approx(short[key], rel=1e-4)
+            assert model_config[key] == pytest.approx(short[key], rel=1e-4)
 
 
 def test_keep_best_needs_held_out_rows(tmp_path: Path, run_stage: Any, make_model: Any) -> None:

@@ -42,10 +42,10 @@ def numbered(count: int, *, name: str = "question", start: int = 0) -> list[dict
 
 
 def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {"train": [], "test": []}
+    prompts: dict[str, list[str]] = {"train": [], "test": []}
     for side, record in records(data, purpose, Report(), **more):  # type: ignore[arg-type]
-        found[side].append(record.prompt)
-    return found
+        prompts[side].append(record.prompt)
+    return prompts
 
 
 # ------------------------------------------------------------------------------------------- sides
@@ -53,47 +53,47 @@ def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]
 
 def test_equal_prompts_stand_on_one_side(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i % 40}", "response": f" answer {i}"} for i in range(200)]
-    found = sides(Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0.3))
-    assert len(found["train"]) + len(found["test"]) == 200
-    assert not set(found["train"]) & set(found["test"])
-    assert len(set(found["test"])) > 3
+    prompts = sides(Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0.3))
+    assert len(prompts["train"]) + len(prompts["test"]) == 200
+    assert not set(prompts["train"]) & set(prompts["test"])
+    assert len(set(prompts["test"])) > 3
 
 
 def test_the_order_of_each_side_is_that_of_the_file(tmp_path: Path) -> None:
-    found = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
-    for side in found.values():
+    prompts = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
+    for side in prompts.values():
         assert side == sorted(side, key=lambda prompt: int(prompt.split()[1]))
 
 
 def test_given_test_rows_are_the_only_ones_held_out(tmp_path: Path) -> None:
     train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
-    found = sides(Rows(train=train, test=test, test_fraction=0.5))
-    assert (len(found["train"]), len(found["test"])) == (50, 5)
+    prompts = sides(Rows(train=train, test=test, test_fraction=0.5))
+    assert (len(prompts["train"]), len(prompts["test"])) == (50, 5)
 
 
 def test_one_side_alone_is_that_side(tmp_path: Path) -> None:
     train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
     for data in (Rows(train=train, test=test), Rows(train=train, test_fraction=0.3)):
-        whole = sides(data)
+        both = sides(data)
         for side in ("train", "test"):
-            assert sides(data, only=side) == {"train": [], "test": [], side: whole[side]}
+            assert sides(data, only=side) == {"train": [], "test": [], side: both[side]}
 
 
 def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path: Path) -> None:
     rows = [*numbered(3000), *numbered(100)]
     path = write(tmp_path / "a.jsonl", rows)
     data = Rows(train=path, split=[2, 4, 4], test_fraction=0.1)
-    found = {purpose: sides(data, purpose) for purpose in ("sft", "ppo")}
+    by_stage = {purpose: sides(data, purpose) for purpose in ("sft", "ppo")}
     pairs = [{"prompt": row["prompt"], "chosen": " a", "rejected": " b"} for row in rows]
     rm = Rows(train=write(tmp_path / "pairs.jsonl", pairs), split=[2, 4, 4], test_fraction=0.1)
-    found["rm"] = sides(rm, "rm pairs")
-    prompts = {name: side["train"] + side["test"] for name, side in found.items()}
+    by_stage["rm"] = sides(rm, "rm pairs")
+    prompts = {name: side["train"] + side["test"] for name, side in by_stage.items()}
     assert sum(map(len, prompts.values())) == len(rows)
     assert not any(set(prompts[a]) & set(prompts[b]) for a, b in (("sft", "rm"), ("sft", "ppo"), ("rm", "ppo")))
     # 3,100 draws: three standard deviations are 67 of 620 and 82 of 1,240.
     assert len(prompts["sft"]) == pytest.approx(620, abs=67)
     assert len(prompts["rm"]) == pytest.approx(1240, abs=82)
-    assert all(0.05 < len(side["test"]) / len(side["train"]) < 0.18 for side in found.values())
+    assert all(0.05 < len(side["test"]) / len(side["train"]) < 0.18 for side in by_stage.values())
 
 
 def test_a_share_of_nothing_says_so(tmp_path: Path) -> None:
@@ -107,18 +107,18 @@ def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
     train = [{"path": a}, {"path": b, "weight": 2.5}, {"path": c, "weight": 0.25}]
     report = Report()
     data = Rows.model_validate({"train": train, "test_fraction": 0.1})
-    found: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
+    counts: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
     for side, record in records(data, "sft", report):
-        found[side][record.prompt] += 1
-    copies = {name: Counter(n for p, n in found["train"].items() if p.startswith(name)) for name in ("whole", "often")}
+        counts[side][record.prompt] += 1
+    copies = {name: Counter(n for p, n in counts["train"].items() if p.startswith(name)) for name in ("whole", "often")}
     assert set(copies["whole"]) == {1}
     assert set(copies["often"]) == {2, 3}
     assert copies["often"][3] / copies["often"].total() == pytest.approx(0.5, abs=0.08)
-    kept = sum(p.startswith("seldom") for p in found["train"])
+    kept = sum(p.startswith("seldom") for p in counts["train"])
     assert kept == pytest.approx(0.25 * 360, abs=26)
-    assert set(found["test"].values()) == {1}, "a held-out row is there once, whatever its weight"
-    assert not set(found["train"]) & set(found["test"])
-    assert report.rows["train"] == found["train"].total()
+    assert set(counts["test"].values()) == {1}, "a held-out row is there once, whatever its weight"
+    assert not set(counts["train"]) & set(counts["test"])
+    assert report.rows["train"] == counts["train"].total()
     assert any("seldom.jsonl" in line and "rows of" in line for line in report.lines())
 
 
@@ -217,16 +217,16 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
         answer = [False] + [turns[i // 4] for i in range(1, length)]
         side = random.choice(["drop", "left", "right"])
         bos = random.choice([0, None])
-        found = fit(ids, answer, Limits(longest, side), bos)  # type: ignore[arg-type]
+        fitted = fit(ids, answer, Limits(longest, side), bos)  # type: ignore[arg-type]
         if length <= longest:
-            assert found == (ids, answer)
+            assert fitted == (ids, answer)
         elif side == "drop":
-            assert found == Skipped(f"longer than {longest} tokens", needs=length)
-        elif isinstance(found, Skipped):
+            assert fitted == Skipped(f"longer than {longest} tokens", needs=length)
+        elif isinstance(fitted, Skipped):
             counts[f"{side} skipped"] += 1
-            assert found.needs is not None
-            assert not isinstance(fit(ids, answer, Limits(found.needs, side), bos), Skipped)  # type: ignore[arg-type]
-            assert isinstance(fit(ids, answer, Limits(found.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
+            assert fitted.needs is not None
+            assert not isinstance(fit(ids, answer, Limits(fitted.needs, side), bos), Skipped)  # type: ignore[arg-type]
+            assert isinstance(fit(ids, answer, Limits(fitted.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
             last = length - next((n for n, a in enumerate(reversed(answer)) if not a), length)
             if side == "right":
                 assert not any(answer[:longest])
@@ -234,7 +234,7 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
                 # The last answer with a token before it does not fit.
                 assert length - last + 1 > longest or not any(answer)
         else:
-            kept, marks = found
+            kept, marks = fitted
             assert len(kept) == len(marks) == longest
             assert kept == (
                 ids[:longest]
@@ -307,16 +307,16 @@ def test_a_table_returns_the_rows_that_were_written(
 ) -> None:
     monkeypatch.setattr(table, "BATCH", batch)
     rows = things(25)
-    found = build(tmp_path / "a.arrow", rows, Thing)
-    assert len(found) == 25
-    assert list(found) == rows
-    assert found[-1] == rows[-1]
-    assert found[3:20:4] == rows[3:20:4]
-    assert found.lengths("ids").tolist() == [len(row.ids) for row in rows]
-    assert found.numbers("score").tolist() == [row.score for row in rows]
+    built = build(tmp_path / "a.arrow", rows, Thing)
+    assert len(built) == 25
+    assert list(built) == rows
+    assert built[-1] == rows[-1]
+    assert built[3:20:4] == rows[3:20:4]
+    assert built.lengths("ids").tolist() == [len(row.ids) for row in rows]
+    assert built.numbers("score").tolist() == [row.score for row in rows]
     for index in (25, -26):
         with pytest.raises(IndexError):
-            found[index]
+            built[index]
 
 
 @pytest.mark.parametrize(
@@ -331,16 +331,16 @@ def test_a_table_returns_the_rows_that_were_written(
 )
 def test_columns_equal_those_of_pyarrow(kind: pa.DataType, values: list) -> None:
     for some in (values, values[1:2]):
-        found = table._column(some, kind)
-        found.validate(full=True)
-        assert found.equals(pa.array(some, kind))
+        column = table._column(some, kind)
+        column.validate(full=True)
+        assert column.equals(pa.array(some, kind))
 
 
 def test_an_empty_table(tmp_path: Path) -> None:
-    found = build(tmp_path / "a.arrow", [], Thing)
-    assert len(found) == 0
-    assert list(found) == found[:5] == []
-    assert found.lengths("ids").tolist() == []
+    built = build(tmp_path / "a.arrow", [], Thing)
+    assert len(built) == 0
+    assert list(built) == built[:5] == []
+    assert built.lengths("ids").tolist() == []
 
 
 def test_a_table_is_memory_mapped(tmp_path: Path) -> None:
@@ -457,9 +457,9 @@ def test_an_unwritable_cache_does_not_stop_the_run(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
-    found, encoded = cached(data)
-    assert encoded == 50 == len(found.train) + len(found.test)
-    assert found.train[0].where.endswith(":1")
+    encoded_rows, num_encoded = cached(data)
+    assert num_encoded == 50 == len(encoded_rows.train) + len(encoded_rows.test)
+    assert encoded_rows.train[0].where.endswith(":1")
 
 
 def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: Any) -> None:
@@ -502,12 +502,12 @@ def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str
         )
         for _ in range(2)
     ]
-    said = [process.communicate()[0].split() for process in running]
-    assert sorted(int(line[0]) for line in said) == [0, 3000]
-    assert said[0][1:] == said[1][1:]
+    outputs = [process.communicate()[0].split() for process in running]
+    assert sorted(int(line[0]) for line in outputs) == [0, 3000]
+    assert outputs[0][1:] == outputs[1][1:]
 
 
 def test_table_lengths_equal_those_of_the_rows(tmp_path: Path, cached: Any) -> None:
-    found, _ = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(30)), test_fraction=0))
-    assert found.train.lengths("ids").tolist() == [len(e.ids) for e in found.train]
-    assert isinstance(found.train.lengths("ids"), np.ndarray)
+    encoded_rows, _ = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(30)), test_fraction=0))
+    assert encoded_rows.train.lengths("ids").tolist() == [len(e.ids) for e in encoded_rows.train]
+    assert isinstance(encoded_rows.train.lengths("ids"), np.ndarray)

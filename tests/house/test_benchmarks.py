@@ -106,10 +106,10 @@ def result(ours, trl, **more):
 
 def test_ratios_are_of_rates_pair_by_pair_without_warm_up(load):
     report = load("speed_report")
-    found = result(ours=[(1, 99.0), (10, 2.0), (10, 1.0)], trl=[(1, 1.0), (5, 2.0), (10, 4.0)])
-    assert report.ratios(found, "wall_s") == [2.0, 4.0]
-    assert report.rate(found, "ours") == 20 / 3
-    assert report.rate(found, "trl") == 15 / 6
+    task = result(ours=[(1, 99.0), (10, 2.0), (10, 1.0)], trl=[(1, 1.0), (5, 2.0), (10, 4.0)])
+    assert report.ratios(task, "wall_s") == [2.0, 4.0]
+    assert report.rate(task, "ours") == 20 / 3
+    assert report.rate(task, "trl") == 15 / 6
 
 
 def test_the_report_lists_slow_and_missing_measurements(load, tmp_path):

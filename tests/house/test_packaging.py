@@ -46,8 +46,8 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{lent}"}
     (tmp_path / "away").mkdir()
     where = "import rlhf_cli, stages; print(rlhf_cli.__file__, stages.__file__)"
-    found = subprocess.run([python, "-c", where], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
-    assert found.stdout.count(str(site)) == 2, found.stdout + found.stderr
+    process = subprocess.run([python, "-c", where], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
+    assert process.stdout.count(str(site)) == 2, process.stdout + process.stderr
     config = ROOT / "configs" / "support"
     small = ["--set", f"artifacts={tmp_path / 'run'}", "--set", f"data.train={ROOT}/data/support/sft_test.jsonl"]
     small += ["--set", "data.test=null", "--set", "training.num_steps=3", "--set", "evaluation.num_samples=0"]

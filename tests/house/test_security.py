@@ -270,8 +270,8 @@ def test_a_known_model_with_code_beside_it_runs_without_that_code(model: Path, s
 def test_a_tokenizer_that_needs_its_own_code_is_refused(model: Path, sprung: Path) -> None:
     module(model, sprung)
     path = model / "tokenizer_config.json"
-    own = {"auto_map": {"AutoTokenizer": [None, "beside.Words"]}, "tokenizer_class": "Words"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    custom = {"auto_map": {"AutoTokenizer": [None, "beside.Words"]}, "tokenizer_class": "Words"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | custom))
     assert "trust_remote_code" in refused(load.load_tokenizer, model)
 
 
@@ -334,37 +334,37 @@ THE_USERS_CODE = {("rlhf_cli/rewards/functions.py", "spec.loader.exec_module")}
 def suspicious(source: str, name: str) -> list[str]:
     """Expressions in a module that could run code that was read."""
     tree = ast.parse(source)
-    found = []
+    expressions = []
     for node in ast.walk(tree):
         line = f"{name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import | ast.ImportFrom):
             parts = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [f"{line}: import {part}" for part in parts if part.split(".")[0] in FORBIDDEN_IMPORTS]
+            expressions += [f"{line}: import {part}" for part in parts if part.split(".")[0] in FORBIDDEN_IMPORTS]
             full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{line}: import {part}" for part in full if part in FORBIDDEN_CALLS]
+            expressions += [f"{line}: import {part}" for part in full if part in FORBIDDEN_CALLS]
         # A field of the config may be named `compile`; only a use of the builtin name is suspicious.
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES and isinstance(node.ctx, ast.Load):
-            found.append(f"{line}: {node.id}")
+            expressions.append(f"{line}: {node.id}")
         if isinstance(node, ast.Attribute):
             called = ast.unparse(node)
             if called in FORBIDDEN_CALLS:
-                found.append(f"{line}: {called}")
+                expressions.append(f"{line}: {called}")
             if called.endswith("exec_module") and (name, called) not in THE_USERS_CODE:
-                found.append(f"{line}: {called}")
+                expressions.append(f"{line}: {called}")
         if isinstance(node, ast.keyword):
             trusts = node.arg == "trust_remote_code" and ast.unparse(node.value) != "False"
             unsafe = node.arg in ("allow_pickle", "weights_only", "shell") and ast.unparse(node.value) != "False"
             is_loader = node.arg == "Loader" and ast.unparse(node.value) != "ConfigLoader"
             if trusts or unsafe or is_loader or node.arg == "custom_generate":
-                found.append(f"{line}: {node.arg}={ast.unparse(node.value)}")
-    return found
+                expressions.append(f"{line}: {node.arg}={ast.unparse(node.value)}")
+    return expressions
 
 
 def test_no_module_runs_code_that_was_read() -> None:
-    found = []
+    expressions = []
     for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
-        found += suspicious(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
-    assert found == []
+        expressions += suspicious(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    assert expressions == []
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_text_of_rows_is_never_used_as_a_path(tmp_path: Path) -> None:
     assert str(tmp_path / "sft.jsonl") in opened
     assert not [path for path in opened if "canary" in path]
     run = tmp_path / "run"
-    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path not in expected}
+    new_files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path not in expected}
     models = ["ppo/model", "ppo/value_model", "rm/model", "sft/model"]
     kinds = [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
@@ -489,7 +489,7 @@ def test_text_of_rows_is_never_used_as_a_path(tmp_path: Path) -> None:
     allowed = {"run", *(f"run/{stage}" for stage in CONFIGS), *(f"run/{model}" for model in models)}
     allowed |= {f"run/{model}/{kind}" for model in models for kind in kinds}
     allowed |= {f"run/{stage}/{name}" for stage in CONFIGS for name in stage_files}
-    assert {path for path in made if "__pycache__" not in path} <= allowed
+    assert {path for path in new_files if "__pycache__" not in path} <= allowed
     assert not list(run.glob(".*"))
 
 
@@ -498,12 +498,12 @@ def test_text_of_rows_is_never_used_as_a_path(tmp_path: Path) -> None:
 
 def saved(root: Path, names: dict[str, bytes]) -> Path:
     """A valid checkpoint with these files."""
-    place = checkpoints_directory(root, "sft")
-    place.mkdir(parents=True, exist_ok=True)
-    with new_checkpoint(place, 3) as directory:
+    directory = checkpoints_directory(root, "sft")
+    directory.mkdir(parents=True, exist_ok=True)
+    with new_checkpoint(directory, 3) as checkpoint_directory:
         for name, data in names.items():
-            (directory / name).write_bytes(data)
-    (checkpoint,) = list_checkpoints(place)
+            (checkpoint_directory / name).write_bytes(data)
+    (checkpoint,) = list_checkpoints(directory)
     assert damage_of(checkpoint) is None
     return checkpoint
 
@@ -703,15 +703,15 @@ def in_a_process(*arguments: str, folder: Path) -> str:
 
 def leaks(folder: Path, commands: list[list[str]]) -> list[str]:
     """Commands and files that contain a secret."""
-    found = []
+    leaking = []
     for arguments in commands:
-        said = in_a_process(*arguments, folder=folder)
-        assert said
-        assert "Traceback" not in said
-        found += [" ".join(arguments)] if MARKER in said else []
+        output = in_a_process(*arguments, folder=folder)
+        assert output
+        assert "Traceback" not in output
+        leaking += [" ".join(arguments)] if MARKER in output else []
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 20
-    return found + [str(path) for path in files if MARKER.encode() in path.read_bytes()]
+    return leaking + [str(path) for path in files if MARKER.encode() in path.read_bytes()]
 
 
 @pytest.fixture

@@ -75,12 +75,12 @@ WITHOUT_TORCH = (
 
 
 def modules() -> list[tuple[str, Path]]:
-    found = []
+    named_paths = []
     for package in ("rlhf_cli", "stages"):
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found.append((name.removesuffix(".__init__"), path))
-    return found
+            named_paths.append((name.removesuffix(".__init__"), path))
+    return named_paths
 
 
 def floor(name: str) -> int:
@@ -127,8 +127,8 @@ def answers_at_once(name: str) -> bool:
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if answers_at_once(name)])
 def test_modules_that_must_start_fast_do_not_import_torch(name: str, path: Path) -> None:
     heavy = {"torch", "transformers", "datasets", "numpy"}
-    found = heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
-    assert not found, f"{name} imports {found}"
+    imported_heavy = heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
+    assert not imported_heavy, f"{name} imports {imported_heavy}"
 
 
 def test_every_module_has_a_docstring() -> None:

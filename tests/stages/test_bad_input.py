@@ -281,14 +281,14 @@ def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) 
     (tmp_path / "deep/rows.jsonl").write_text("{}")
     assert data_fingerprint(str(tmp_path)) == before
     assert data_fingerprint(glob) != of_glob
-    found = {before}
+    fingerprints = {before}
     endings = [ending for ending in SUFFIXES if not ending.startswith(".txt")]
     for name in (f"more{ending}" for ending in endings):
         (tmp_path / name).write_text("{}")
-        found.add(data_fingerprint(str(tmp_path)))
+        fingerprints.add(data_fingerprint(str(tmp_path)))
     write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS[1:])
-    found.add(data_fingerprint(str(tmp_path)))
-    assert len(found) == 2 + len(endings)
+    fingerprints.add(data_fingerprint(str(tmp_path)))
+    assert len(fingerprints) == 2 + len(endings)
     assert data_fingerprint("nobody/nothing") == "hub:nobody/nothing@main"
     assert data_fingerprint(str(tmp_path / "gone.jsonl")) == data_fingerprint(str(tmp_path / "gone*")) == "missing"
 
@@ -330,9 +330,9 @@ def ends(*arguments: str) -> str:
 @pytest.mark.parametrize("key", ["score_mean", "score_std"])
 def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: str) -> None:
     path = project / "run/rm/model/config.json"
-    whole = json.loads(path.read_text())
+    config = json.loads(path.read_text())
     for value in (*OTHERS, *((0, 0.0) if key == "score_std" else ())):
-        path.write_text(json.dumps(whole | {key: value}))
+        path.write_text(json.dumps(config | {key: value}))
         if value in (None, 1.5) or value is True or (value == -1 and key == "score_mean"):
             continue
         assert f"config.json says {key}: " in fails(project, "ppo", "--restart"), value
@@ -342,9 +342,9 @@ def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: 
 @pytest.mark.parametrize("name", ["manifest.json", "model/config.json", "model/tokenizer_config.json"])
 def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: str, text: str) -> None:
     (project / "run/sft" / name).write_bytes(text.encode("latin-1"))
-    said = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
+    stderr = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
     if name == "manifest.json":
-        assert "manifest.json: " in said
+        assert "manifest.json: " in stderr
     ends("status", str(project / "run"))
 
 
@@ -352,19 +352,21 @@ def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: st
 def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path, stage: str) -> None:
     """Every value, nested ones included."""
     path = project / "run" / stage / "manifest.json"
-    whole = json.loads(path.read_text())
-    places = [(key,) for key in whole] + [(k, inside) for k, v in whole.items() if isinstance(v, dict) for inside in v]
-    for place in places:
+    manifest = json.loads(path.read_text())
+    key_paths = [(key,) for key in manifest] + [
+        (k, inside) for k, v in manifest.items() if isinstance(v, dict) for inside in v
+    ]
+    for key_path in key_paths:
         for value in OTHERS:
-            spoilt = json.loads(json.dumps(whole))
-            inside = spoilt
-            for key in place[:-1]:
+            spoiled = json.loads(json.dumps(manifest))
+            inside = spoiled
+            for key in key_path[:-1]:
                 inside = inside[key]
-            inside[place[-1]] = value
-            path.write_text(json.dumps(spoilt))
+            inside[key_path[-1]] = value
+            path.write_text(json.dumps(spoiled))
             ends("status", str(project / "run"))
-    for key in whole:
-        path.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+    for key in manifest:
+        path.write_text(json.dumps({k: v for k, v in manifest.items() if k != key}))
         assert "broken" in CliRunner().invoke(app, ["status", str(project / "run")]).stdout or key == "contract"
 
 

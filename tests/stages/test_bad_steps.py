@@ -67,9 +67,9 @@ def poisoned_model(tokenizer, tmp_path_factory) -> Path:
     [token] = tokenizer(TOKEN, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = 1e30
-    place = tmp_path_factory.mktemp("poisoned") / "model"
-    save(model, tokenizer, place)
-    return place
+    directory = tmp_path_factory.mktemp("poisoned") / "model"
+    save(model, tokenizer, directory)
+    return directory
 
 
 def poison(stage: str, rows: list[dict[str, Any]], bad: list[int]) -> list[int]:
@@ -162,7 +162,7 @@ def watched(monkeypatch) -> list[tuple[bool, bool, bool, int]]:
     advance = Stepper.advance
 
     def copies(stepper: Stepper) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        moments = [t for own in stepper.optimizer.state.values() for t in own.values()]
+        moments = [t for state in stepper.optimizer.state.values() for t in state.values()]
         return [p.detach().clone() for p in stepper.model.parameters()], [t.clone() for t in moments]
 
     def changed(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
@@ -180,7 +180,7 @@ def watched(monkeypatch) -> list[tuple[bool, bool, bool, int]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, watched, tmp_path):
-    said = succeed(config_in(stage, tmp_path))
+    output = succeed(config_in(stage, tmp_path))
     rows = step_rows(tmp_path / stage, stage)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS[stage] + 1))
     bad, counted = BAD[stage], 4.0 if stage == "ppo" else 1.0
@@ -227,8 +227,8 @@ def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, w
             assert [row["row"]["answers"][0] for row in batch] == [train[n]["chosen"] for n in numbers]
     findings = [f for row in read_jsonl(tmp_path / stage / "health.jsonl") for f in row["findings"]]
     assert [f["severity"] for f in findings if f["name"] == "bad_step"] == ["warning"]
-    assert said.count("bad_step: ") == 1
-    assert f"{int(counted) * len(bad)} steps were skipped" in said
+    assert output.count("bad_step: ") == 1
+    assert f"{int(counted) * len(bad)} steps were skipped" in output
     for path in (tmp_path / stage).rglob("*.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(path).values()), path
 
@@ -279,8 +279,8 @@ def test_too_many_consecutive_bad_steps_stop_at_the_last_good_checkpoint(stage, 
     assert stops(arguments) == message
     assert (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes() == failed, "not doubled"
 
-    said = succeed(arguments, "--set", "optimizer.max_bad_steps=5")
-    assert f"resuming after step {first - 1}" in said
+    output = succeed(arguments, "--set", "optimizer.max_bad_steps=5")
+    assert f"resuming after step {first - 1}" in output
     assert (tmp_path / f"run/{stage}.failed_batch.jsonl").read_bytes() == failed
     succeed(config_in(stage, tmp_path / "whole"), "--quiet")
     one, two = (crash.outcome(tmp_path / name / stage) for name in ("run", "whole"))
@@ -305,9 +305,9 @@ def test_by_default_the_first_bad_step_stops_the_run(stage, config_in, tmp_path)
 def test_only_consecutive_bad_steps_count(config_in, tmp_path):
     """Four bad steps, in two groups of two."""
     arguments = config_in("sft", tmp_path, bad=[1, 2, 4, 5], optimizer={"max_bad_steps": 3})
-    said = succeed(arguments)
-    assert said.count("bad_step: ") == 2
-    assert "4 steps were skipped" in said
+    output = succeed(arguments)
+    assert output.count("bad_step: ") == 2
+    assert "4 steps were skipped" in output
 
 
 # -------------------------------------------------------------------------------- weights that are not finite
@@ -355,8 +355,8 @@ def test_resuming_between_bad_steps_gives_the_same_bytes(stage, config_in, monke
         (tmp_path / n / f"{stage}.failed_batch.jsonl").read_text().replace(f"/{n}/", "/") for n in ("run", "whole")
     ]
     assert texts[0] == texts[1]
-    said = [one.pop("health.jsonl"), two.pop("health.jsonl")]
-    assert str(said[0]).replace("/run/", "/") == str(said[1]).replace("/whole/", "/")
+    health = [one.pop("health.jsonl"), two.pop("health.jsonl")]
+    assert str(health[0]).replace("/run/", "/") == str(health[1]).replace("/whole/", "/")
     for key, value in one.items():
         if key not in ("manifest.json", "config.yaml"):
             assert value == two[key], key
@@ -418,12 +418,12 @@ def test_a_kill_while_a_batch_is_written_loses_nothing(point, config_in, tmp_pat
 def test_rows_are_appended_once_and_a_partial_row_is_removed(tmp_path):
     path = tmp_path / "rows.jsonl"
     append_new(path, [{"step": 1, "x": "ä"}, {"step": 1, "x": "\ud800"}])
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     append_new(path, [{"step": 1, "x": "ä"}])
-    assert path.read_bytes() == whole
-    path.write_bytes(whole + b'{"step": 2, "x')
+    assert path.read_bytes() == complete
+    path.write_bytes(complete + b'{"step": 2, "x')
     append_new(path, [{"step": 2, "x": float("nan"), "p": Path("p")}])
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(complete)
     assert [
         row["step"] for row in map(json.loads, path.read_bytes().decode("utf-8", "surrogatepass").splitlines())
     ] == [

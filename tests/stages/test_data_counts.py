@@ -123,24 +123,24 @@ def test_data_check_and_the_stage_count_the_same_rows(
         changes["loss"] = "mse"
     config = write_config(stage, tmp_path / "run", **changes)
     PROGRAMS[stage].run(load_config(config, CONFIGS[stage]))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     of_stage: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
     totals: dict[str, int] = {}
-    for _, side, number, total, reason in SKIPPED.findall(said):
+    for _, side, number, total, reason in SKIPPED.findall(output):
         of_stage[side][reason] = int(number.replace(",", ""))
         totals[side] = int(total.replace(",", ""))
     result = CliRunner().invoke(app, ["data", "check", "--config", str(config), "--json"])
-    found = json.loads(result.stdout)["sides"]
+    sides = json.loads(result.stdout)["sides"]
     for side, skipped in of_stage.items():
-        of_check = Counter(found[side]["skipped"])
-        if found[side]["bad"]:
-            of_check["can't be read"] += found[side]["bad"]
-        assert of_check == skipped, said
+        of_check = Counter(sides[side]["skipped"])
+        if sides[side]["bad"]:
+            of_check["can't be read"] += sides[side]["bad"]
+        assert of_check == skipped, output
         if side in totals:
-            assert found[side]["used"] == totals[side] - skipped.total()
-    (used,) = re.findall(r"([\d,]+) (?:training rows|of \d+ tokens on average)", said)
+            assert sides[side]["used"] == totals[side] - skipped.total()
+    (used,) = re.findall(r"([\d,]+) (?:training rows|of \d+ tokens on average)", output)
     if name != "rm labels":
-        assert int(used.replace(",", "")) == found["train"]["used"]
+        assert int(used.replace(",", "")) == sides["train"]["used"]
     assert sum(counts.total() for counts in of_stage.values()) >= 2
     assert (DUPLICATE in of_stage["train"] + of_stage["test"]) is deduplicate
 
@@ -174,18 +174,18 @@ def test_a_warning_names_the_length_that_keeps_95_percent(
         run_loudly("rm", write_config, tmp_path / str(number), **changes)
         return capsys.readouterr().out
 
-    said = run(0, 30)
+    output = run(0, 30)
     (skipped, total, share, used, length) = re.findall(
         r"warning: data.train: (\d+) of (\d+) rows \((\d+) %\) are skipped, (\d+) are used. "
         r"data.max_length: (\d+) would keep 95 %",
-        said,
+        output,
     )[0]
     assert (int(total), int(skipped) + int(used)) == (60, 60)
     assert int(share) == round(100 * int(skipped) / 60)
     kept = {}
     for number, longest in enumerate((int(length), int(length) - 1), start=1):
-        said = run(number, longest)
-        assert "are skipped" not in said, "less than a tenth"
+        output = run(number, longest)
+        assert "are skipped" not in output, "less than a tenth"
         config = load_config(tmp_path / str(number) / "rm/config.yaml", CONFIGS["rm"])
         kept[longest] = len(train_rows(config, make_model))
     assert kept[int(length)] >= math.ceil(0.95 * 60) > kept[int(length) - 1]
@@ -286,9 +286,9 @@ def test_one_line_of_text_that_trains_many_epochs_is_a_warning(
         data={"train": str(path), "test": None, "test_fraction": 0},
         training={"num_steps": 3, "minibatch_size": 4},
     )
-    said = capsys.readouterr().out
-    assert "warning: the run passes 12.0 times over the 1 training row" in said
-    assert "training.num_steps or training.minibatch_size" in said
+    output = capsys.readouterr().out
+    assert "warning: the run passes 12.0 times over the 1 training row" in output
+    assert "training.num_steps or training.minibatch_size" in output
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_more_than_ten_epochs_are_a_warning(
 ) -> None:
     changes = {"model": {"path": "org/model"}, "training": {"num_steps": None, "minibatch_size": 16, **training}}
     config = load_config(write_config("sft", tmp_path, **changes), CONFIGS["sft"])
-    found = warnings(config, config.training.total_steps(rows), rows)  # type: ignore[attr-defined, arg-type]
-    assert (not found) if warned is None else found[0].endswith(warned)
+    messages = warnings(config, config.training.total_steps(rows), rows)  # type: ignore[attr-defined, arg-type]
+    assert (not messages) if warned is None else messages[0].endswith(warned)
 
 
 # --------------------------------------------------------------------------------------- figures with counts
@@ -328,8 +328,8 @@ def test_every_figure_of_rm_is_printed_with_its_number_of_rows(
         evaluation={"num_normalization_samples": 0},
     )
     rm.run(load_config(config, CONFIGS["rm"]))
-    said = capsys.readouterr().out
-    cells = [line.split() for line in said.splitlines() if line.strip().startswith(("eval/", "probe/"))]
+    output = capsys.readouterr().out
+    cells = [line.split() for line in output.splitlines() if line.strip().startswith(("eval/", "probe/"))]
     counts = {row[0]: row[-1] for row in cells}
     assert counts["eval/accuracy"] == counts["eval/accuracy_low95"] == "7"
     assert (counts["probe/tone"], counts["probe/length"]) == ("6", "4")

@@ -62,14 +62,14 @@ def check(name, rows):
         path.parent.mkdir(exist_ok=True)
         rounded = [{key: float(f"{value:.6g}") for key, value in row.items()} for row in kept(rows)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rounded), encoding="utf-8")
-    wanted = read_jsonl(path)
-    assert len(rows) == len(wanted)
-    for found, row in zip(kept(rows), wanted, strict=True):
-        assert found.keys() == row.keys()
+    expected = read_jsonl(path)
+    assert len(rows) == len(expected)
+    for actual, row in zip(kept(rows), expected, strict=True):
+        assert actual.keys() == row.keys()
         wrong = {
-            key: (found[key], value)
+            key: (actual[key], value)
             for key, value in row.items()
-            if found[key] != pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE * 1e-2)
+            if actual[key] != pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE * 1e-2)
         }
         assert not wrong, f"{name}, step {row['step']}: found, kept: {wrong}"
 

@@ -83,14 +83,14 @@ def test_before_the_first_step_ratio_is_one_and_kl_zero(
         )
         return read_jsonl(tmp_path / name / "ppo/metrics.jsonl")
 
-    whole, later = rows_of("whole", minibatch_size=8, ppo_epochs=1)
+    single, later = rows_of("whole", minibatch_size=8, ppo_epochs=1)
     assert later["policy/first_ratio"] == 1.0
     assert later["objective/kl"] != 0.0, "the policy differs from ref_policy by now"
-    assert whole["policy/first_ratio"] == 1.0
-    assert whole["policy/ratio"] == 1.0
-    assert whole["policy/approx_kl"] == 0.0
-    assert whole["objective/kl"] == 0.0
-    assert whole["policy/sampler_gap"] < 1e-5
+    assert single["policy/first_ratio"] == 1.0
+    assert single["policy/ratio"] == 1.0
+    assert single["policy/approx_kl"] == 0.0
+    assert single["objective/kl"] == 0.0
+    assert single["policy/sampler_gap"] < 1e-5
     parts, _ = rows_of("parts", minibatch_size=4, microbatch_size=3, ppo_epochs=2)
     assert parts["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
     assert parts["policy/ratio"] != 1.0, "later steps change the policy"
@@ -105,9 +105,9 @@ def examples(arch, make_model, data):
     """Eight demonstrations of unequal length."""
     tokenizer = load_tokenizer(str(make_model(arch)))
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])[:8]]
-    found = encode_demonstrations(tokenizer, rows, None, learn_all=False)
-    assert len({sum(e.loss_mask) for e in found}) > 3
-    return found
+    encoded = encode_demonstrations(tokenizer, rows, None, learn_all=False)
+    assert len({sum(e.loss_mask) for e in encoded}) > 3
+    return encoded
 
 
 def test_sft_gradient_is_the_token_mean_for_every_cut(policy, plain, examples):
@@ -125,8 +125,8 @@ def test_sft_gradient_is_the_token_mean_for_every_cut(policy, plain, examples):
     loss.backward()
     for budget in BUDGETS:
         model.zero_grad()
-        found = sft_stage._accumulate(model, examples, budget, "float32", ALONE)
-        assert found == pytest.approx(loss.item(), rel=1e-9)
+        actual_loss = sft_stage._accumulate(model, examples, budget, "float32", ALONE)
+        assert actual_loss == pytest.approx(loss.item(), rel=1e-9)
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
 
@@ -141,19 +141,19 @@ def rankings(arch, make_model, data):
     more = [answer for r in preferences[6:12] for answer in (r["chosen"], r["rejected"] + " " + r["chosen"])]
     rows.insert(2, Ranking("please", tuple(more[:3]), "row", margin=0.7))
     rows.append(Ranking("again", tuple(more[3:7]), "row"))
-    found = []
+    items = []
     for row in rows:
         pairs = encode_pairs(tokenizer, [row.prompt] * len(row.answers), list(row.answers), None)
-        found.append(RankedIds([p + a for p, a in pairs], row))
-    return found
+        items.append(RankedIds([p + a for p, a in pairs], row))
+    return items
 
 
 @pytest.fixture(scope="module")
 def classifiers(arch, make_model):
     """A new reward model on packed rows, and the same model as transformers runs it."""
-    made = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5) for _ in range(2)]
-    assert prepare(made[0], CPU) is None
-    return made
+    models = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5) for _ in range(2)]
+    assert prepare(models[0], CPU) is None
+    return models
 
 
 def plain_score(model, ids):
@@ -388,9 +388,9 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = CHAT
-    return own
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = CHAT
+    return with_template
 
 
 @pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:"])
@@ -455,10 +455,10 @@ def test_only_assistant_turns_are_learnt(chat_tokenizer, template):
 
 
 def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
-    own = copy.deepcopy(chat_tokenizer)
-    own.chat_template = CHAT.replace("<eos>", "<end>")
-    (example,) = encode_demonstrations(own, [conversation("please", "we will")], "chat", learn_all=False)
-    assert example.ids[-1] == own.eos_token_id
+    without_eos = copy.deepcopy(chat_tokenizer)
+    without_eos.chat_template = CHAT.replace("<eos>", "<end>")
+    (example,) = encode_demonstrations(without_eos, [conversation("please", "we will")], "chat", learn_all=False)
+    assert example.ids[-1] == without_eos.eos_token_id
     assert example.loss_mask[-1]
 
 
@@ -504,11 +504,11 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     for size in (3, 1, 7):
         config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
         scale = rm_stage.TargetScale(0.0, 1.0)
-        found = rm_stage._evaluate(model, pairs, scale, BUDGETS[-1], config, ALONE)
+        metrics = rm_stage._evaluate(model, pairs, scale, BUDGETS[-1], config, ALONE)
         other = rm_stage._evaluate(model, swapped, scale, BUDGETS[0], config, ALONE)
-        assert found["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
+        assert metrics["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
         assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
-        assert other["eval/margin"] == pytest.approx(-found["eval/margin"], abs=1e-6)
+        assert other["eval/margin"] == pytest.approx(-metrics["eval/margin"], abs=1e-6)
 
 
 def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config, tmp_path):
@@ -528,12 +528,12 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
         longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
     assert 0 < sum(accuracy) < 4
     config = config_of(write_config, "rm", RMConfig, tmp_path)
-    found = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE)
-    assert found["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
-    assert found["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
-    assert found["eval/length_baseline"] == sum(longer) / 4 == 0.25
+    metrics = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE)
+    assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
+    assert metrics["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
+    assert metrics["eval/length_baseline"] == sum(longer) / 4 == 0.25
     low, high = wilson_interval(sum(accuracy), 4)
-    assert (found["eval/accuracy_low95"], found["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
+    assert (metrics["eval/accuracy_low95"], metrics["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 4), (7, 7), (5, 8), (3, 1), (4, 6)])
@@ -541,10 +541,10 @@ def test_every_row_is_used_once_per_epoch(rows, size):
     """[38]"""
     epochs = 12
     seen = [i for step in range(rows * epochs // size) for i in stream(rows, size, step, 0, "test")]
-    whole = [seen[at : at + rows] for at in range(0, len(seen) - rows + 1, rows)]
-    assert len(whole) > 1
-    assert all(sorted(epoch) == list(range(rows)) for epoch in whole)
-    assert rows < 4 or len({tuple(epoch) for epoch in whole}) > 1
+    by_epoch = [seen[at : at + rows] for at in range(0, len(seen) - rows + 1, rows)]
+    assert len(by_epoch) > 1
+    assert all(sorted(epoch) == list(range(rows)) for epoch in by_epoch)
+    assert rows < 4 or len({tuple(epoch) for epoch in by_epoch}) > 1
     assert stream(rows, size, 2, 0, "test") == seen[2 * size : 3 * size]
 
 

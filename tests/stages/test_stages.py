@@ -71,16 +71,16 @@ def function_file(folder, body):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_manifest_lists_every_file_with_its_digest(root, stage):
-    place = root / stage
-    manifest = read_manifest(place)
+    directory = root / stage
+    manifest = read_manifest(directory)
     assert manifest is not None
     assert manifest.stage == stage
-    on_disk = {p.relative_to(place).as_posix() for p in place.rglob("*") if p.is_file()} - {"manifest.json"}
+    on_disk = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()} - {"manifest.json"}
     assert set(manifest.files) == on_disk
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "model/config.json", "model/model.safetensors"} <= on_disk
     assert "model/tokenizer.json" in on_disk
     assert not [name for name in on_disk if name.endswith((".bin", ".pt", ".pkl"))]
-    assert all(digest_file(place / name) == digest for name, digest in manifest.files.items())
+    assert all(digest_file(directory / name) == digest for name, digest in manifest.files.items())
     assert manifest.num_processes == 1
     assert not (root / f".{stage}.partial").exists()
     assert set(manifest.identity["inputs"].values()).isdisjoint({"missing"})
@@ -137,15 +137,15 @@ def test_transformers_loads_the_trained_value_model(root):
 
 
 def test_sft_and_ppo_are_evaluated_on_the_same_prompts(root):
-    found = json.loads((root / "ppo/evaluation.json").read_text())
-    assert found["num_prompts"] == 5
-    assert len(found["examples"]) == 5
+    evaluation = json.loads((root / "ppo/evaluation.json").read_text())
+    assert evaluation["num_prompts"] == 5
+    assert len(evaluation["examples"]) == 5
     for side in ("sft", "ppo"):
-        assert set(found[side]) >= EVALUATION
-        scores = [example[side]["score"] for example in found["examples"]]
-        assert found[side]["score_mean"] == pytest.approx(sum(scores) / 5)
-    assert found["sft"]["kl"] == 0.0
-    assert found["ppo"]["kl"] != 0.0
+        assert set(evaluation[side]) >= EVALUATION
+        scores = [example[side]["score"] for example in evaluation["examples"]]
+        assert evaluation[side]["score_mean"] == pytest.approx(sum(scores) / 5)
+    assert evaluation["sft"]["kl"] == 0.0
+    assert evaluation["ppo"]["kl"] != 0.0
 
 
 def test_the_reward_model_stores_the_mean_and_std_of_sft_scores(root):
@@ -333,8 +333,8 @@ def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
     rewards = function_file(tmp_path, "return [float(row['number']) + 0.25 * row['ended'] for row in rows]")
     policy = {"path": str(pipeline("llama") / "sft")}
     run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
-    found = json.loads((tmp_path / "ppo/evaluation.json").read_text())
-    assert [int(example["ppo"]["score"]) for example in found["examples"]] == [0, 1, 2, 3, 4]
+    evaluation = json.loads((tmp_path / "ppo/evaluation.json").read_text())
+    assert [int(example["ppo"]["score"]) for example in evaluation["examples"]] == [0, 1, 2, 3, 4]
     value = json.loads((tmp_path / "ppo/value_model/config.json").read_text())
     assert value["architectures"] == ["LlamaForSequenceClassification"]
     with pytest.raises(ConfigError, match=r"value_model\.init"):
@@ -343,10 +343,10 @@ def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
 
 def test_the_score_is_the_weighted_sum_of_the_rewards(pipeline, run_stage, tmp_path):
     """2 times the normalized score of a reward model, minus the score of a function."""
-    own = function_file(tmp_path, "return [float(len(r)) for r in responses]")
+    function_reward = function_file(tmp_path, "return [float(len(r)) for r in responses]")
     root = pipeline("llama")
     alone = [{"type": "reward_model", "path": str(root / "rm")}]
-    both = [{**alone[0], "weight": 2.0}, {**own[0], "weight": -1.0}]
+    both = [{**alone[0], "weight": 2.0}, {**function_reward[0], "weight": -1.0}]
     policy = {"path": str(root / "sft")}
     ppo = {"num_iterations": 1}
     run_stage("ppo", tmp_path / "both", policy=policy, rewards=both, ppo=ppo)
@@ -571,9 +571,9 @@ def test_ppo_learns_to_write_a_letter(make_model, run_stage, tmp_path):
     rows = metrics(tmp_path, "ppo")
     first, last = (sum(row["objective/score"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert last > first + 1.5, (first, last)
-    found = json.loads((tmp_path / "ppo/evaluation.json").read_text())
-    assert found["ppo"]["score_mean"] > found["sft"]["score_mean"] + 1.0
-    assert found["ppo"]["kl"] > 0.5
+    evaluation = json.loads((tmp_path / "ppo/evaluation.json").read_text())
+    assert evaluation["ppo"]["score_mean"] > evaluation["sft"]["score_mean"] + 1.0
+    assert evaluation["ppo"]["kl"] > 0.5
 
 
 def test_kl_coef_keeps_the_policy_near_the_reference(make_model, run_stage, tmp_path):
@@ -613,8 +613,8 @@ def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
 
 def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
     """Conversations in a chat template: the prompt ids of a rollout equal those before the learnt answer in SFT."""
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = (
+    chat_tokenizer = copy.deepcopy(tokenizer)
+    chat_tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
@@ -626,9 +626,9 @@ def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
     ]
     demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
     for template in (None, "chat"):
-        examples = encode_demonstrations(own, demonstrations, template, learn_all=False)
-        starts = encode_rows(own, prompts, template)
-        assert starts == encode_rows(own, demonstrations, template)
+        examples = encode_demonstrations(chat_tokenizer, demonstrations, template, learn_all=False)
+        starts = encode_rows(chat_tokenizer, prompts, template)
+        assert starts == encode_rows(chat_tokenizer, demonstrations, template)
         for example, start in zip(examples, starts, strict=True):
             last = len(example.loss_mask) - example.loss_mask[::-1].index(False)
             assert start == example.ids[:last]

@@ -179,7 +179,7 @@ class Attempt:
         self._process.join(seconds)
         if self._process.exitcode is None:
             self._process.kill()
-            raise TimeoutError(f"still running after {seconds} s: {self.said}")
+            raise TimeoutError(f"still running after {seconds} s: {self.output}")
         return self._process.exitcode
 
     def kill_after(self, seconds: float) -> int:
@@ -193,7 +193,7 @@ class Attempt:
         wait_for(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(encoding="utf-8") if self.log.is_file() else ""
 
 
@@ -239,27 +239,27 @@ def _timeless(value: Any) -> Any:
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 
-def outcome(place: Path) -> dict[str, Any]:
+def outcome(directory: Path) -> dict[str, Any]:
     """The content of a finished stage by file: rows and metrics without durations, other files as digests.
 
     Asserts that every file matches its manifest.
     """
-    manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
-    names = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-    found: dict[str, Any] = {}
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    contents: dict[str, Any] = {}
     for name in names:
-        path = place / name
+        path = directory / name
         if name.endswith(".jsonl"):
-            found[name] = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+            contents[name] = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         elif name == "evaluation.json":
-            found[name] = _timeless(json.loads(path.read_text(encoding="utf-8")))
+            contents[name] = _timeless(json.loads(path.read_text(encoding="utf-8")))
         elif name == "manifest.json":
-            found[name] = _timeless({"metrics": manifest["metrics"], "identity": manifest["identity"]})
+            contents[name] = _timeless({"metrics": manifest["metrics"], "identity": manifest["identity"]})
         elif name == "config.yaml":
-            found[name] = re.sub("(?m)^artifacts: .*\n", "", path.read_text(encoding="utf-8"))
+            contents[name] = re.sub("(?m)^artifacts: .*\n", "", path.read_text(encoding="utf-8"))
         else:
-            found[name] = digest_file(path)
+            contents[name] = digest_file(path)
         if name != "manifest.json":
             assert manifest["files"].get(name) == digest_file(path), f"{name} differs from its manifest"
     assert set(manifest["files"]) == set(names) - {"manifest.json"}
-    return found
+    return contents

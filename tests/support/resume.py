@@ -82,11 +82,11 @@ def checkpoints(root: Path, stage: str) -> list[Path]:
 
 def state_of(store: CheckpointStore) -> dict[str, Any]:
     """Copies of the tensors and numbers of every part."""
-    found = {}
+    states = {}
     for name, part in store.parts.items():
         tensors, numbers = part.state()
-        found[name] = ({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(numbers)))
-    return found
+        states[name] = ({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(numbers)))
+    return states
 
 
 def truncate(path: Path) -> None:

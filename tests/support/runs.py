@@ -26,5 +26,5 @@ def run_processes(count, stage, config):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def digests(place):
-    return {p.relative_to(place).as_posix(): digest_file(p) for p in sorted(place.rglob("*")) if p.is_file()}
+def digests(directory):
+    return {p.relative_to(directory).as_posix(): digest_file(p) for p in sorted(directory.rglob("*")) if p.is_file()}

@@ -80,11 +80,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`base` updated by `changes`, mapping by mapping. A value of None sets the key to null."""
-    whole = copy.deepcopy(base)
+    result = copy.deepcopy(base)
     for key, value in changes.items():
-        old = whole.get(key)
-        whole[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return whole
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def encoder(folder, tokenizer, num_labels=1, **settings):

@@ -31,14 +31,14 @@ def contents(out: Path) -> tuple[bytes, bytes]:
 @contextlib.contextmanager
 def failing_after(monkeypatch: pytest.MonkeyPatch, lines: int) -> Iterator[None]:
     """Simulate a crash while line number `lines` is written: half of it is in the file."""
-    whole, written = Output._line, itertools.count()
+    write_line, written = Output._line, itertools.count()
 
     class Died(BaseException):
         pass
 
     def line(self: Output, which: int, values: dict[str, Any]) -> None:
         if next(written) < lines:
-            whole(self, which, values)
+            write_line(self, which, values)
             return
         path = (self.path, self.dropped_path)[which]
         text = json.dumps(values, ensure_ascii=False).encode()

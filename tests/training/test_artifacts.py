@@ -32,13 +32,13 @@ def make(root: Path, text: str = "weights") -> artifacts.Manifest:
 
 def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> None:
     manifest = make(tmp_path)
-    place = artifacts.stage_directory(tmp_path, "sft")
-    assert manifest.files == {"model/model.safetensors": artifacts.digest_file(place / "model/model.safetensors")}
-    assert artifacts.read_manifest(place) == manifest
+    directory = artifacts.stage_directory(tmp_path, "sft")
+    assert manifest.files == {"model/model.safetensors": artifacts.digest_file(directory / "model/model.safetensors")}
+    assert artifacts.read_manifest(directory) == manifest
     assert not artifacts.partial_directory(tmp_path, "sft").exists()
-    assert artifacts.require_stage(tmp_path, "sft") == place
-    assert artifacts.model_directory(str(place)) == str(place / "model")
-    assert artifacts.model_directory(str(place / "model")) == str(place / "model")
+    assert artifacts.require_stage(tmp_path, "sft") == directory
+    assert artifacts.model_directory(str(directory)) == str(directory / "model")
+    assert artifacts.model_directory(str(directory / "model")) == str(directory / "model")
 
 
 def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:

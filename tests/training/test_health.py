@@ -203,9 +203,9 @@ def test_a_first_kl_within_tolerance_and_a_later_one_are_fine() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key: str, value: float) -> None:
     rows = sequence(3, {key: [0.0, value, 0.0]})
-    found = [(i, f) for i, f in findings_of(rows) if f.severity == "stop"]
-    assert [(i, f.name) for i, f in found] == [(2, "not_finite")]
-    assert f"{key} is {value}" in found[0][1].message
+    stops = [(i, f) for i, f in findings_of(rows) if f.severity == "stop"]
+    assert [(i, f.name) for i, f in stops] == [(2, "not_finite")]
+    assert f"{key} is {value}" in stops[0][1].message
 
 
 # ------------------------------------------------------------------------------------------------- warnings
@@ -440,21 +440,21 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
     rng = random.Random(1)
     course = [(0.0, 2.0), (1.0, 3.5), (1.6, 3.8), (2.1, 3.0), (2.3, 2.0)]
     health = new_health()
-    found: list[tuple[int, Finding]] = []
+    findings: list[tuple[int, Finding]] = []
     for k, (score, gold) in enumerate(course):
         values = evaluation(rng, score, gold)
-        found += [(10 * k, f) for f in health.check_evaluation(10 * k, *values)]
+        findings += [(10 * k, f) for f in health.check_evaluation(10 * k, *values)]
         if k == 2:
             best = values
         if k == 3:
             now = values
-    assert [(i, f.name, f.severity) for i, f in found] == [
+    assert [(i, f.name, f.severity) for i, f in findings] == [
         (30, "overoptimisation", "warning"),
         (40, "overoptimisation", "warning"),
     ]
     assert health.check(41, GOOD[-1]) == []
     assert health.line([], GOOD[-1]).startswith("overoptimisation (since iteration 30): ")
-    message = found[0][1].message
+    message = findings[0][1].message
     assert "its best, at iteration 20 " in message
     for column, error in zip((0, 1), ("rose", "fell"), strict=True):
         difference = [a - b for a, b in zip(now[column], best[column], strict=True)]
@@ -483,8 +483,8 @@ def test_evaluations_are_compared_prompt_by_prompt() -> None:
     health = new_health()
     health.check_evaluation(0, level, level)
     scores, golds = ([x + change + rng.gauss(0, 0.1) for x in level] for change in (0.1, -0.1))
-    found = health.check_evaluation(10, scores, golds)
-    assert [f.name for f in found] == ["overoptimisation"]
+    findings = health.check_evaluation(10, scores, golds)
+    assert [f.name for f in findings] == ["overoptimisation"]
 
 
 def test_both_standard_errors_on_both_sides() -> None:
@@ -494,8 +494,8 @@ def test_both_standard_errors_on_both_sides() -> None:
     for rise, fall, expected in [(0.21, -0.31, 1), (0.19, -0.31, 0), (0.21, -0.29, 0)]:
         health = new_health()
         health.check_evaluation(0, [0.0] * 20, [0.0] * 20)
-        found = health.check_evaluation(10, [rise + e for e in noise], [fall + e for e in noise])
-        assert len(found) == expected, (rise, fall)
+        findings = health.check_evaluation(10, [rise + e for e in noise], [fall + e for e in noise])
+        assert len(findings) == expected, (rise, fall)
 
 
 def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
@@ -550,26 +550,26 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
 
     def course(split: int | None) -> list[tuple[int, list[Finding], str]]:
         health = new_health()
-        said = []
+        reports = []
         for i, row in enumerate(rows, 1):
             findings = health.check(i, row)
             if i in evaluations:
                 findings += health.check_evaluation(i, *evaluations[i])
-            said.append((i, findings, health.line(findings, row)))
+            reports.append((i, findings, health.line(findings, row)))
             if i == split:
                 text = json.dumps(health.state_dict(), allow_nan=False)
                 health = new_health()
                 health.load_state_dict(json.loads(text))
-        return said
+        return reports
 
-    whole = course(None)
-    found = {f.name for _, findings, _ in whole for f in findings}
-    assert found >= {
+    unsplit = course(None)
+    names = {f.name for _, findings, _ in unsplit for f in findings}
+    assert names >= {
         "overoptimisation", "length_explains_score", "entropy_collapse", "approx_kl", "empty", "truncated",
         "value_blind", "sampler_gap", "kl_runaway",
     }  # fmt: skip
     for split in range(1, 60):
-        assert course(split) == whole, f"split after iteration {split}"
+        assert course(split) == unsplit, f"split after iteration {split}"
 
 
 def test_a_state_is_a_copy() -> None:
@@ -602,15 +602,15 @@ def test_the_state_does_not_grow_with_the_run() -> None:
 
 
 def everything() -> list[Finding]:
-    found = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
+    findings = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
     free = {"objective/kl_coef": 0.0}
-    found += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
+    findings += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
     stops = {"policy/first_ratio_error": 1.0, "objective/kl": 1.0, "loss/policy": math.nan}
-    found += new_health().check(1, STEADY | stops)
-    found += new_health().check(1, {"policy/first_ratio": 2.0})
+    findings += new_health().check(1, STEADY | stops)
+    findings += new_health().check(1, {"policy/first_ratio": 2.0})
     health = new_health()
     health.check_evaluation(0, [0.0] * 20, [1.0] * 20)
-    return found + health.check_evaluation(10, [1.0] * 20, [0.0] * 20)
+    return findings + health.check_evaluation(10, [1.0] * 20, [0.0] * 20)
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:

@@ -77,10 +77,10 @@ def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]
         stage = case.split()[0]
         if stage == "rm" and not (root / "sft").is_dir():
             shutil.copytree(pipeline("llama") / "sft", root / "sft")
-        own = merged(changes[case], more)
-        if "ptx" in own:
-            own["ptx"]["train"] = str(data["demonstrations"])
-        return [stage, "--config", str(write_config(stage, root, **own))]
+        config = merged(changes[case], more)
+        if "ptx" in config:
+            config["ptx"]["train"] = str(data["demonstrations"])
+        return [stage, "--config", str(write_config(stage, root, **config))]
 
     return prepare
 

@@ -38,8 +38,8 @@ def test_a_signal_lets_the_step_finish_and_saves_it(case, number, code, config_i
     arguments = [*config_in(case, root), "--set", "checkpoints.keep=2"]
     when = f"mkdir .{case}.checkpoints/.step-00000002.writing #1"
     attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(root), signals={when: number}))
-    assert attempt.wait() == code, attempt.said
-    last = attempt.said.strip().splitlines()[-1]
+    assert attempt.wait() == code, attempt.output
+    last = attempt.output.strip().splitlines()[-1]
     name, total = signal.Signals(number).name, STEPS[case]
     assert last.startswith(f"{case}: {name}: stopped after step 3 of {total}, and saved. To resume: "), last
     assert last.endswith(f"rlhf {case} --config '{arguments[2]}' --set checkpoints.keep=2")
@@ -56,9 +56,9 @@ def test_a_second_signal_stops_immediately(config_in, undisturbed, tmp_path):
         "half .sft.partial/metrics.jsonl #4": 2,
     }
     attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(tmp_path), signals=signals))
-    assert attempt.wait() == 130, attempt.said
+    assert attempt.wait() == 130, attempt.output
     assert (
-        attempt.said.strip()
+        attempt.output.strip()
         .splitlines()[-1]
         .startswith("interrupted; finished stages and the last checkpoint are intact")
     )
@@ -73,8 +73,8 @@ def test_a_signal_after_the_last_step_lets_the_stage_finish_and_stops_the_pipeli
     shutil.rmtree(tmp_path / "sft")
     watch = crash.Watch(str(tmp_path), signals={"open .sft.partial/model/config.json #1": signal.SIGINT})
     attempt = crash.Attempt(["pipeline", str(tmp_path)], tmp_path / "log", watch)
-    assert attempt.wait() == 130, attempt.said
-    assert attempt.said.strip().splitlines()[-1] == "sft: SIGINT: the stage had already finished"
+    assert attempt.wait() == 130, attempt.output
+    assert attempt.output.strip().splitlines()[-1] == "sft: SIGINT: the stage had already finished"
     assert not (tmp_path / "rm").exists()
     assert not (tmp_path / ".rm.partial").exists()
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
@@ -95,9 +95,9 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, undisturbed, tm
     for more in ([], ["--restart"]):
         second = crash.Attempt([*arguments, *more], tmp_path / "second")
         assert second.wait() == 2
-        assert f"process {first.pid} on {socket.gethostname()}" in second.said
-        assert "is writing its sft stage. Wait for it, stop it, or set another `artifacts`" in second.said
-        assert len(second.said.strip().splitlines()) == 1
+        assert f"process {first.pid} on {socket.gethostname()}" in second.output
+        assert "is writing its sft stage. Wait for it, stop it, or set another `artifacts`" in second.output
+        assert len(second.output.strip().splitlines()) == 1
     assert f"process {first.pid} on {socket.gethostname()}" in refused(arguments)
     assert before == {path: digest_file(path) for path in tmp_path.rglob("*.safetensors")}
     assert f"running (process {first.pid} on {socket.gethostname()}" in status(tmp_path)
@@ -146,20 +146,20 @@ def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
     """A function: size -> a file system of that size. The test is skipped if none can be mounted."""
-    places: list[Path] = []
+    mounted: list[Path] = []
 
     def mount(size: str) -> Path:
-        place = tmp_path / f"disk{len(places)}"
-        place.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)], check=False)
-        if done.returncode:
+        disk = tmp_path / f"disk{len(mounted)}"
+        disk.mkdir()
+        process = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)], check=False)
+        if process.returncode:
             pytest.skip("no file system can be mounted here")
-        places.append(place)
-        return place
+        mounted.append(disk)
+        return disk
 
     yield mount
-    for place in places:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    for disk in mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, undisturbed):
@@ -379,10 +379,10 @@ def test_out_of_memory_names_the_allocation_and_the_key_to_lower(error, stopped,
     assert "out of memory" in message
     assert "3 rows of at most 96 tokens" in message
     assert "Lower training.tokens_per_microbatch below 288" in message
-    said = succeed(arguments, "--set", "training.tokens_per_microbatch=100")
-    assert "resuming with a different training.tokens_per_microbatch" in said
-    assert "at most 100 tokens per microbatch" in said
-    assert "resuming after step 4" in said
+    output = succeed(arguments, "--set", "training.tokens_per_microbatch=100")
+    assert "resuming with a different training.tokens_per_microbatch" in output
+    assert "at most 100 tokens per microbatch" in output
+    assert "resuming after step 4" in output
 
 
 def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):

@@ -46,22 +46,22 @@ def test_resume_after_a_kill_at_any_moment_gives_the_same_bytes(case, config_in,
     assert crash.Attempt(config_in(case, tmp_path / "whole", **often), tmp_path / "log").wait() == 0
     started = time.monotonic()
     assert crash.Attempt([*config_in(case, tmp_path / "whole"), "--restart"], tmp_path / "log").wait() == 0
-    whole = time.monotonic() - started
+    duration = time.monotonic() - started
     while kills < KILLS:
         root, runs = tmp_path / f"run{runs}", runs + 1
         arguments = config_in(case, root, **often)
         for _ in range(40):
             attempt = crash.Attempt(arguments, tmp_path / "log")
-            code = attempt.kill_after(draw.uniform(0.05, 1) * whole)
+            code = attempt.kill_after(draw.uniform(0.05, 1) * duration)
             if code == 0:
                 break
-            assert code == crash.KILLED, attempt.said
+            assert code == crash.KILLED, attempt.output
             kills += 1
         else:
             succeed(arguments)
-        found = crash.outcome(root / case)
-        assert found.pop("config.yaml")
-        same(found, {name: value for name, value in undisturbed(case).items() if name != "config.yaml"})
+        actual = crash.outcome(root / case)
+        assert actual.pop("config.yaml")
+        same(actual, {name: value for name, value in undisturbed(case).items() if name != "config.yaml"})
         assert {path.name for path in root.iterdir()} <= {"sft", case, "sft.yaml", f"{case}.yaml"}
         shutil.rmtree(root)
     print(f"{case}: {kills} kills in {runs} runs, all equal")
@@ -114,17 +114,17 @@ def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, 
         record = None if label is not None else str(tmp_path / "points")
         watch = crash.Watch(str(root), record, {label: signal.SIGKILL} if label is not None else {})
         started = crash.Attempt([part.replace(str(arranged), str(root)) for part in first], tmp_path / "log", watch)
-        return started.wait(), started.said
+        return started.wait(), started.output
 
-    code, said = attempt(None)
-    assert code == 0, said
+    code, output = attempt(None)
+    assert code == 0, output
     points = (tmp_path / "points").read_text().splitlines()
     assert len(set(points)) == len(points) > 20
     chosen = points if ALL else points[len(points) % 7 :: 7]
     root = tmp_path / "run"
     for point in chosen:
-        code, said = attempt(point)
-        assert code == crash.KILLED, f"{point}: {said}"
+        code, output = attempt(point)
+        assert code == crash.KILLED, f"{point}: {output}"
         status(root)
         if before is not None:
             artifacts.require_stage(root, case)
@@ -153,9 +153,9 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
 
     def config(name: str) -> list[str]:
         arguments = config_in("ppo", tmp_path / name, **changes, checkpoints={"every_steps": None})
-        whole = yaml.safe_load(Path(arguments[2]).read_text())
-        whole["rewards"].append({"type": "function", "function": f"{judge}:seen", "weight": 0.0})
-        Path(arguments[2]).write_text(yaml.safe_dump(whole))
+        settings = yaml.safe_load(Path(arguments[2]).read_text())
+        settings["rewards"].append({"type": "function", "function": f"{judge}:seen", "weight": 0.0})
+        Path(arguments[2]).write_text(yaml.safe_dump(settings))
         return arguments
 
     def run_on_two(arguments: list[str], *, stop: bool) -> None:

@@ -135,32 +135,32 @@ class Counter:
 def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(60) and save_file(*args))
-    counter, whole = Counter(), CheckpointStore(tmp_path, keep=2, writes=True)
-    whole.parts = {"counter": counter}
-    whole.save(1)
+    counter, store = Counter(), CheckpointStore(tmp_path, keep=2, writes=True)
+    store.parts = {"counter": counter}
+    store.save(1)
     counter.count += 1
-    second = threading.Thread(target=whole.save, args=(2,))
+    second = threading.Thread(target=store.save, args=(2,))
     second.start()
     second.join(0.2)
     assert second.is_alive(), "two at a time would fill the memory"
     assert checkpoint_files.list_checkpoints(tmp_path) == []
     goes_on.set()
     second.join()
-    whole.wait()
+    store.wait()
     for step, path in enumerate(checkpoint_files.list_checkpoints(tmp_path), 1):
-        assert whole.restore(path) == step
+        assert store.restore(path) == step
         assert counter.count.tolist() == [step - 1] * 3
 
 
 def test_a_failed_checkpoint_is_reported_at_the_next_one(tmp_path, monkeypatch):
-    whole = CheckpointStore(tmp_path, keep=2, writes=True)
-    for error, told in ((OSError(28, "No space left"), ArtifactError), (ValueError("a bug"), ValueError)):
+    store = CheckpointStore(tmp_path, keep=2, writes=True)
+    for error, expected in ((OSError(28, "No space left"), ArtifactError), (ValueError("a bug"), ValueError)):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "save_file", lambda *_, error=error: (_ for _ in ()).throw(error))
-            whole.save(1)
-            with pytest.raises(told):
-                whole.save(2)
-    whole.wait()
+            store.save(1)
+            with pytest.raises(expected):
+                store.save(2)
+    store.wait()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,8 +214,8 @@ def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
         rows = {".sft.partial/metrics.jsonl", ".sft.partial/samples.jsonl", ".sft.partial"}
         synced({*files, folder, *rows}, folder, after="half .sft.partial/metrics.jsonl")
         assert "fsync .sft.checkpoints" in points[points.index(f"rename {folder}") :]
-    made = json.loads((root / "sft/manifest.json").read_text())["files"]
-    files = {f".sft.partial/{name}" for name in [*made, "manifest.json"]}
+    manifest_files = json.loads((root / "sft/manifest.json").read_text())["files"]
+    files = {f".sft.partial/{name}" for name in [*manifest_files, "manifest.json"]}
     synced({*files, ".sft.partial", ".sft.partial/model"}, ".sft.partial", after="open .sft.partial/manifest.json")
     after = points[points.index("rename .sft.partial") :]
     assert after.index("fsync ") < after.index("rmdir .sft.checkpoints")
@@ -225,9 +225,9 @@ def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
 
 
 def flip_a_bit(path: Path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 3] ^= 4
-    path.write_bytes(whole)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
 
 
 DAMAGES = {"truncated": truncate, "flipped": flip_a_bit, "missing": Path.unlink, "empty": lambda p: os.truncate(p, 0)}
@@ -239,11 +239,11 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(name, damage
     arguments = stopped("sft", tmp_path)
     before, newest = checkpoints(tmp_path, "sft")
     DAMAGES[damage](newest / name)
-    said = succeed(arguments)
-    assert f"warning: {newest}: cannot be used, " in said
+    output = succeed(arguments)
+    assert f"warning: {newest}: cannot be used, " in output
     # A flipped bit in the manifest may change the digest of another file.
-    assert name in said or (name, damage) == ("manifest.json", "flipped")
-    assert f"resuming after step 2 of 6, from {before}" in said
+    assert name in output or (name, damage) == ("manifest.json", "flipped")
+    assert f"resuming after step 2 of 6, from {before}" in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -253,14 +253,14 @@ def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
     newest = checkpoints(tmp_path, "sft")[-1]
     assert checkpoint_files.damage_of(newest) is None
     for name in ("manifest.json", "numbers.json"):
-        whole = (newest / name).read_bytes()
-        for number in range(len(whole)):
+        content = (newest / name).read_bytes()
+        for number in range(len(content)):
             for bit in (0, 5):
-                spoilt = bytearray(whole)
-                spoilt[number] ^= 1 << bit
-                (newest / name).write_bytes(spoilt)
+                damaged = bytearray(content)
+                damaged[number] ^= 1 << bit
+                (newest / name).write_bytes(damaged)
                 assert checkpoint_files.damage_of(newest) is not None, (name, number, bit)
-        (newest / name).write_bytes(whole)
+        (newest / name).write_bytes(content)
     (newest / "more").write_text("")
     assert checkpoint_files.damage_of(newest) is not None
     (newest / "more").unlink()
@@ -288,9 +288,9 @@ def test_a_run_with_only_damaged_checkpoints_starts_over(case, stopped, undistur
     (partial / "model/.tmpLeftover").write_text("of a save that was cut off")
     for path in checkpoints(tmp_path, case):
         truncate(path / "state.safetensors")
-    said = succeed(arguments)
-    assert said.count("cannot be used, state.safetensors was modified") == 2
-    assert "starting over" in said
+    output = succeed(arguments)
+    assert output.count("cannot be used, state.safetensors was modified") == 2
+    assert "starting over" in output
     same(crash.outcome(tmp_path / case), undisturbed(case))
 
 
@@ -315,17 +315,17 @@ def test_a_checkpoint_with_missing_metrics_rows_is_reported(gone, stopped, undis
     arguments = stopped("sft", tmp_path)
     path = tmp_path / ".sft.partial" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    said = succeed(arguments)
-    assert "resuming" not in said
+    output = succeed(arguments)
+    assert "resuming" not in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     truncate(tmp_path / ".sft.checkpoints/run.json")
-    said = succeed(arguments)
-    assert "run.json: cannot be read" in said
-    assert "starting over" in said
+    output = succeed(arguments)
+    assert "run.json: cannot be read" in output
+    assert "starting over" in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
@@ -373,8 +373,8 @@ def test_changed_data_is_refused(stopped, data, tmp_path):
 )
 def test_more_steps_and_other_logging_are_accepted(case, overrides, stopped, tmp_path):
     arguments = stopped(case, tmp_path)
-    said = succeed(arguments, *(part for text in overrides for part in ("--set", text)))
-    assert "resuming with a different " in said
+    output = succeed(arguments, *(part for text in overrides for part in ("--set", text)))
+    assert "resuming with a different " in output
     main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[case]
     total = {"sft": 8, "rm": 8, "ppo": 5}[case]
     rows = [row["step"] for row in read_jsonl(tmp_path / case / "metrics.jsonl") if main in row]
@@ -404,9 +404,9 @@ def test_fewer_steps_than_completed_are_refused(stopped, undisturbed, tmp_path):
 
 def test_restart_reports_what_it_discards(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
-    said = succeed(arguments, "--restart")
-    assert f"--restart: discarding an unfinished run (2 checkpoints, the last {checkpoints_name(tmp_path)})" in said
-    assert "resuming" not in said
+    output = succeed(arguments, "--restart")
+    assert f"--restart: discarding an unfinished run (2 checkpoints, the last {checkpoints_name(tmp_path)})" in output
+    assert "resuming" not in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
