@@ -54,6 +54,18 @@ def command(*arguments: str) -> str:
     return f"{program()} {shlex.join(arguments)}"
 
 
+def install_extra(extra: str, package: str) -> str:
+    """The command that installs an extra: from the checkout if this is one, else the package behind the extra.
+
+    `rlhf-cli` itself is on no package index, so `pip install 'rlhf-cli[lora]'` would not find it.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file():
+        place = _from_here(checkout)
+        return f"{python()} -m pip install -e {shlex.quote(f'{place}[{extra}]')}"
+    return f"{python()} -m pip install {package}"
+
+
 def set_options(overrides: Sequence[str]) -> list[str]:
     """The `--set` options that give these overrides.
 

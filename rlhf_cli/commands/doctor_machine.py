@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_cli.commands.doctor_text import Line, size
+from rlhf_cli.program import install_extra
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def packages(requirements: Sequence[str]) -> Iterator[Line]:
                     "problem", name, f"not installed, {specifier} is required. Run: pip install '{name}{specifier}'"
                 )
             else:
-                others.append(f"{name} not installed (needed for adapters, extra lora)")
+                others.append(f"{name} not installed (for LoRA: {install_extra('lora', name)})")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield Line(

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import scalar_heads
+from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import seeded
 
 
@@ -29,7 +30,8 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
     try:
         import peft
     except ImportError:
-        raise ConfigError(f"{key}: needs the package peft. Install it: pip install 'rlhf-cli[lora]'") from None
+        install = install_extra("lora", "peft")
+        raise ConfigError(f"{key}: needs the package peft (extra lora). Install it: {install}") from None
     heads = {id(head) for head in scalar_heads(model)}
     lora = peft.LoraConfig(
         r=config.r,

@@ -23,6 +23,7 @@ from rlhf_cli.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.cli import app
 from rlhf_cli.commands import doctor_artifacts, doctor_machine
 from rlhf_cli.commands.doctor_text import Line, size
+from rlhf_cli.program import install_extra
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, new_checkpoint
 from rlhf_cli.training.lock import Lock
 from support.paths import ROOT
@@ -161,7 +162,7 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
     assert lines["torch"].text == f"{torch.__version__} is installed, >=999 is required. Run: pip install 'torch>=999'"
     assert "pip install 'no-such-package-as-this>=1.5'" in lines["no-such-package-as-this"].text
     assert lines["packages"].text.startswith(
-        "missing-but-optional not installed (needed for adapters, extra lora), typer "
+        f"missing-but-optional not installed (for LoRA: {install_extra('lora', 'missing-but-optional')}), typer "
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import program
+from support.paths import ROOT
 
 
 @pytest.fixture
@@ -73,3 +74,15 @@ def test_uv_run(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_of_this_environment_starts() -> None:
     done = subprocess.run(program.command("--version"), shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_extra_is_installed_from_the_checkout_or_as_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    monkeypatch.chdir(ROOT)
+    assert program.install_extra("lora", "peft").endswith("-m pip install -e '.[lora]'")
+    monkeypatch.chdir(tmp_path)
+    assert program.install_extra("lora", "peft").endswith(f"-m pip install -e '{ROOT}[lora]'")
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "site-packages" / "rlhf_cli" / "program.py"))
+    assert program.install_extra("lora", "peft").endswith("-m pip install peft")

@@ -215,7 +215,9 @@ def test_lora_without_peft_names_the_package_to_install(start, make_model, monke
     with pytest.raises(ConfigError) as error:
         with start(policy={"path": str(make_model("llama")), "lora": {}}):
             pass
-    assert str(error.value) == "policy.lora: needs the package peft. Install it: pip install 'rlhf-cli[lora]'"
+    assert str(error.value).startswith("policy.lora: needs the package peft (extra lora). Install it: ")
+    assert "-m pip install -e '.[lora]'" in str(error.value)
+    assert "rlhf-cli[lora]" not in str(error.value), "that name is on no package index"
 
 
 @pytest.mark.parametrize(
