@@ -1,35 +1,40 @@
-"""`rlhf rm serve`: a reward model behind an HTTP endpoint, so that one machine can judge for another.
+"""`rlhf rm serve`: a reward model behind an HTTP endpoint, so that other machines can use it.
 
     POST /get_reward (or /)  {"query": [text, ...], "prompts": [...], "ended": [...]}  ->  {"rewards": [number, ...]}
     GET  /health             {"status": "ok"}
 
-It is what `type: http` of a PPO config asks (docs/rewards.md), and answers OpenRLHF's clients too. The server is the
-standard library's: there is one endpoint, the model is asked for one request at a time, and what a web framework
-would bring beside that is not needed. It is made for one's own machines: where strangers can reach it, put a proxy
-with TLS and limits of its own before it.
+`type: http` of a PPO config posts to it (docs/rewards.md), and so do OpenRLHF's clients. Starlette routes, uvicorn
+speaks HTTP, one thread runs the model. The server is meant for your own machines. To expose it to others, put a
+proxy with TLS and rate limits in front of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
 import signal
 import socket
-import socketserver
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from rlhf_cli.artifacts import MANIFEST
+from rlhf_cli.commands.serve_connection import DRAIN_S, Connection, in_thread
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 
@@ -39,215 +44,222 @@ if TYPE_CHECKING:
 PATHS = ("/", "/get_reward")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_WAITING = 32
-"""Requests that are read or wait for the model at once; one more is told to come again."""
+"""Maximum requests that are being read or wait for the model. Further ones are answered 503."""
+BACKLOG = 128
+"""Connections that the system keeps until they are accepted."""
 IDLE_S = 60.0
 """Seconds without a byte after which a connection is closed."""
 LAST_REQUESTS_S = 30.0
-"""Seconds that requests under way get to end when the server is stopped."""
-DRAIN_S = 2.0
+"""Seconds that running requests may take to finish when the server stops."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served, and where."""
+    """What to serve, and where."""
 
     model: str
     """A model directory or hub id, a finished `rm` stage, or an artifact root with one."""
     host: str = "127.0.0.1"
     port: int = 5000
-    """0 takes a free one."""
+    """0 picks a free port."""
     token_env: str | None = None
-    """The environment variable that holds the token that a request must bring."""
+    """The environment variable with the token that requests must bring."""
     max_batch: int = 1024
-    """Texts of one request."""
+    """Maximum texts in a request."""
     raw: bool = False
-    """Scores as the model gives them, and not by the stored mean and standard deviation."""
+    """Return scores without normalizing them by the stored mean and standard deviation."""
     label: str | None = None
     probability: bool = False
     template: str | None = None
     device: str = "auto"
 
 
+# ------------------------------------------------------------------------------------------- answers
+
+
+class JSONLine(Response):
+    """An answer of one line of JSON."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None):
+        super().__init__(json.dumps(value).encode() + b"\n", status, headers)
+
+
+class Refusal(JSONLine):
+    """An error that is sent before the body was read; then the connection is closed."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
+        super().__init__({"error": message}, status, {"Connection": "close", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class BadRequestError(Exception):
-    """What is wrong with a request, in one line, and the status that says so."""
+    """What is wrong with a request, on one line, and the status to answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
 
 
-class Server(ThreadingHTTPServer):
-    """The endpoint of one reward model: a thread a connection, and one of them at the model."""
+# ------------------------------------------------------------------------------------------- the server
 
-    daemon_threads = True
-    request_queue_size = 128  # connections that wait to be accepted; the library's 5 would reset the others
 
-    def __init__(self, host: str, port: int, source: RewardModel, *, token: str | None, max_batch: int):
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.source, self.token, self.max_batch = source, token, max_batch
-        self.model_lock = threading.Lock()
-        self.places = threading.BoundedSemaphore(MAX_WAITING)
-        super().__init__((host, port), Handler)
+class RewardServer:
+    """The endpoint of one reward model, bound to its port. `run` serves until `stop`, and can run in any thread."""
 
-    def server_bind(self) -> None:
-        # Without the look-up of the host's full name, which can take seconds and which nothing here needs.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
+        self.listener, self.source, self.token, self.max_batch = listener, source, token, max_batch
+        self.host, self.port = listener.getsockname()[:2]
+        self.num_requests = 0
+        """Requests that are being read or wait for the model."""
+        self._model_lock = asyncio.Lock()
+        app = Starlette(
+            routes=[Route("/health", health), Route("/{path:path}", self.get_reward, methods=["POST"])],
+            exception_handlers={HTTPException: unknown_route},
+        )
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # print nothing that a client sends
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(IDLE_S),
+            timeout_graceful_shutdown=int(LAST_REQUESTS_S),
+        )
+        self._uvicorn = uvicorn.Server(config)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """A connection that broke is nobody's fault; anything else is ours, and the server goes on."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+    def run(self) -> None:
+        """Serve until `stop`, then finish the running requests."""
+        self._uvicorn.run(sockets=[self.listener])
+
+    def stop(self) -> None:
+        """Let `run` return; may be called from another thread."""
+        self._uvicorn.should_exit = True
+
+    async def get_reward(self, request: Request) -> Response:
+        """Check a request before reading its body, then score it."""
+        try:
+            self._require_token(request)
+            if request.url.path not in PATHS:
+                raise BadRequestError(404, "unknown path. There are GET /health and POST /get_reward")
+            length = content_length(request)
+        except BadRequestError as error:
+            return Refusal(error.status, str(error), {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+        if self.num_requests >= MAX_WAITING:
+            return Refusal(503, f"{MAX_WAITING} requests are waiting", {"Retry-After": "1"})
+        self.num_requests += 1
+        try:
+            return await self._answer(request, length)
+        finally:
+            self.num_requests -= 1
+
+    async def _answer(self, request: Request, length: int) -> Response:
+        try:
+            texts = parse_request(await read_body(request), length, self.max_batch)
+            async with self._model_lock:
+                return JSONLine({"rewards": await in_thread(lambda: self.rewards(*texts))})
+        except TimeoutError:
+            return Refusal(408, f"no byte of the body arrived for {IDLE_S:g} s")
+        except BadRequestError as error:
+            return JSONLine({"error": str(error)}, error.status)
+        except RewardError as error:
+            return JSONLine({"error": str(error)}, 500)
+        except Exception as error:
+            # For example out of memory: the next request may be smaller, so the server continues.
             traceback.print_exc()
+            return JSONLine({"error": f"the model failed ({type(error).__name__}); see the server's log"}, 500)
+
+    def _require_token(self, request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        if self.token is not None and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            raise BadRequestError(401, "the token is missing or wrong. Send it as Authorization: Bearer TOKEN")
 
     def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
-        """The model's scores of prompts and responses, one batch at a time."""
+        """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
         from rlhf_cli.rewards.base import Samples
 
         if not queries:
             return []
-        # A query is prompt and response; without its prompt it is a response to nothing.
         pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
         before, responses = map(list, zip(*pairs, strict=True))
-        judged = Samples(before, responses, [], [], ended, [{} for _ in queries])
-        with self.model_lock:
-            found: list[float] = self.source.score(judged).tolist()
-        return found
-
-    def finish(self) -> None:
-        """Stop, when the requests under way are answered, or a while after."""
-        self.shutdown()
-        until = time.monotonic() + LAST_REQUESTS_S
-        for _ in range(MAX_WAITING):
-            self.places.acquire(timeout=max(0.0, until - time.monotonic()))
-        self.server_close()
+        scores: list[float] = self.source.score(
+            Samples(before, responses, [], [], ended, [{} for _ in queries])
+        ).tolist()
+        return scores
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection; every answer is JSON in one line."""
-
-    server: Server
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "rlhf", ""
-    timeout = IDLE_S
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._reply(200, {"status": "ok"})
-        else:
-            self.send_error(404, "there are GET /health and POST /get_reward")
-
-    def do_POST(self) -> None:
-        try:
-            self._require_token()
-            if self.path not in PATHS:
-                raise BadRequestError(404, "there are GET /health and POST /get_reward")
-            length = self._length()
-        except BadRequestError as error:
-            challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-            self._refuse(error.status, str(error), challenge)
-            return
-        if not self.server.places.acquire(blocking=False):
-            self._refuse(503, f"{MAX_WAITING} requests are under way", {"Retry-After": "1"})
-            return
-        try:
-            self._judge(length)
-        finally:
-            self.server.places.release()
-
-    def _judge(self, length: int) -> None:
-        """Read the body and answer it."""
-        body = self.rfile.read(length)
-        try:
-            request = read_request(body, length, self.server.max_batch)
-            rewards = self.server.rewards(*request)
-        except BadRequestError as error:
-            self._reply(error.status, {"error": str(error)})
-        except RewardError as error:
-            self._reply(500, {"error": str(error)})
-        except Exception as error:
-            # Out of memory, say: told here and there, and the next request may be a smaller one.
-            traceback.print_exc()
-            self._reply(500, {"error": f"the model fails ({type(error).__name__}), the server's own log says more"})
-        else:
-            self._reply(200, {"rewards": rewards})
-
-    def _require_token(self) -> None:
-        token = self.server.token
-        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise BadRequestError(401, "the token is missing or wrong. Send it as Authorization: Bearer TOKEN")
-
-    def _length(self) -> int:
-        """How many bytes of a body follow."""
-        lengths = self.headers.get_all("Content-Length", [])
-        text = lengths[0] if len(lengths) == 1 and "Transfer-Encoding" not in self.headers else ""
-        if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise BadRequestError(411, "one Content-Length is needed")
-        if int(text) > MAX_BODY_BYTES:
-            raise BadRequestError(413, f"{text} bytes, at most {MAX_BODY_BYTES} are read. Send fewer texts at once")
-        return int(text)
-
-    def _reply(self, status: int, value: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(value).encode() + b"\n"
-        self.send_response(status)
-        for name, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }.items():
-            self.send_header(name, text)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _refuse(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        """Answer before the body is read, and close."""
-        self.close_connection = True
-        self._reply(status, {"error": message}, headers)
-        # What is still being sent is let in for a moment: a connection that is reset loses the answer.
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(DRAIN_S)
-            until = time.monotonic() + DRAIN_S
-            while time.monotonic() < until and self.connection.recv(65536):
-                pass
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """What the standard library refuses (no HTTP, headers too long, another method), as ours is said."""
-        self.close_connection = True
-        self.request_version = self.protocol_version  # what is no HTTP is answered in HTTP all the same
-        self._reply(code, {"error": message or "not understood"})
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing of what a client sends is printed."""
+async def health(_request: Request) -> Response:
+    """Say that the server runs."""
+    return JSONLine({"status": "ok"})
 
 
-def read_request(body: bytes, length: int, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
-    """(queries, prompts, whether each ended) of a request's body; raises BadRequestError.
+async def unknown_route(_request: Request, error: Exception) -> Response:
+    """Answer a path or method that no route takes."""
+    assert isinstance(error, HTTPException)
+    return Refusal(error.status_code, "unknown path or method. There are GET /health and POST /get_reward")
 
-    >>> read_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 45, 8)
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+def content_length(request: Request) -> int:
+    """The length of the body that follows; raises BadRequestError without a valid one."""
+    text = request.headers.get("Content-Length", "")
+    if not text or "Transfer-Encoding" in request.headers:
+        raise BadRequestError(411, "a Content-Length is required")
+    if int(text) > MAX_BODY_BYTES:  # h11 accepts digits only
+        raise BadRequestError(413, f"the body has {text} bytes, at most {MAX_BODY_BYTES} are read. Send fewer texts")
+    return int(text)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body; raises TimeoutError when no byte arrives for IDLE_S seconds."""
+    body = bytearray()
+    pieces = aiter(request.stream())
+    with contextlib.suppress(StopAsyncIteration, ClientDisconnect):
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                body += await anext(pieces)
+    return bytes(body)
+
+
+def parse_request(body: bytes, length: int, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
+    """(queries, prompts, whether each response ended) from a request's body; raises BadRequestError.
+
+    >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 45, 8)
     (['Hi! Hello.'], ['Hi!'], [True])
     """
     if len(body) < length:
-        raise BadRequestError(400, f"{len(body)} of {length} bytes came")
+        raise BadRequestError(400, f"the body ended after {len(body)} of {length} bytes")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        raise BadRequestError(400, "the body is no JSON") from None
+        raise BadRequestError(400, "the body is not JSON") from None
     if not isinstance(value, dict) or "query" not in value:
-        raise BadRequestError(400, 'an object with a list "query" is needed')
+        raise BadRequestError(400, 'the body must be an object with a list "query"')
     queries = value["query"]
     if not isinstance(queries, list):
         raise BadRequestError(400, '"query" must be a list of texts')
     if len(queries) > max_batch:
-        raise BadRequestError(413, f"{len(queries)} texts, at most {max_batch} are scored at once. Send fewer")
+        raise BadRequestError(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
 
-    def checked(key: str, default: Any, kind: Callable[[Any], bool], name: str) -> list[Any]:
+    def checked(key: str, default: Any, is_valid: Callable[[Any], bool], name: str) -> list[Any]:
         items = value.get(key)
         items = [default] * len(queries) if items is None else items
-        if not isinstance(items, list) or len(items) != len(queries) or not all(map(kind, items)):
-            raise BadRequestError(400, f'"{key}" must be a list of {name}, one for each of "query"')
+        if not isinstance(items, list) or len(items) != len(queries) or not all(map(is_valid, items)):
+            raise BadRequestError(400, f'"{key}" must be a list of {name}, one for each item of "query"')
         return items
 
     return (
@@ -258,7 +270,7 @@ def read_request(body: bytes, length: int, max_batch: int) -> tuple[list[str], l
 
 
 def is_text(value: Any) -> bool:
-    """Is it text that a tokenizer can read, without half a character (a lone surrogate)?"""
+    """Is it text that a tokenizer can read, without lone surrogates?"""
     if not isinstance(value, str):
         return False
     with contextlib.suppress(UnicodeEncodeError):
@@ -267,40 +279,45 @@ def is_text(value: Any) -> bool:
     return False
 
 
-def start(settings: Settings) -> Server:
-    """The server of a reward model, bound to its port.
+# ------------------------------------------------------------------------------------------- the command
 
-    Raises ConfigError where it could be reached from elsewhere without a token, or the port can't be had.
+
+def start(settings: Settings) -> RewardServer:
+    """Load the reward model and bind its port.
+
+    Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
     """
     from rlhf_cli.http_client import is_loopback, key_from_environment
     from rlhf_cli.rewards.models import load_reward_source
     from rlhf_cli.training import distributed
 
-    host, port, variable = settings.host, settings.port, settings.token_env
+    host, variable = settings.host, settings.token_env
     token = key_from_environment(variable, "--token-env") if variable is not None else None
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"--host {host}: others could ask this model without a token. Name the environment variable that holds "
-            "one with --token-env, or stay on 127.0.0.1"
+            f"--host {host}: other machines could use this model without a token. Name the environment variable with "
+            "a token in --token-env, or use --host 127.0.0.1"
         )
-    place = Path(settings.model)
-    path = str(place / "rm") if (place / "rm" / MANIFEST).is_file() else settings.model
+    directory = Path(settings.model)
+    path = str(directory / "rm") if (directory / "rm" / MANIFEST).is_file() else settings.model
     device = distributed.start(settings.device).device
     reward = as_reward(settings, path)
     source, notes = load_reward_source(reward, path, None, device, "auto", name=settings.model, key="--model")
     for note in notes:
         print(note, file=sys.stderr)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return Server(host, port, source, token=token, max_batch=settings.max_batch)
+        listener = socket.create_server((host, settings.port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"--host {host} --port {port}: can't be served at ({reason}). Give another") from None
+        raise ConfigError(f"--host {host} --port {settings.port}: cannot be bound ({reason}). Choose another") from None
+    return RewardServer(listener, source, token=token, max_batch=settings.max_batch)
 
 
 def as_reward(settings: Settings, path: str) -> ModelReward:
-    """What a PPO config would say of this model; raises ConfigError for what it could not say."""
+    """The model as an entry of `rewards` in a PPO config; raises ConfigError for an invalid template."""
     template = settings.template
-    alone = template is not None and template != "chat" and "{prompt}" not in template
+    response_only = template is not None and template != "chat" and "{prompt}" not in template
     try:
         return ModelReward(
             type="reward_model",
@@ -308,7 +325,7 @@ def as_reward(settings: Settings, path: str) -> ModelReward:
             label=settings.label,
             output="probability" if settings.probability else "logit",
             template=template,
-            reads="response" if alone else "prompt_and_response",
+            reads="response" if response_only else "prompt_and_response",
             normalize=not settings.raw,
         )
     except ValidationError as error:
@@ -316,14 +333,17 @@ def as_reward(settings: Settings, path: str) -> ModelReward:
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; what is under way then is answered first."""
+    """Serve until SIGTERM or SIGINT, then answer the running requests."""
     server = start(settings)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    host = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
-    print(f"{settings.model} judges at http://{host}:{server.server_port}/get_reward", flush=True)
+    # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    print(f"serving {settings.model} at http://{host}:{server.port}/get_reward", flush=True)
     stop.wait()
-    server.finish()
+    server.stop()
+    thread.join()
     print("stopped", flush=True)

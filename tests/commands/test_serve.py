@@ -1,4 +1,4 @@
-"""`rlhf rm serve`: the real server with real models, asked by sockets, by the http source and by runs of PPO."""
+"""`rlhf rm serve`: the real server with real models, tested by sockets, by `type: http` rewards and by PPO runs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,31 @@ from support.tiny import encoder, merged, read_jsonl
 
 @contextmanager
 def serving(model, **settings):
-    """A server in a thread; it has a `url`."""
+    """A server in a thread; the result has a `url`."""
     server = serve.start(Settings(str(model), **{"port": 0, **settings}))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
     try:
-        yield SimpleNamespace(server=server, port=server.server_port, url=f"http://127.0.0.1:{server.server_port}/")
+        yield SimpleNamespace(server=server, thread=thread, port=server.port, url=f"http://127.0.0.1:{server.port}/")
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
+        thread.join(20)
+
+
+@contextmanager
+def busy_model(server):
+    """The model does not answer before the block ends."""
+    score, free = server.source.score, threading.Event()
+    server.source.score = lambda samples: (free.wait(20), score(samples))[1]
+    try:
+        yield
+    finally:
+        free.set()
 
 
 @pytest.fixture(scope="module")
-def judge(pipeline):
-    """The reward model of a run of another architecture than the policy's: its tokenizer is its own."""
+def reward_model(pipeline):
+    """A reward model of another architecture than the policy's, with its own tokenizer."""
     return pipeline("gpt2") / "rm"
 
 
@@ -58,11 +70,11 @@ def ask(port, body=None, *, method="POST", path="/get_reward", headers=None):
     text = response.read()
     connection.close()
     assert text.count(b"\n") == 1, "one line"
-    return response.status, json.loads(text), dict(response.headers)
+    return response.status, json.loads(text), response.headers
 
 
 def talk(port, data, *, then=b""):
-    """What comes back for these very bytes, until the connection is closed."""
+    """The answer to these bytes, read until the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(data)
         if then:
@@ -76,7 +88,7 @@ def talk(port, data, *, then=b""):
 
 
 def plain_scores(place, texts, ended):
-    """By plain transformers: the logit at the last token, EOS where the response ended."""
+    """Scores by plain transformers: the logit at the last token; EOS follows a response that ended."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     found = []
     for text, end in zip(texts, ended, strict=True):
@@ -94,15 +106,15 @@ TEXTS = ["Q: tent lamp\nA: thank you", "Q: map\nA:", "sorry", "a" * 300]
 
 
 @pytest.mark.parametrize("path", ["/get_reward", "/"])
-def test_scores_are_those_of_plain_transformers_normalised(judge, path):
+def test_scores_equal_normalized_scores_of_plain_transformers(reward_model, path):
     ended = [True, False, True, True]
-    wanted, config = plain_scores(judge / "model", TEXTS[:3], ended[:3])
+    wanted, config = plain_scores(reward_model / "model", TEXTS[:3], ended[:3])
     assert config.score_std != 1.0
-    with serving(judge.parent) as at:  # the artifact root
+    with serving(reward_model.parent) as at:  # the artifact root
         status, answer, _ = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)
     assert status == 200
     assert answer["rewards"] == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
-    with serving(judge, raw=True) as at:  # the stage
+    with serving(reward_model, raw=True) as at:  # the stage
         raw = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)[1]["rewards"]
         all_ended = ask(at.port, {"query": TEXTS[:3], "labels": ["a", None, 3], "prompts": None}, path=path)[1]
     assert raw == pytest.approx(wanted, abs=1e-4)
@@ -110,8 +122,8 @@ def test_scores_are_those_of_plain_transformers_normalised(judge, path):
     assert all_ended["rewards"][2] == pytest.approx(raw[2], abs=1e-6)
 
 
-def test_a_text_too_long_is_cut_and_judged(judge):
-    with serving(judge / "model") as at:
+def test_an_overlong_text_is_cut_and_scored(reward_model):
+    with serving(reward_model / "model") as at:
         assert math.isfinite(ask(at.port, {"query": ["tent " * 5000]})[1]["rewards"][0])
         assert at.server.source.num_cut == 1
 
@@ -145,15 +157,15 @@ def test_a_chat_template_is_served(chat_reward_model):
     assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_ppo_by_the_endpoint_is_ppo_by_the_model_itself(judge, make_model, run_stage, tmp_path):
-    """The same run, its reward model once here and once behind the endpoint, three texts a request."""
+def test_ppo_with_the_endpoint_equals_ppo_with_the_model(reward_model, make_model, run_stage, tmp_path):
+    """The same run with the reward model in the process and behind the endpoint, three texts per request."""
     own = {
         "policy": {"path": str(make_model("llama"))},
         "num_logged_samples": 8,
         "ppo": {"num_iterations": 2, "missing_eos_penalty": 0.0},
     }
-    here = run_stage("ppo", tmp_path / "here", rewards=[{"type": "reward_model", "path": str(judge)}], **own)
-    with serving(judge) as at:
+    here = run_stage("ppo", tmp_path / "here", rewards=[{"type": "reward_model", "path": str(reward_model)}], **own)
+    with serving(reward_model) as at:
         reward = {"type": "http", "url": at.url, "batch_size": 3}
         there = run_stage("ppo", tmp_path / "there", rewards=[reward], **own)
     first, second = (json.loads((place / "evaluation.json").read_text()) for place in (here, there))
@@ -173,12 +185,12 @@ def test_ppo_by_the_endpoint_is_ppo_by_the_model_itself(judge, make_model, run_s
 
 QUERY = {"query": ["a"]}
 BAD = {
-    "no JSON": (b"{", 400, "the body is no JSON"),
-    "no UTF-8": (b'{"query": ["\xff"]}', 400, "the body is no JSON"),
-    "deep": (b'{"query": ' + b"[" * 100_000, 400, "the body is no JSON"),
-    "long number": (b'{"query": ' + b"9" * 10_000 + b"}", 400, "the body is no JSON"),
-    "empty": (b"", 400, "the body is no JSON"),
-    "list": ([1], 400, "an object"),
+    "no JSON": (b"{", 400, "the body is not JSON"),
+    "no UTF-8": (b'{"query": ["\xff"]}', 400, "the body is not JSON"),
+    "deep": (b'{"query": ' + b"[" * 100_000, 400, "the body is not JSON"),
+    "long number": (b'{"query": ' + b"9" * 10_000 + b"}", 400, "the body is not JSON"),
+    "empty": (b"", 400, "the body is not JSON"),
+    "list": ([1], 400, "must be an object"),
     "no query": ({"texts": ["a"]}, 400, "an object with a list"),
     "query is text": ({"query": "a"}, 400, '"query" must be a list of texts'),
     "query is null": ({"query": None}, 400, '"query" must be a list of texts'),
@@ -187,18 +199,18 @@ BAD = {
     "prompts of another length": ({**QUERY, "prompts": []}, 400, '"prompts" must be a list of texts, one for each'),
     "prompts of numbers": ({**QUERY, "prompts": [1]}, 400, '"prompts" must be'),
     "ended of numbers": ({**QUERY, "ended": [1]}, 400, '"ended" must be a list of true and false'),
-    "too many": ({"query": ["a"] * 9}, 413, "9 texts, at most 8 are scored at once. Send fewer"),
+    "too many": ({"query": ["a"] * 9}, 413, "9 texts, at most 8 are scored per request. Send fewer"),
 }
 
 
 @pytest.fixture(scope="module")
-def small(judge):
-    with serving(judge, max_batch=8) as at:
+def small(reward_model):
+    with serving(reward_model, max_batch=8) as at:
         yield at
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_said_and_the_server_lives(small, name):
+def test_a_bad_request_gets_an_error_and_the_server_continues(small, name):
     body, status, message = BAD[name]
     found, answer, _ = ask(small.port, body)
     assert found == status
@@ -208,25 +220,26 @@ def test_a_bad_request_is_said_and_the_server_lives(small, name):
 
 BYTES = {
     "no HTTP": (b"hello\r\n\r\n", 400),
-    "another protocol": (b"POST / HTTP/7.0\r\n\r\n", 505),
-    "a long line": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
-    "many headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
-    "PUT": (b"PUT / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 501),
-    "no length": (b"POST / HTTP/1.1\r\n\r\n", 411),
-    "negative length": (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411),
-    "no number": (b"POST / HTTP/1.1\r\nContent-Length: ten\r\n\r\n", 411),
-    "two lengths": (b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 30\r\n\r\n{}", 411),
-    "chunks": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
-    "huge length": (b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", 413),
-    "endless length": (b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 411),
-    "half a body": (b'POST / HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"query": ["a"]}', 400),
-    "elsewhere": (b"POST /admin HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 404),
-    "GET": (b"GET /get_reward HTTP/1.1\r\n\r\n", 404),
+    "another protocol": (b"POST / HTTP/7.0\r\nHost: a\r\n\r\n", 411),
+    "a long line": (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "many headers": (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 200_000 + b"\r\n", 400),
+    "PUT": (b"PUT / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", 405),
+    "no length": (b"POST / HTTP/1.1\r\nHost: a\r\n\r\n", 411),
+    "negative length": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
+    "no number": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: ten\r\n\r\n", 400),
+    "two lengths": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 30\r\n\r\n{}", 400),
+    "chunks": (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+    "huge length": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n", 413),
+    "endless length": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
+    "half a body": (b'POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{"query": ["a"]}', 400),
+    "elsewhere": (b"POST /admin HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}", 404),
+    "GET": (b"GET /get_reward HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
 }
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_what_is_no_request_is_refused_and_the_server_lives(small, name, capfd):
+def test_invalid_http_is_refused_and_the_server_continues(small, name, capfd):
     data, status = BYTES[name]
     answer = talk(small.port, data)
     assert f" {status} " in answer.split("\r\n")[0]
@@ -236,7 +249,7 @@ def test_what_is_no_request_is_refused_and_the_server_lives(small, name, capfd):
     assert "Traceback" not in err, err
 
 
-def test_a_body_that_is_too_large_is_answered_while_it_is_sent(small, monkeypatch):
+def test_an_oversized_body_is_answered_while_it_is_sent(small, monkeypatch):
     monkeypatch.setattr(serve, "MAX_BODY_BYTES", 1_000_000)
     for _ in range(3):
         status, answer, headers = ask(small.port, {"query": ["x" * 40_000_000]})
@@ -247,18 +260,51 @@ def test_a_body_that_is_too_large_is_answered_while_it_is_sent(small, monkeypatc
 
 def test_a_connection_stays_open_for_the_next_request(small):
     body = json.dumps(QUERY).encode()
-    head = f"POST / HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     answers = talk(small.port, head + body, then=head + body)
     assert answers.count("HTTP/1.1 200") == 2
     assert ask(small.port, {"query": []})[1] == {"rewards": []}
+
+
+def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
+    """In the middle of a body, in the middle of the headers, and before the first byte."""
+    monkeypatch.setattr(serve, "IDLE_S", 1)
+    monkeypatch.setattr(serve, "MAX_WAITING", 1)
+    with serving(reward_model) as at:
+        for data, answer in (
+            (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
+            (b"GET", b""),
+            (b"", b""),
+        ):
+            with socket.create_connection(("127.0.0.1", at.port), timeout=20) as connection:
+                connection.sendall(data)
+                started = time.monotonic()
+                assert connection.recv(65536).startswith(answer) if answer else connection.recv(65536) == b""
+                assert 0.9 < time.monotonic() - started < 3
+            assert ask(at.port, QUERY)[0] == 200
+
+
+def test_stopping_waits_for_the_model_only_for_a_limited_time(reward_model, monkeypatch):
+    monkeypatch.setattr(serve, "LAST_REQUESTS_S", 1)
+    with serving(reward_model) as at, busy_model(at.server):
+        asks = threading.Thread(
+            target=talk,
+            args=(at.port, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n" + json.dumps(QUERY).encode()),
+        )
+        asks.start()
+        until(lambda: at.server.num_requests == 1)
+        at.server.stop()
+        at.thread.join(5)
+        assert not at.thread.is_alive()
+        asks.join(5)
 
 
 def test_health(small):
     assert ask(small.port, method="GET", path="/health")[:2] == (200, {"status": "ok"})
 
 
-def test_a_model_that_fails_is_500_and_the_server_lives(judge, capfd):
-    with serving(judge) as at:
+def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, capfd):
+    with serving(reward_model) as at:
         model = at.server.source.model
         at.server.source.model = None
         status, answer, _ = ask(at.port, QUERY)
@@ -273,9 +319,9 @@ def test_a_model_that_fails_is_500_and_the_server_lives(judge, capfd):
         assert "response 1: returned nan" in answer["error"]
 
 
-def test_many_ask_at_once_and_each_gets_its_own(judge):
+def test_concurrent_requests_get_their_own_scores(reward_model):
     texts = [f"tent {'lamp ' * (i % 5)}{i}" for i in range(30)]
-    with serving(judge) as at:
+    with serving(reward_model) as at:
         one_by_one = [ask(at.port, {"query": [text]})[1]["rewards"][0] for text in texts]
         found = {}
         threads = [
@@ -290,13 +336,13 @@ def test_many_ask_at_once_and_each_gets_its_own(judge):
     assert len({round(score, 4) for score in one_by_one}) > 20
 
 
-def test_connections_wait_to_be_accepted(judge):
-    """As when many runs ask at the same moment; nobody accepts them here."""
-    server = serve.start(Settings(str(judge), port=0))
-    connections = [socket.create_connection(("127.0.0.1", server.server_port), timeout=5) for _ in range(64)]
+def test_connections_queue_until_they_are_accepted(reward_model):
+    """As when many runs connect at the same moment. Nothing accepts them here."""
+    server = serve.start(Settings(str(reward_model), port=0))
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(64)]
     for connection in connections:
         connection.close()
-    server.server_close()
+    server.listener.close()
 
 
 def until(condition):
@@ -306,19 +352,19 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_more_requests_than_may_wait_are_told_to_come_again(judge, monkeypatch):
-    """And the http source comes again."""
+def test_requests_beyond_the_limit_get_503_and_are_retried(reward_model, monkeypatch):
+    """The http source retries."""
     monkeypatch.setattr(serve, "MAX_WAITING", 2)
-    with serving(judge) as at:
+    with serving(reward_model) as at:
         found = []
-        with at.server.model_lock:
+        with busy_model(at.server):
             threads = [threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0])) for _ in range(2)]
             for thread in threads:
                 thread.start()
-            until(lambda: at.server.places._value == 0)
+            until(lambda: at.server.num_requests == 2)
             status, answer, headers = ask(at.port, QUERY)
             assert (status, headers["Retry-After"]) == (503, "1")
-            assert "2 requests are under way" in answer["error"]
+            assert "2 requests are waiting" in answer["error"]
             source = source_of({"type": "http", "url": at.url, "backoff_s": 0.05})
             asks = threading.Thread(target=lambda: found.append(source.score(batch(["a"]))))
             asks.start()
@@ -329,18 +375,17 @@ def test_more_requests_than_may_wait_are_told_to_come_again(judge, monkeypatch):
     assert found[2].isfinite().all()
 
 
-def test_what_is_under_way_is_answered_before_it_stops(judge):
-    with serving(judge) as at:
+def test_running_requests_are_answered_before_the_server_stops(reward_model):
+    with serving(reward_model) as at:
         found = []
-        with at.server.model_lock:
+        with busy_model(at.server):
             asks = threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0]))
             asks.start()
-            until(lambda: at.server.places._value < serve.MAX_WAITING)
-            stops = threading.Thread(target=at.server.finish)
-            stops.start()
-            time.sleep(0.2)
-            assert stops.is_alive()
-        stops.join(20)
+            until(lambda: at.server.num_requests == 1)
+            at.server.stop()
+            time.sleep(0.5)
+            assert at.thread.is_alive()
+        at.thread.join(20)
         asks.join(20)
         assert found == [200]
         with pytest.raises(ConnectionRefusedError):
@@ -350,9 +395,9 @@ def test_what_is_under_way_is_answered_before_it_stops(judge):
 # ----------------------------------------------------------------------------------------------- token
 
 
-def test_a_token_is_asked_for(judge, monkeypatch):
+def test_requests_need_the_token(reward_model, monkeypatch):
     monkeypatch.setenv("RLHF_TEST_TOKEN", "4711")
-    with serving(judge, token_env="RLHF_TEST_TOKEN", host="0.0.0.0") as at:
+    with serving(reward_model, token_env="RLHF_TEST_TOKEN", host="0.0.0.0") as at:
         for given in (None, "4711", "Bearer 471", "Bearer 47111", "Bearer", "bearer 4711", "Basic 4711", "Bearer é"):
             headers = {} if given is None else {"Authorization": given.encode()}
             status, answer, back = ask(at.port, QUERY, headers=headers)
@@ -367,11 +412,11 @@ def test_a_token_is_asked_for(judge, monkeypatch):
 
 
 REFUSED = {
-    "elsewhere without a token": (["--host", "0.0.0.0"], "others could ask this model without a token"),
-    "everywhere": (["--host", "::"], "others could ask this model without a token"),
-    "a name": (["--host", "example.org"], "others could ask this model without a token"),
-    "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment has no RLHF_NO_TOKEN"),
-    "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "can't be served at"),
+    "elsewhere without a token": (["--host", "0.0.0.0"], "other machines could use this model without a token"),
+    "everywhere": (["--host", "::"], "other machines could use this model without a token"),
+    "a name": (["--host", "example.org"], "other machines could use this model without a token"),
+    "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment variable RLHF_NO_TOKEN is not set"),
+    "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "cannot be bound"),
     "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
     "label": (["--label", "good"], "the model has a single score"),
     "device": (["--device", "cuda"], "torch finds no GPU"),
@@ -379,21 +424,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_one_line(judge, name):
+def test_settings_that_cannot_be_served_are_refused_in_one_line(reward_model, name):
     arguments, message = REFUSED[name]
     if name == "device" and torch.cuda.is_available():
         pytest.skip("there is one")
-    result = CliRunner().invoke(app, ["rm", "serve", str(judge), "--port", "0", *arguments])
+    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", "0", *arguments])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert len(result.stderr.splitlines()) <= 2  # and what is remarked of the model
 
 
-def test_a_port_that_is_taken_and_a_model_that_is_not_there(judge, small, tmp_path):
-    result = CliRunner().invoke(app, ["rm", "serve", str(judge), "--port", str(small.port)])
+def test_a_port_in_use_and_a_missing_model_are_refused(reward_model, small, tmp_path):
+    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", str(small.port)])
     assert result.exit_code == 2
     assert "Address already in use" in result.stderr
-    for path in (tmp_path, judge.parent / "sft", "/nowhere/at/all"):
+    for path in (tmp_path, reward_model.parent / "sft", "/nowhere/at/all"):
         assert CliRunner().invoke(app, ["rm", "serve", str(path)]).exit_code == 2
 
 
@@ -407,7 +452,7 @@ def test_rm_is_still_the_stage(write_config, pipeline, tmp_path):
         (["rm", *config, "--quiet"], 0, ""),
         (["rm", *config], 0, "skipped"),
         (["rm", *config, "--set", "loss=x"], 2, "loss=x: found the text 'x'"),
-        (["rm"], 2, "--config"),
+        (["rm"], 2, "FILE"),
         (["rm", *config, "serve", "x"], 2, "no place before"),
         (["rm", "--help"], 0, "serve"),
     ):
@@ -419,13 +464,13 @@ def test_rm_is_still_the_stage(write_config, pipeline, tmp_path):
 
 @contextmanager
 def process(model, *arguments, **environment):
-    """`rlhf rm serve` as a process of its own; it has a `url`."""
+    """`rlhf rm serve` in its own process; the result has a `url`."""
     command = [sys.executable, "-m", "rlhf_cli", "rm", "serve", str(model), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as running:
         try:
             line = running.stdout.readline()
-            assert "judges at http://" in line, line + running.stderr.read()
+            assert line.startswith("serving "), line + running.stderr.read()
             url = line.split()[-1]
             yield SimpleNamespace(process=running, url=url, port=urlsplit(url).port)
         finally:
@@ -433,9 +478,9 @@ def process(model, *arguments, **environment):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_ends_it_cleanly(judge, number):
-    wanted, config = plain_scores(judge / "model", TEXTS[:2], [True, True])
-    with process(judge, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
+def test_a_signal_stops_the_server_with_exit_code_0(reward_model, number):
+    wanted, config = plain_scores(reward_model / "model", TEXTS[:2], [True, True])
+    with process(reward_model, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
         headers = {"Authorization": "Bearer s3cret"}
         assert ask(at.port, {"query": TEXTS[:2]})[0] == 401
         answer = ask(at.port, {"query": TEXTS[:2]}, headers=headers)[1]["rewards"]
@@ -463,10 +508,10 @@ def weights(root):
     }
 
 
-def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_model, write_config, tmp_path):
-    """The server answers twice and is gone; the run stops with one line, and the same command ends it."""
+def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make_model, write_config, tmp_path):
+    """The server answers twice and stops. The run ends with one line, and the same command finishes it."""
     changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}})
-    with serving(judge) as at:
+    with serving(reward_model) as at:
         port = at.port
         reward = {"type": "http", "url": at.url, "retries": 1, "backoff_s": 0.05, "name": "remote"}
         command = {
@@ -476,25 +521,25 @@ def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_mode
         assert CliRunner().invoke(app, command["undisturbed"]).exit_code == 0
         score, calls = at.server.source.score, []
 
-        def mortal(judged):
+        def mortal(samples):
             calls.append(1)
             if len(calls) == 2:
-                at.server.shutdown()
-                at.server.socket.close()
-            return score(judged)
+                at.server.stop()
+                time.sleep(0.5)  # it no longer accepts connections, and answers this request
+            return score(samples)
 
         at.server.source.score = mortal
         result = CliRunner().invoke(app, command["stopped"])
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
-    assert f": reward remote, responses 1 to 8: {reward['url']} can't be reached" in line
+    assert f": reward remote, responses 1 to 8: {reward['url']} cannot be reached" in line
     assert "prompts.jsonl:" in line
     assert len(calls) == 2
     assert not (tmp_path / "stopped/ppo").exists()
-    with serving(judge, port=port) as at:
+    with serving(reward_model, port=port) as at:
         score, calls = at.server.source.score, []
-        at.server.source.score = lambda judged: (calls.append(1), score(judged))[1]
+        at.server.source.score = lambda samples: (calls.append(1), score(samples))[1]
         result = CliRunner().invoke(app, command["stopped"])
     assert result.exit_code == 0, result.output
     assert len(calls) == 2, "it went on from the second of four iterations, which was saved before it stopped"
@@ -505,10 +550,10 @@ def test_a_run_whose_server_went_away_goes_on_to_the_same_bytes(judge, make_mode
 
 
 @pytest.mark.slow
-def test_a_run_whose_server_is_killed_goes_on_to_the_same_bytes(judge, make_model, write_config, tmp_path):
-    """Everything is a process of its own, and the server is killed in the middle."""
+def test_a_run_whose_server_is_killed_resumes_to_the_same_bytes(reward_model, make_model, write_config, tmp_path):
+    """Every part runs in its own process, and the server is killed during the run."""
     changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 25}})
-    with process(judge, "--port", "0") as at:
+    with process(reward_model, "--port", "0") as at:
         reward = {"type": "http", "url": at.url, "retries": 2, "backoff_s": 0.05}
         command = {
             name: [
@@ -532,6 +577,6 @@ def test_a_run_whose_server_is_killed_goes_on_to_the_same_bytes(judge, make_mode
     assert "reward http, responses 1 to 8: http://127.0.0.1" in err
     done = len(read_jsonl(rows))
     assert 3 <= done < 25
-    with process(judge, "--port", str(at.port)):
+    with process(reward_model, "--port", str(at.port)):
         assert subprocess.run(command["stopped"], env=env, check=False).returncode == 0
     assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
