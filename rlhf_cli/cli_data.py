@@ -241,7 +241,8 @@ def data_generate(
     """Let a language model write prompts, demonstrations, or several answers per prompt."""
 
     def work() -> None:
-        from rlhf_cli.commands.data_generate import WriterOptions, generate
+        from rlhf_cli.commands.data_generate import generate
+        from rlhf_cli.commands.writer import WriterOptions
 
         options = WriterOptions(
             *(model, server, api_key_env, temperature, top_p, max_new_tokens, seed, batch_size, concurrency),
@@ -306,8 +307,8 @@ def data_score(
     """Let a language model judge answers: a score for each, or the better of two."""
 
     def work() -> None:
-        from rlhf_cli.commands.data_generate import WriterOptions
         from rlhf_cli.commands.data_score import score
+        from rlhf_cli.commands.writer import WriterOptions
 
         options = WriterOptions(
             *(model, server, api_key_env, temperature, top_p, max_new_tokens, seed, batch_size, concurrency),

@@ -1,6 +1,6 @@
-"""`rlhf data score`: a judge gives each answer a number, or says which of two answers is better.
+"""`rlhf data score`: a judge scores each answer, or says which of two answers is better.
 
-The judge is a language model, asked in the words of a template. The files are those of `rlhf data generate`.
+The judge is a language model that is asked with a template. `rlhf_cli.commands.output` describes the files.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.commands.data_generate import (
+from rlhf_cli.commands.output import (
     Dropped,
     OnBadRow,
+    Outcome,
     Output,
-    Row,
-    WriterOptions,
+    OutputRow,
     data_digest,
     each_item,
-    fill,
     items,
     prompt_column,
-    read_template,
     refuse_own_output,
 )
+from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.rollout.requests import Failure, Request, Writer
@@ -67,25 +66,25 @@ Response B:
 Answer with the letter A or B and nothing else.
 """
 NUMBER = re.compile(r"(?<![\w.,−])(?<!\d-)-?[0-9]++(?:[.,][0-9]++)*+(?![\w%])")
-"""Digits that stand alone, with what hangs on them: 4, 3.5, -1, 1,000, 4,5; not those of GPT4, 5th or 80%."""
+"""Numbers with sign and separators: 4, 3.5, -1, 1,000, 4,5; not the digits of GPT4, 5th or 80%."""
 LETTER = re.compile(r"\b[AB]\b")
 BINS = 10
 WIDTH = 30
-"""Bars of the histogram and characters of the longest one."""
+"""Bars of the histogram, and characters of the longest bar."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Something that the judge is asked about a row."""
+    """One question to the judge about a row."""
 
     text: str
     counters: tuple[int, ...]
-    """Its own draw's numbers; the attempt comes behind them."""
+    """Identify the draw; the number of the attempt is appended."""
 
 
 @dataclass(frozen=True)
 class Unclear:
-    """The last of the answers that the parser found nothing in."""
+    """The last answer to a question, if the parser found nothing in any of them."""
 
     text: str
 
@@ -109,17 +108,17 @@ def score(
     restart: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Have the first `num` rows of the source judged, and write them to `out` with what the judge said.
+    """Have a judge score the first `num` rows of the source, and write them with its scores to `out`.
 
-    Without `compare` each answer gets a number from `lowest` to `highest`, both included, in the column `score` (or
-    `scores`, where a row has several). With it rows of two answers become `chosen` and `rejected`: the judge is asked
-    twice, each answer once in the first place, and where it does not say the same both times it is a tie.
-    What the parser finds no number or letter in is asked again, `attempts` times in all, each with another draw.
-    Raises ConfigError for options that don't go together, DataError for rows that can't be read or judged,
-    ArtifactError for an `out` that can't be written or gone on with, RunError where the server answers no more.
+    Without `compare` each answer gets a number from `lowest` to `highest`, both included, in the column `score`
+    (`scores` if the row has several answers). With it, rows of two answers become `chosen` and `rejected`. The judge
+    is asked in both orders; if it contradicts itself, the row is a tie. If the parser finds no number or letter in an
+    answer, the judge is asked again with another draw, up to `attempts` times.
+    Raises ConfigError for options that do not fit together, DataError for rows that cannot be read or scored,
+    ArtifactError for an `out` that cannot be written or resumed, and RunError when the server gives no answers.
     """
     if not lowest < highest:
-        raise ConfigError(f"--min {lowest:g} --max {highest:g}: the lowest score must be below the highest")
+        raise ConfigError(f"--min {lowest:g} --max {highest:g}: --min must be below --max")
     lowest, highest = float(lowest), float(highest)
     needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
     text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
@@ -130,7 +129,7 @@ def score(
     with Output(out, {**settings, **writer.settings()}, restart=restart) as output:
         judge = _Comparison(text, ties, writer.model) if compare else _Scoring(text, lowest, highest, writer.model)
 
-        def answer(model: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Row | Dropped | Failure]:
+        def answer(model: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
             questions = [judge.questions(n, record) for n, record in numbered]
             answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
             return [
@@ -139,7 +138,7 @@ def score(
             ]
 
         each_item(output, lambda: items(source, "sft", on_bad_row, judge.check), num, writer, answer, display)
-        display.note(f"{output.path}: {output.num_rows} rows{output.what_was_dropped()}")
+        display.note(f"{output.path}: {output.num_rows} rows{output.summary_of_dropped()}")
         judge.report(output, display)
 
 
@@ -149,25 +148,25 @@ def ask(
     parse: Callable[[str], Any],
     attempts: int,
 ) -> list[Any]:
-    """What `parse` makes of the answer to each question; asked again with another draw while that is None.
+    """`parse` of the answer to each question. While it is None the question is asked again with another draw.
 
-    A Failure stays one, and what is None after the last attempt is Unclear.
+    The result is a Failure for a request that failed, and Unclear if the last attempt was None.
     """
     from rlhf_cli.data.records import Message
 
-    found: list[Any] = [None] * len(questions)
+    results: list[Any] = [None] * len(questions)
     for attempt in range(attempts):
-        left = [n for n, answer in enumerate(found) if answer is None or isinstance(answer, Unclear)]
+        left = [n for n, answer in enumerate(results) if answer is None or isinstance(answer, Unclear)]
         if not left:
             break
         requests = [Request((Message("user", questions[n].text),), (*questions[n].counters, attempt)) for n in left]
         for n, answer in zip(left, writer.write(requests), strict=True):
             if isinstance(answer, Failure):
-                found[n] = answer
+                results[n] = answer
             else:
                 parsed = parse(answer.text)
-                found[n] = Unclear(answer.text) if parsed is None else parsed
-    return found
+                results[n] = Unclear(answer.text) if parsed is None else parsed
+    return results
 
 
 # ------------------------------------------------------------------------------------------- a number
@@ -179,7 +178,7 @@ class _Scoring:
 
     def check(self, record: Record) -> None:
         if not record.answers:
-            raise DataError(f"{record.where}: there is no answer to score. `rlhf data generate` can write one")
+            raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
 
     def questions(self, number: int, record: Record) -> list[Question]:
         limits = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}"}
@@ -193,17 +192,17 @@ class _Scoring:
     def parse(self, answer: str) -> float | None:
         return number_in(answer, self.lowest, self.highest)
 
-    def outcome(self, record: Record, answers: list[Any]) -> Row | Dropped | Failure:
+    def outcome(self, record: Record, answers: list[Any]) -> Outcome:
         unusable = _unusable(answers, enough=any(isinstance(answer, float) for answer in answers))
         if unusable is not None:
             return unusable
         scores = [answer if isinstance(answer, float) else None for answer in answers]
         texts = [_text(record, answer.text) for answer in record.answers]
         if len(scores) == 1:
-            said: dict[str, Any] = {"response": texts[0], "score": scores[0]}
+            columns: dict[str, Any] = {"response": texts[0], "score": scores[0]}
         else:
-            said = {"responses": texts, "scores": scores}
-        return with_columns(record, {"prompt": prompt_column(record), **said, "judge": self.judge})
+            columns = {"responses": texts, "scores": scores}
+        return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge})
 
     def report(self, output: Output, display: Display) -> None:
         bins, count, total, missing = Counter[int](), 0, 0.0, 0
@@ -220,41 +219,40 @@ class _Scoring:
                 both.append((row["score"], before))
         if count == 0:
             return
-        told = f", {missing} answers without a score (null)" if missing else ""
+        without = f", {missing} answers without a score (null)" if missing else ""
         lines = [(name, _bar(bins[n], max(bins.values()))) for n, name in enumerate(self._names())]
-        display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{told}", lines)
+        display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{without}", lines)
         if len({a for a, _ in both}) > 1 and len({b for _, b in both}) > 1:
             r = statistics.correlation([a for a, _ in both], [b for _, b in both])
-            display.note(f"correlation with the {len(both)} scores that came with the rows: {r:.2f}")
+            display.note(f"correlation with the {len(both)} scores of the input rows: {r:.2f}")
 
-    def _whole(self) -> bool:
-        whole = self.lowest.is_integer() and self.highest.is_integer()
-        return whole and self.highest - self.lowest <= 2 * BINS
+    def _one_bar_per_integer(self) -> bool:
+        integers = self.lowest.is_integer() and self.highest.is_integer()
+        return integers and self.highest - self.lowest <= 2 * BINS
 
     def _bin(self, value: float) -> int:
-        if self._whole():
+        if self._one_bar_per_integer():
             return math.floor(value - self.lowest + 0.5)
         return min(BINS - 1, int((value - self.lowest) / (self.highest - self.lowest) * BINS))
 
     def _names(self) -> list[str]:
-        if self._whole():
+        if self._one_bar_per_integer():
             return [f"{self.lowest + n:g}" for n in range(int(self.highest - self.lowest) + 1)]
         step = (self.highest - self.lowest) / BINS
         return [f"{self.lowest + n * step:.4g} to {self.lowest + (n + 1) * step:.4g}" for n in range(BINS)]
 
 
 def number_in(answer: str, lowest: float, highest: float) -> float | None:
-    """The first number of an answer from `lowest` to `highest`, or None.
+    """The first number in an answer that is from `lowest` to `highest`, or None.
 
-    Only digits that stand alone are a number, with a point or without: what has a comma in it can be read two ways,
-    and is passed over.
+    Numbers with a comma are skipped: 4,5 can mean four and a half or a list.
 
     >>> number_in("Score: 4/5", 0, 5), number_in("I would say 0.", 0, 5), number_in("10 of 10", 0, 5)
     (4.0, 0.0, None)
     """
-    for found in NUMBER.findall(answer):
-        if "," not in found and found.count(".") < 2 and lowest <= float(found) <= highest:
-            return float(found) + 0.0  # Minus zero is zero.
+    for number in NUMBER.findall(answer):
+        if "," not in number and number.count(".") < 2 and lowest <= float(number) <= highest:
+            return float(number) + 0.0  # turns -0.0 into 0.0
     return None
 
 
@@ -267,7 +265,7 @@ class _Comparison:
 
     def check(self, record: Record) -> None:
         if len(record.answers) != 2:
-            raise DataError(f"{record.where}: the number of answers is {len(record.answers)}, --compare takes two")
+            raise DataError(f"{record.where}: the row has {len(record.answers)} answers, --compare needs exactly two")
 
     def questions(self, number: int, record: Record) -> list[Question]:
         texts = [answer.text.strip() for answer in record.answers]
@@ -281,7 +279,7 @@ class _Comparison:
     def parse(self, answer: str) -> Verdict | None:
         return letter_in(answer)
 
-    def outcome(self, record: Record, answers: list[Any]) -> Row | Dropped | Failure:
+    def outcome(self, record: Record, answers: list[Any]) -> Outcome:
         if not answers:
             return Dropped("both answers are the same text")
         unusable = _unusable(answers, enough=all(isinstance(answer, str) for answer in answers))
@@ -293,11 +291,11 @@ class _Comparison:
             return Dropped("tie", verdicts)
         texts = [_text(record, answer.text) for answer in record.answers]
         best = 0 if answers[0] == "first" else 1
-        said: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
+        columns: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
         if self.ties == "keep":
-            # A list with scores holds a tie too; the ranking loss leaves it out by itself.
-            said = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
-        return with_columns(record, {"prompt": prompt_column(record), **said, "judge": self.judge, **verdicts})
+            # A list with scores can hold a tie, which the ranking loss skips.
+            columns = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
+        return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge, **verdicts})
 
     def report(self, output: Output, display: Display) -> None:
         seen, agree, ranked = Counter[tuple[Verdict, Verdict]](), 0, 0
@@ -306,7 +304,7 @@ class _Comparison:
             seen[verdicts] += 1
             if ("chosen" if self.ties == "keep" else "chosen_before") in row and verdicts[0] != verdicts[1]:
                 ranked += 1
-                agree += verdicts[0] == "first"  # The row's own choice is asked in the first place first.
+                agree += verdicts[0] == "first"  # in the first question the row's own choice comes first
         seen += Counter(tuple(drop["verdicts"]) for drop in output.drops() if "verdicts" in drop)
         total = seen.total()
         if total == 0:
@@ -315,60 +313,59 @@ class _Comparison:
         wins = sum(number * pair.count("first") for pair, number in seen.items()) / (2 * total)
         lines = [
             ("same answer both times", f"{total - first - second} ({(total - first - second) / total:.1%})"),
-            ("ties, always the first place", f"{first} ({first / total:.1%})"),
-            ("ties, always the second place", f"{second} ({second / total:.1%})"),
-            ("wins of the first place", f"{wins:.1%} (50% where the place plays no part)"),
+            ("ties, always the first position", f"{first} ({first / total:.1%})"),
+            ("ties, always the second position", f"{second} ({second / total:.1%})"),
+            ("wins of the first position", f"{wins:.1%} (50% without position bias)"),
         ]
         if ranked:
             lines.append(
-                ("same choice as the rows had", f"{agree} of {ranked} that are no ties ({agree / ranked:.1%})")
+                ("agrees with the input rows", f"{agree} of {ranked} rows without ties ({agree / ranked:.1%})")
             )
-        display.block(f"{total} pairs compared by {self.judge}, ties {_KEPT[self.ties]}", lines)
+        display.block(f"{total} pairs compared by {self.judge}, ties {TIES[self.ties]}", lines)
 
 
-_KEPT = {"drop": "dropped", "keep": "kept with scores of 0.5"}
+TIES: dict[Ties, str] = {"drop": "dropped", "keep": "kept with scores of 0.5"}
 
 
 def letter_in(answer: str) -> Verdict | None:
-    """Which of A and B an answer names: the only capital of the two that stands alone in it, else None.
+    """Which of A and B an answer names, if exactly one of the two letters occurs as a word; else None.
 
     >>> letter_in("A"), letter_in("[[B]]"), letter_in("A is shorter, but B is right")
     ('first', 'second', None)
     """
-    found = set(LETTER.findall(answer))
-    if len(found) != 1:
+    letters = set(LETTER.findall(answer))
+    if len(letters) != 1:
         return None
-    return "first" if found == {"A"} else "second"
+    return "first" if letters == {"A"} else "second"
 
 
 # ------------------------------------------------------------------------------------------- rows
 
 
-def with_columns(record: Record, said: dict[str, Any]) -> Row:
-    """The row as it came, and what is said about it behind; a column of the same name is kept as `<name>_before`,
-    and so are a `score` and `scores` that came with it.
+def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
+    """The input row followed by the new columns. An input column with the name of a new one becomes `<name>_before`.
 
-    A prompt or response that is already there as we write it is not written twice, and scores of null, which were yet
-    to come, are nothing to keep.
+    So do `score` and `scores` of the input. An input prompt or response that equals the new one, and scores that are
+    all null, are dropped instead.
     """
     row = {}
     for name, value in record.columns.items():
-        same = name in ("prompt", "response", "responses") and value == said.get(name)
+        same = name in ("prompt", "response", "responses") and value == new.get(name)
         empty = name == "scores" and isinstance(value, list) and all(score is None for score in value)
-        if name not in said and name not in ("score", "scores"):
+        if name not in new and name not in ("score", "scores"):
             row[name] = value
         elif not same and not empty:
             row[f"{name}_before"] = value
-    return row | said
+    return row | new
 
 
 def _text(record: Record, answer: str) -> str:
-    """An answer as a row has it: of a conversation without the blank that a transcript has before it."""
+    """An answer for a row; in a conversation, without the space that the transcript puts before it."""
     return answer.removeprefix(" ") if record.messages else answer
 
 
 def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:
-    """Why a row can't be written, where the judge's answers are not `enough` or the run has to stop."""
+    """Why the row cannot be written: the judge's answers are not `enough`, or the run must stop; else None."""
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if any(failure.fatal for failure in failures) or (failures and not enough):
         return max(failures, key=lambda failure: failure.fatal)

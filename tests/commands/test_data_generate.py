@@ -1,4 +1,4 @@
-"""`rlhf data generate`: what it writes, and that an interrupted run ends in the file of one that was not."""
+"""`rlhf data generate`: its rows, and interrupted runs that resume to the same file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from typer.testing import CliRunner
 
 from rlhf_cli import http_client
 from rlhf_cli.cli import app
-from rlhf_cli.commands import chat_server, data_generate, data_score
-from rlhf_cli.commands.data_generate import Known, WriterOptions, fill, generate, prompts_in, words
+from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output, writer
+from rlhf_cli.commands.data_generate import generate
+from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in, words
+from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.rollout.local_writer import LocalWriter
@@ -56,7 +58,7 @@ def run(source: Path | str, task: Any, out: Path, writer: WriterOptions, **setti
 # ------------------------------------------------------------------------------------------ what is written
 
 
-def test_demonstrations_are_the_models_answers_in_order(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_demonstrations_are_the_model_answers_in_order(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "demos.jsonl"
     writer = local(make_model("llama"), seed=3)
     run(prompts, "demonstrations", out, writer, num=10)
@@ -71,9 +73,7 @@ def test_demonstrations_are_the_models_answers_in_order(make_model: Any, prompts
     assert contents(out)[1] == b""
 
 
-def test_samples_are_k_draws_and_no_ranking_until_they_are_scored(
-    make_model: Any, prompts: Path, tmp_path: Path
-) -> None:
+def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     run(prompts, "samples", out, local(make_model("llama")), num=6, num_samples=3)
     rows = read_jsonl(out)
@@ -86,7 +86,7 @@ def test_samples_are_k_draws_and_no_ranking_until_they_are_scored(
         read = Row(row, "out:1")
         record = read_record(read, recognise(read, source, "rm pairs"), source)
         assert [answer.text for answer in record.answers] == row["responses"]
-        assert ranking(record) is None, "nobody has said yet which of them is best"
+        assert ranking(record) is None, "not scored yet"
 
 
 def test_conversations_stay_conversations_and_the_template_makes_one_message(
@@ -155,7 +155,7 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
     assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
 
 
-def test_broken_rows_are_said_before_anything_is_asked_or_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None:
     lines = ['{"prompt": "a"}', '{"prompt": 7}', "{broken", '{"prompt": "b"}']
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(lines) + "\n")
@@ -171,7 +171,7 @@ def test_broken_rows_are_said_before_anything_is_asked_or_counted(tmp_path: Path
         run(source, "demonstrations", out, remote(server), on_bad_row="skip")
     assert [row["response"] for row in read_jsonl(out)] == ["echo a", "echo b"]
     dropped = read_jsonl(out.with_name("out.jsonl.dropped"))
-    assert [drop["reason"] for drop in dropped] == ["can't be read"] * 2
+    assert [drop["reason"] for drop in dropped] == ["cannot be read"] * 2
     assert "rows.jsonl:2" in dropped[0]["detail"]
     assert "rows.jsonl:3" in dropped[1]["detail"]
 
@@ -221,7 +221,7 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
     assert len(set(shown)) > 1, "every round draws its own seeds"
 
 
-def test_similarity_is_the_share_of_words_in_common() -> None:
+def test_similarity_is_the_fraction_of_common_words() -> None:
     def slow(a: str, b: str) -> float:
         left, right = ({w.lower() for w in "".join(c if c.isalnum() else " " for c in t).split()} for t in (a, b))
         both = sum(1 for word in left if word in right)
@@ -233,7 +233,7 @@ def test_similarity_is_the_share_of_words_in_common() -> None:
         for _ in range(150)
     ]
     for threshold in (0.01, 0.3, 0.5, 0.6, 0.7, 1.0):
-        known = Known(threshold)
+        known = KnownPrompts(threshold)
         kept: list[str] = []
         for text in texts:
             first = next((other for other in kept if slow(text, other) >= threshold - 1e-12), None)
@@ -258,16 +258,16 @@ def test_a_list_in_an_answer_is_read_line_by_line() -> None:
     assert prompts_in("") == prompts_in("half", ended=False) == []
 
 
-def test_a_model_that_has_no_new_prompt_is_stopped(tmp_path: Path) -> None:
+def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
     with ChatServer(lambda _: (200, {}, numbered("Name a river", "Name a city"))) as server:
-        with pytest.raises(RunError, match=r"no new prompt in the last 40 answers, 1 of 5 are written"):
+        with pytest.raises(RunError, match=r"no new prompt in the last 40 answers; 1 of 5 are written"):
             run(source, "prompts", tmp_path / "out" / "new.jsonl", remote(server, concurrency=1), num=5)
     assert len(server.bodies) == 44
 
 
 @pytest.mark.parametrize(
-    "module", [data_generate, data_score, chat_server, http_client], ids=lambda module: module.__name__
+    "module", [new_prompts, writer, data_score, chat_server, http_client], ids=lambda module: module.__name__
 )
 def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
@@ -275,7 +275,7 @@ def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
     assert result.failed == 0
 
 
-def test_values_are_filled_in_at_once_and_braces_of_their_own_stay() -> None:
+def test_placeholders_are_filled_in_one_pass() -> None:
     assert fill('{"a": {prompt}} {b} {{prompt}}', prompt="{b}") == '{"a": {b}} {b} {{b}}'
     assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
 
@@ -294,7 +294,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     task: str, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows that can't be read, too long and too similar among them, so that both files grow."""
+    """The source has unreadable, overlong and similar rows, so that both files grow."""
     rng = random.Random(3)
     texts = [f"{' '.join(rng.choices(WORDS, k=3))} {n}" for n in range(12)]
     texts[4] = texts[5] = texts[9] = "lamp " * 130
@@ -325,7 +325,7 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
         assert contents(out) == expected, f"died at line {died_at}"
 
 
-def test_a_process_that_is_killed_goes_on(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_a_killed_process_resumes(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     writer = local(make_model("llama"), batch_size=2)
     run(prompts, "samples", tmp_path / "whole.jsonl", writer)
     expected = contents(tmp_path / "whole.jsonl")
@@ -346,7 +346,7 @@ def test_a_process_that_is_killed_goes_on(make_model: Any, prompts: Path, tmp_pa
     assert contents(out) == expected
 
 
-def test_a_finished_file_is_left_alone_and_more_rows_go_behind_it(
+def test_a_finished_file_is_unchanged_and_more_rows_are_appended(
     make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
@@ -384,7 +384,7 @@ def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, t
         assert len(server.bodies) == 21 - len(written)
 
 
-def test_a_server_that_was_never_there_is_said_with_the_row_that_comes_next(prompts: Path, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_with_the_next_row(prompts: Path, tmp_path: Path) -> None:
     with ChatServer() as server:
         gone = remote(server, retries=0)
     with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: http\S+ cannot be reached"):
@@ -392,7 +392,7 @@ def test_a_server_that_was_never_there_is_said_with_the_row_that_comes_next(prom
     assert contents(tmp_path / "out.jsonl") == (b"", b"")
 
 
-def test_new_prompts_of_a_server_go_on_with_new_answers(tmp_path: Path) -> None:
+def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
     out = tmp_path / "out" / "new.jsonl"
 
@@ -410,7 +410,7 @@ def test_new_prompts_of_a_server_go_on_with_new_answers(tmp_path: Path) -> None:
     assert [row["round"] for row in rows[6:]] == [8, 9, 10, 11], "rounds of a new chunk, with seeds of their own"
 
 
-def test_other_settings_are_refused_by_name_and_restart_begins_anew(
+def test_changed_settings_are_refused_by_name_and_restart_starts_over(
     make_model: Any, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -438,7 +438,7 @@ def test_other_settings_are_refused_by_name_and_restart_begins_anew(
         ),
     ]
     for said, other in changed:
-        with pytest.raises(ConfigError, match=f"was made with other settings: {said}.*--restart to begin anew"):
+        with pytest.raises(ConfigError, match=f"was made with other settings: {said}.*--restart to start over"):
             other()
         assert contents(out) == first
     lines = prompts.read_bytes()
@@ -456,17 +456,17 @@ def test_other_settings_are_refused_by_name_and_restart_begins_anew(
     assert [row["seed"] for row in rows] == [1, 1]
 
 
-def test_files_of_others_are_never_written_to(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_never_overwritten(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     writer = local(make_model("llama"))
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"precious": 1}\n')
     for restart in (False, True):
-        with pytest.raises(ArtifactError, match=r"mine.jsonl: is there already"):
+        with pytest.raises(ArtifactError, match=r"mine.jsonl: already exists"):
             run(prompts, "demonstrations", mine, writer, restart=restart)
     assert mine.read_text() == '{"precious": 1}\n'
     link = tmp_path / "link.jsonl"
     link.symlink_to(mine)
-    with pytest.raises(ArtifactError, match="can't be written"):
+    with pytest.raises(ArtifactError, match="cannot be written"):
         run(prompts, "demonstrations", link, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
     with pytest.raises(ConfigError, match="would be one of the files of"):
@@ -477,14 +477,14 @@ def test_files_of_others_are_never_written_to(make_model: Any, prompts: Path, tm
         run(prompts, "demonstrations", prompts, writer)
     with pytest.raises(ConfigError, match=r"must end in .jsonl"):
         run(prompts, "demonstrations", tmp_path / "out.csv", writer)
-    with pytest.raises(ArtifactError, match="can't be written"):
+    with pytest.raises(ArtifactError, match="cannot be written"):
         run(prompts, "demonstrations", mine / "out.jsonl", writer)
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ArtifactError, match="can't be written"):
+    with pytest.raises(ArtifactError, match="cannot be written"):
         run(prompts, "demonstrations", tmp_path / "folder.jsonl", writer)
 
 
-def test_a_full_disk_is_one_line_and_the_file_goes_on(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     import resource
 
     writer, out = local(make_model("llama")), tmp_path / "out.jsonl"
@@ -494,7 +494,7 @@ def test_a_full_disk_is_one_line_and_the_file_goes_on(make_model: Any, prompts: 
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[0]) // 2, hard))
     try:
-        with pytest.raises(ArtifactError, match=r"can't be written \(File too large\)"):
+        with pytest.raises(ArtifactError, match=r"cannot be written \(File too large\)"):
             run(prompts, "demonstrations", out, writer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -525,7 +525,7 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
     assert len(read_jsonl(out)) == 21
 
 
-def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
     def interrupt(call: Call) -> Reply:
         if call.number == 10:
             os.kill(os.getpid(), signal.SIGINT)
@@ -545,7 +545,7 @@ def test_ctrl_c_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: Path) -> None:
-    """The whole command: threads that wait for an answer must not keep the process."""
+    """The full command: waiting for an answer must not keep the process alive."""
     asked, resumed_step = threading.Event(), threading.Event()
 
     def hang(_: Call) -> Reply:
@@ -563,10 +563,10 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: P
         _, said = process.communicate(timeout=20)
         resumed_step.set()
     assert process.returncode == 130
-    assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl, and the same command goes on behind them\n"
+    assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl. Run the same command to resume\n"
 
 
-def test_a_restart_that_is_cut_off_leaves_no_settings_for_other_rows(
+def test_an_interrupted_restart_leaves_no_settings(
     make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, writer = tmp_path / "out.jsonl", local(make_model("llama"))
@@ -576,7 +576,7 @@ def test_a_restart_that_is_cut_off_leaves_no_settings_for_other_rows(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_generate, "write_text", killed)
+        patch.setattr(output, "write_text", killed)
         with pytest.raises(KeyboardInterrupt):
             run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
     assert contents(out) == (b"", b"")
@@ -588,7 +588,7 @@ def test_a_restart_that_is_cut_off_leaves_no_settings_for_other_rows(
 # --------------------------------------------------------------------------------------- the command line
 
 
-def test_the_command_says_what_it_did(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_its_result(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
     out = tmp_path / "out.jsonl"
 
@@ -602,7 +602,7 @@ def test_the_command_says_what_it_did(prompts: Path, tmp_path: Path, monkeypatch
         assert done.exit_code == 0, done.output
         refused = CliRunner().invoke(app, arguments)
     assert done.output.splitlines()[-1] == (
-        f"generate: {out}: 4 rows, 4 answers cut at 9 tokens (`ended` is false there); "
+        f"generate: {out}: 4 rows, 4 answers cut at 9 tokens (their `ended` is false); "
         "1 dropped (1 no answer), see out.jsonl.dropped"
     )
     assert server.bodies[0]["temperature"] == 0.5
@@ -615,18 +615,20 @@ def test_the_command_says_what_it_did(prompts: Path, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--task", "prompts"], "--task prompts: how many? Give --num"),
+        (["--task", "prompts"], "--num: is missing"),
         (["--task", "demonstrations", "--format", "nonsense"], "format: "),
         (["--task", "demonstrations", "--key", "prompt"], "--key: must be OURS=THEIRS"),
-        (["--task", "demonstrations", "--key", "prompt=nothing"], "`nothing` is not there"),
-        (["--task", "demonstrations", "--template", "missing.txt"], "--template: missing.txt: can't be read"),
+        (["--task", "demonstrations", "--key", "prompt=nothing"], "but not `nothing`"),
+        (["--task", "demonstrations", "--template", "missing.txt"], "--template: cannot read missing.txt"),
         (["--task", "demonstrations", "--server", "http://a:secret@b/v1"], "--server: contains a user or a password"),
         (["--task", "demonstrations", "--model", "./nowhere"], "./nowhere: no such directory"),
         (["--task", "demonstrations", "--temperature", "-1"], "--temperature"),
         (["--task", "nonsense"], "nonsense"),
     ],
 )
-def test_what_cannot_work_is_one_line(arguments: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused_in_one_line(
+    arguments: list[str], said: str, prompts: Path, tmp_path: Path
+) -> None:
     basic = ["data", "generate", str(prompts), "--out", str(tmp_path / "out.jsonl"), "--model", "some/model"]
     result = CliRunner().invoke(app, [*basic, *arguments])
     assert result.exit_code == 2, result.output
@@ -635,10 +637,10 @@ def test_what_cannot_work_is_one_line(arguments: list[str], said: str, prompts: 
     assert "secret" not in result.output
 
 
-def test_a_template_without_its_place_is_refused(prompts: Path, make_model: Any, tmp_path: Path) -> None:
+def test_a_template_without_its_placeholder_is_refused(prompts: Path, make_model: Any, tmp_path: Path) -> None:
     template = tmp_path / "template.txt"
     template.write_text("Answer {promt}")
-    with pytest.raises(ConfigError, match=r"template.txt: has no \{prompt\} in it"):
+    with pytest.raises(ConfigError, match=r"template.txt lacks \{prompt\}"):
         run(prompts, "demonstrations", tmp_path / "out.jsonl", local(make_model("llama")), template=template)
-    with pytest.raises(ConfigError, match=r"has no \{seeds\} in it"):
+    with pytest.raises(ConfigError, match=r"lacks \{seeds\}"):
         run(prompts, "prompts", tmp_path / "out.jsonl", local(make_model("llama")), template=template, num=3)

@@ -1,4 +1,4 @@
-"""`rlhf data score`: what a judge's answers become, and that a run goes on."""
+"""`rlhf data score`: from the judge's answers to rows, and runs that resume."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import data_score
-from rlhf_cli.commands.data_generate import WriterOptions
 from rlhf_cli.commands.data_score import letter_in, number_in, score
+from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import ranking, scored
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from support.servers import Call, ChatServer, Reply, completion, transformers_serve
@@ -41,7 +41,7 @@ def dropped(out: Path) -> list[dict[str, Any]]:
 
 
 def says(answer: Callable[[str], str]) -> Callable[[Call], Reply]:
-    """A judge that answers to the text that it is asked."""
+    """A judge whose answer depends on the question."""
     return lambda call: (200, {}, completion(answer(call.text)))
 
 
@@ -92,7 +92,7 @@ def test_the_first_number_in_range_is_the_score(answer: str, number: float | Non
     assert str(found) != "-0.0"
 
 
-def test_the_range_is_closed_and_may_be_anything() -> None:
+def test_the_range_includes_both_ends() -> None:
     assert number_in("-1.5", -2, -1) == -1.5
     assert [number_in(str(n), 1, 3) for n in range(5)] == [None, 1.0, 2.0, 3.0, None]
 
@@ -113,7 +113,7 @@ def test_the_range_is_closed_and_may_be_anything() -> None:
         ("ABBA", None),
     ],
 )
-def test_one_letter_alone_is_a_verdict(answer: str, verdict: str | None) -> None:
+def test_exactly_one_letter_is_a_verdict(answer: str, verdict: str | None) -> None:
     assert letter_in(answer) == verdict
 
 
@@ -161,7 +161,7 @@ def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: P
     assert [one.score for record in read_back(out, "rm scores") for one in scored(record)] == [5.0, 0.0]
 
 
-def test_every_answer_of_a_row_is_scored_and_the_row_is_then_a_ranking(tmp_path: Path) -> None:
+def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path: Path) -> None:
     answers = ["worst", "best", "odd", "middle"]
     row = {"prompt": "p", "responses": answers, "scores": [None] * 4, "n": 7}
     source, out = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "out" / "out.jsonl"
@@ -179,7 +179,7 @@ def test_every_answer_of_a_row_is_scored_and_the_row_is_then_a_ranking(tmp_path:
 
 
 def test_other_formats_are_scored_too(tmp_path: Path) -> None:
-    """A conversation, a pair, an Alpaca row: whatever they are, what is written is read back with its scores."""
+    """A conversation, a pair, an Alpaca row: all are written with scores that can be read back."""
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     cases: list[tuple[dict[str, Any], str, Any]] = [
         ({"messages": [*turns, {"role": "assistant", "content": "hello"}]}, "hello", turns),
@@ -202,7 +202,7 @@ def test_other_formats_are_scored_too(tmp_path: Path) -> None:
             assert [m.content for m in record.messages] == ["be kind", "hi"]
 
 
-def test_what_is_no_number_is_asked_again_with_another_draw_then_dropped(tmp_path: Path) -> None:
+def test_unclear_answers_are_asked_again_and_then_dropped(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(4)]
     source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
     asked: Counter[str] = Counter()
@@ -234,7 +234,7 @@ def test_what_is_no_number_is_asked_again_with_another_draw_then_dropped(tmp_pat
     assert asked == {"p0": 1, "p1": 1, "p2": 1, "p3": 1}
 
 
-def test_the_template_and_the_range_are_the_users(tmp_path: Path) -> None:
+def test_the_template_and_the_range_can_be_set(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "{response}", "response": "{prompt}"}])
     template = tmp_path / "judge.txt"
     template.write_text("{min}..{max} {{x}}: {prompt} / {response}")
@@ -242,7 +242,7 @@ def test_the_template_and_the_range_are_the_users(tmp_path: Path) -> None:
         run(source, tmp_path / "out" / "a.jsonl", remote(server), template=template, lowest=1, highest=10)
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "1..10 {{x}}: {response} / {prompt}"}]
     assert read_jsonl(tmp_path / "out" / "a.jsonl")[0]["score"] == 7.5
-    for compare, said in ((False, r"no \{prompt\} and no \{response\}"), (True, r"no \{prompt\} and no \{a\} and no")):
+    for compare, said in ((False, r"lacks \{prompt\} and \{response\}"), (True, r"lacks \{prompt\} and \{a\} and")):
         template.write_text("Say something")
         with pytest.raises(ConfigError, match=said):
             run(source, tmp_path / "out" / "b.jsonl", remote(server), template=template, compare=compare)
@@ -250,13 +250,13 @@ def test_the_template_and_the_range_are_the_users(tmp_path: Path) -> None:
         run(source, tmp_path / "out" / "b.jsonl", remote(server), lowest=5, highest=5)
 
 
-def test_rows_without_what_is_judged_are_named(tmp_path: Path) -> None:
+def test_rows_without_answers_are_named(tmp_path: Path) -> None:
     with ChatServer(says(lambda _: "1")) as server:
         source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-        with pytest.raises(DataError, match=r"a.jsonl:1: there is no answer to score"):
+        with pytest.raises(DataError, match=r"a.jsonl:1: the row has no answer to score"):
             run(source, tmp_path / "out" / "a.jsonl", remote(server))
         source = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "response": "r"}])
-        with pytest.raises(DataError, match=r"b.jsonl:1: the number of answers is 1, --compare takes two"):
+        with pytest.raises(DataError, match=r"b.jsonl:1: the row has 1 answers, --compare needs exactly two"):
             run(source, tmp_path / "out" / "b.jsonl", remote(server), compare=True)
     assert server.bodies == []
 
@@ -276,13 +276,13 @@ PAIRS = [
 
 
 def by_kind(call: Call) -> Reply:
-    """Prefers good to bad; the first place of what is the same and the second of what is late; odd is no letter."""
+    """Prefers good to bad, the first of equal answers, the second of late ones; gives no letter for odd ones."""
     a = call.text.split("Response A:\n")[1]
     answers = {"g": "A", "b": "B", "s": "A", "l": "B", "o": "neither A nor B"}
     return 200, {}, completion(answers[a[0]])
 
 
-def test_of_two_answers_the_one_preferred_in_both_places_is_chosen(tmp_path: Path) -> None:
+def test_the_answer_preferred_in_both_orders_is_chosen(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
     with ChatServer(by_kind) as server:
         run(source, out, remote(server, concurrency=1), compare=True)
@@ -339,7 +339,7 @@ def command(source: Path, out: Path, server: ChatServer, *more: str) -> str:
     return result.output
 
 
-def test_the_last_lines_are_counts_mean_and_histogram(tmp_path: Path) -> None:
+def test_the_report_has_counts_mean_and_histogram(tmp_path: Path) -> None:
     numbers = ["0", "1", "1", "2.4", "2.5", "5", "x", "5"]
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"p{n}.", "response": "r"} for n in range(8)])
     out = tmp_path / "out" / "out.jsonl"
@@ -357,7 +357,7 @@ score: 7 scores by judge-7b, mean 2.414
   5  ############################## 2
 """
     assert output.endswith(tail), output
-    assert again == tail, "a finished run says the same and asks nobody"
+    assert again == tail, "a finished run prints the same and sends nothing"
     assert len(server.bodies) == 10
 
     with ChatServer(says(lambda text: numbers[int(text.split("\np")[1][0])])) as server:
@@ -367,7 +367,7 @@ score: 7 scores by judge-7b, mean 2.414
     assert "  2.25 to 2.5  ############################## 2\n" in output
 
 
-def test_scores_are_compared_with_those_that_came_with_the_rows(tmp_path: Path) -> None:
+def test_scores_are_compared_with_the_input_scores(tmp_path: Path) -> None:
     judged, own = [0, 1, 3, 5], [1.0, -1.0, 2.0, 4.0]
     rows = [{"prompt": f"p{n}.", "response": "r", "score": own[n]} for n in range(4)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -382,11 +382,11 @@ def test_scores_are_compared_with_those_that_came_with_the_rows(tmp_path: Path) 
         for j in (0, 1)
     ]
     r = products[0][1] / (products[0][0] * products[1][1]) ** 0.5
-    assert output.endswith(f"score: correlation with the 4 scores that came with the rows: {r:.2f}\n")
+    assert output.endswith(f"score: correlation with the 4 scores of the input rows: {r:.2f}\n")
     assert 0.5 < r < 0.99
 
 
-def test_position_bias_is_said(tmp_path: Path) -> None:
+def test_position_bias_is_reported(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
     start = "\n\nHuman: hi\n\nAssistant:"
     whole = [{"chosen": f"{start} {pair['chosen']}", "rejected": f"{start} {pair['rejected']}"} for pair in PAIRS]
@@ -398,15 +398,15 @@ def test_position_bias_is_said(tmp_path: Path) -> None:
     assert output.endswith(f"""\
 score: {out}: 3 rows; 4 dropped (2 tie, 1 both answers are the same text, 1 no clear answer), see out.jsonl.dropped
 score: 5 pairs compared by judge-7b, ties dropped
-  same answer both times         3 (60.0%)
-  ties, always the first place   1 (20.0%)
-  ties, always the second place  1 (20.0%)
-  wins of the first place        50.0% (50% where the place plays no part)
-  same choice as the rows had    2 of 3 that are no ties (66.7%)
+  same answer both times            3 (60.0%)
+  ties, always the first position   1 (20.0%)
+  ties, always the second position  1 (20.0%)
+  wins of the first position        50.0% (50% without position bias)
+  agrees with the input rows        2 of 3 rows without ties (66.7%)
 """), output
-    assert "ties, always the first place   3 (60.0%)" in biased
-    assert "wins of the first place        80.0%" in biased  # (2 + 3 * 2) / 10
-    assert "same choice as the rows had    1 of 2 that are no ties (50.0%)" in biased
+    assert "ties, always the first position   3 (60.0%)" in biased
+    assert "wins of the first position        80.0%" in biased  # (2 + 3 * 2) / 10
+    assert "agrees with the input rows        1 of 2 rows without ties (50.0%)" in biased
 
 
 # --------------------------------------------------------------------------------------------- going on
@@ -416,7 +416,7 @@ score: 5 pairs compared by judge-7b, ties dropped
 def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     compare: bool, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A random model as the judge, whose letters add up to something: some answers are none, and asked again."""
+    """The judge is a random model. Some of its answers are unclear and asked again."""
     rng = random.Random(4)
     rows = [
         {"prompt": rng.choice(WORDS), "responses": [f"{rng.choice(WORDS)} {n}", f"{rng.choice(WORDS)} {n}b"]}
@@ -485,7 +485,7 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_runs_against_transformers_serve(chat_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    """Demonstrations, samples, and scores of them, from a server that is not ours, with a tiny model."""
+    """Demonstrations, samples and their scores, from another project's server with a tiny model."""
     with transformers_serve(chat_model, tmp_path / "log") as url:
         basic = ["--server", url, "--model", str(chat_model), "--concurrency", "2"]
 

@@ -1,6 +1,6 @@
-"""The two writers: a local model against plain forward passes, a server against real ones on loopback.
+"""The two writers: a local model compared with plain forward passes, and chat servers on loopback.
 
-`ChatServer` is a server of ours that can be told to misbehave; `transformers serve` is somebody else's.
+`ChatServer` is a test server that can misbehave; `transformers serve` is another project's real one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
 
 
 def by_hand(place: Path, text: str, drawing: Drawing, counters: tuple[int, ...]) -> tuple[str, bool]:
-    """One whole forward pass a token, no cache, no batch; the token where the summed softmax passes the uniform."""
+    """One full forward pass per token. The token is where the cumulative softmax exceeds the uniform."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     ids = tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
     seed = derived_seed(drawing.seed, "writer", *counters)
@@ -73,7 +73,7 @@ PROMPTS = ["the tent is", "radio", "the map is late broken please help thank", "
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_local_answer_is_that_of_plain_forward_passes(make_model: Any, temperature: float) -> None:
+def test_a_local_answer_equals_plain_forward_passes(make_model: Any, temperature: float) -> None:
     place = make_model("llama")
     drawing = Drawing(temperature=temperature, max_new_tokens=10, seed=4)
     answers = LocalWriter(str(place), drawing, batch_size=2, device="cpu").write(
@@ -84,7 +84,7 @@ def test_a_local_answer_is_that_of_plain_forward_passes(make_model: Any, tempera
         assert (answer.text, answer.ended) == by_hand(place, text, drawing, (n,))
 
 
-def test_a_chat_template_is_used_where_there_is_one(chat_model: Path, make_model: Any) -> None:
+def test_the_chat_template_is_used_if_the_tokenizer_has_one(chat_model: Path, make_model: Any) -> None:
     drawing = Drawing(max_new_tokens=10)
     turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please help"))
     [answer] = LocalWriter(str(chat_model), drawing, device="cpu").write([Request(turns, (7, 1))])
@@ -98,7 +98,7 @@ def test_a_chat_template_is_used_where_there_is_one(chat_model: Path, make_model
     assert (answer.text, answer.ended) == by_hand(plain, text, drawing, (7, 1))
 
 
-def test_an_answer_depends_on_its_own_counters_only(make_model: Any) -> None:
+def test_an_answer_depends_only_on_its_own_counters(make_model: Any) -> None:
     drawing = Drawing(max_new_tokens=12)
     requests = [ask(text, n, 0) for n, text in enumerate(PROMPTS)]
     several = LocalWriter(str(make_model("llama")), drawing, batch_size=5, device="cpu")
@@ -111,9 +111,7 @@ def test_an_answer_depends_on_its_own_counters_only(make_model: Any) -> None:
     assert other_seed.write(requests) != answers
 
 
-def test_a_local_model_without_room_or_template_for_a_request_fails_at_it_alone(
-    make_model: Any, chat_model: Path
-) -> None:
+def test_a_request_that_the_local_model_cannot_take_fails_alone(make_model: Any, chat_model: Path) -> None:
     drawing = Drawing(max_new_tokens=100)
     long, short = ask(" ".join(WORDS * 3)), ask("the tent")
     first, second = LocalWriter(str(make_model("llama")), drawing, device="cpu").write([long, short])
@@ -132,7 +130,7 @@ def test_a_local_model_without_room_or_template_for_a_request_fails_at_it_alone(
 # ------------------------------------------------------------------------------------------- a server
 
 
-def test_what_a_server_is_asked_and_what_comes_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_to_a_server_and_the_result_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY + "\n")
     turns = (Message("system", "be kind"), Message("user", "hi"))
 
@@ -165,14 +163,14 @@ def test_what_a_server_is_asked_and_what_comes_of_its_answer(monkeypatch: pytest
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_the_hubs_token_goes_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_token_is_not_sent_to_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_private")
     with ChatServer() as server:
         assert server_writer(server).write([ask("hi")]) == [Written("echo hi", True)]
     assert "hf_private" not in json.dumps(server.headers)
 
 
-def test_a_server_is_asked_where_the_hub_is_shut_off() -> None:
+def test_a_server_is_reachable_in_offline_mode() -> None:
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -183,7 +181,7 @@ def test_a_server_is_asked_where_the_hub_is_shut_off() -> None:
         get_session().get(constants.ENDPOINT)
 
 
-def test_answers_stand_in_the_order_of_the_requests_and_so_many_are_under_way() -> None:
+def test_answers_keep_the_order_of_requests_and_concurrency_is_limited() -> None:
     def slow_first(call: Call) -> Reply:
         time.sleep(0.15 if call.number < 3 else 0.01)
         return 200, {}, completion(call.text)
@@ -227,7 +225,7 @@ def test_answers_stand_in_the_order_of_the_requests_and_so_many_are_under_way() 
         ((200, {"content-encoding": "gzip"}, b"not gzip"), "sent no valid HTTP answer (Error -3"),
     ],
 )
-def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> None:
+def test_transient_failures_are_retried_and_then_reported(reply: Reply, said: str) -> None:
     with ChatServer(lambda call: reply if call.number < 2 else (200, {}, completion("fine"))) as server:
         assert server_writer(server).write([ask("hi")]) == [Written("fine", True)]
         assert len(server.bodies) == 3
@@ -244,7 +242,7 @@ def test_what_may_pass_is_tried_again_and_then_said(reply: Reply, said: str) -> 
     assert len(server.bodies) == 3
 
 
-def test_a_server_that_says_nothing_and_one_that_is_not_there() -> None:
+def test_a_silent_server_and_an_unreachable_one_are_reported() -> None:
     def hang(call: Call) -> Reply:
         time.sleep(0.5 if call.number < 2 else 0)
         return 200, {}, completion("late")
@@ -261,7 +259,7 @@ def test_a_server_that_says_nothing_and_one_that_is_not_there() -> None:
     assert "cannot be reached (Connection refused). Rows written" in failure.reason
 
 
-def test_waiting_grows_and_is_never_shorter_than_the_server_asks() -> None:
+def test_waits_double_and_respect_retry_after() -> None:
     with ChatServer(lambda _: (500, {}, b"")) as server:
         server_writer(server, backoff_s=0.1, retries=3).write([ask("hi")])
     gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
@@ -279,7 +277,7 @@ def test_waiting_grows_and_is_never_shorter_than_the_server_asks() -> None:
     assert server.times[1] - started >= 1.0
 
 
-def test_nobody_sends_while_the_server_wants_a_pause() -> None:
+def test_retry_after_pauses_all_requests() -> None:
     def busy(call: Call) -> Reply:
         time.sleep(0.0 if call.number == 0 else 0.1)
         return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
@@ -291,7 +289,7 @@ def test_nobody_sends_while_the_server_wants_a_pause() -> None:
     assert min(late) >= 1.0, "one was sent in the pause that another was asked for"
 
 
-def test_a_pause_of_hours_is_said_and_not_waited_for() -> None:
+def test_a_very_long_retry_after_ends_the_run() -> None:
     with ChatServer(lambda _: (429, {"Retry-After": "7200"}, b"quota")) as server:
         [failure] = server_writer(server).write([ask("hi")])
     assert isinstance(failure, Failure)
@@ -320,7 +318,7 @@ def test_retry_after_is_seconds_or_a_date() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_request_that_is_refused_fails_alone(status: int) -> None:
+def test_a_refused_request_fails_alone(status: int) -> None:
     def refuse(call: Call) -> Reply:
         if call.text == "long":
             return status, {}, b'{"error": "too long"}'
@@ -348,9 +346,7 @@ def test_an_answer_without_text_fails_alone() -> None:
         (405, "run the same command to resume"),
     ],
 )
-def test_what_no_retry_mends_ends_at_once_and_the_rest_is_not_sent(
-    status: int, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_permanent_error_stops_further_requests(status: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
     echo = f"wrong key: Bearer {KEY}\n\x1b[31mred\x1b[0m".encode()
     with ChatServer(lambda _: (status, {}, echo)) as server:
@@ -381,7 +377,7 @@ def test_a_redirect_is_not_followed(status: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-def test_an_answer_without_end_is_refused(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_answer_is_refused(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100_000)
     body = completion("x" * 200_000)
     if encoding == "gzip":
@@ -404,7 +400,7 @@ def test_the_base_url_may_end_before_or_after_v1(base: str, path: str) -> None:
     assert server.paths == [path]
 
 
-def test_a_writer_that_gave_up_may_be_asked_again() -> None:
+def test_a_writer_that_gave_up_can_be_used_again() -> None:
     with ChatServer(lambda call: (500, {}, b"") if call.number < 3 else (200, {}, completion("back"))) as server:
         writer = server_writer(server, retries=2)
         assert isinstance(writer.write([ask("hi")])[0], Failure)
@@ -429,7 +425,7 @@ def test_a_writer_that_gave_up_may_be_asked_again() -> None:
         ("http://a hidden/v1", "is not"),
     ],
 )
-def test_urls_that_cannot_be_used_are_refused_and_not_repeated(url: str, said: str) -> None:
+def test_invalid_urls_are_refused_without_showing_them(url: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         server_writer(url)
     assert str(error.value).startswith(f"--server: {said}"), str(error.value)
@@ -437,9 +433,7 @@ def test_urls_that_cannot_be_used_are_refused_and_not_repeated(url: str, said: s
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "sk secret", "sk-sécret", "sk\x07secret", "a\nb"])
-def test_keys_that_cannot_be_sent_are_refused_and_not_repeated(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_keys_are_refused_without_showing_them(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("MY_KEY", value)
@@ -449,7 +443,7 @@ def test_keys_that_cannot_be_sent_are_refused_and_not_repeated(
     assert "cret" not in str(error.value)
 
 
-def test_a_bug_in_a_thread_is_raised_and_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_raised_instead_of_becoming_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_output: dict[str, Any]) -> Written:
         raise KeyError("ours")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.commands.data_generate import Output, WriterOptions
+from rlhf_cli.commands.output import Output
+from rlhf_cli.commands.writer import WriterOptions
 from support.servers import ChatServer
 
 

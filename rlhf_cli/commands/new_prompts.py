@@ -1,0 +1,73 @@
+"""Extract prompts from a model's answers, and recognise near-duplicates."""
+
+from __future__ import annotations
+
+import math
+import re
+
+ROUNDING = 1e-9
+LIST_MARK = re.compile(r"(?:\d+\s*[.):]|[-*•])(?:\s+|$)")
+
+
+def prompts_in(answer: str, *, ended: bool = True) -> list[str]:
+    """The prompts in an answer, one per line. If any line has a list mark, only lines with one count.
+
+    The last line of an answer that was cut is incomplete and is dropped.
+
+    >>> prompts_in("Sure!\\n1. Write a poem.\\n2) Name two rivers.")
+    ['Write a poem.', 'Name two rivers.']
+    >>> prompts_in("- Name a fish\\n- Name a bi", ended=False)
+    ['Name a fish']
+    """
+    lines = [line.strip() for line in answer.splitlines()]
+    if not ended:
+        lines = lines[:-1]
+    marked = [LIST_MARK.sub("", line, count=1).strip() for line in lines if LIST_MARK.match(line)]
+    return [line for line in marked or lines if line]
+
+
+class KnownPrompts:
+    """A set of prompts that finds near-duplicates.
+
+    A and B are near-duplicates if the Jaccard similarity of their sets of lower-case words, |A and B| / |A or B|, is
+    at least `threshold`. Order and repetition do not count.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self._known: list[tuple[frozenset[str], str]] = []
+        self._by_word: dict[str, list[int]] = {}
+
+    def add(self, text: str) -> None:
+        """Compare later prompts with this one too."""
+        own = words(text)
+        for word in self._prefix(own):
+            self._by_word.setdefault(word, []).append(len(self._known))
+        self._known.append((own, text))
+
+    def similar(self, text: str) -> str | None:
+        """The first known prompt that `text` nearly duplicates, or None."""
+        own = words(text)
+        for n in sorted({n for word in self._prefix(own) for n in self._by_word.get(word, ())}):
+            other, known = self._known[n]
+            if len(own & other) >= self.threshold * len(own | other) - ROUNDING:
+                return known
+        return None
+
+    def _prefix(self, own: frozenset[str]) -> list[str]:
+        """A few words of a set, at least one of which every similar set has among its own (Bayardo et al. 2007).
+
+        Of n words a similar set lacks at most n - ceil(threshold * n). With both sets in the same order, a common
+        word is therefore among the first n - ceil(threshold * n) + 1 of each. Long words come first: they are rare.
+        """
+        length = len(own) - math.ceil(self.threshold * len(own) - ROUNDING) + 1
+        return sorted(own, key=lambda word: (-len(word), word))[:length]
+
+
+def words(text: str) -> frozenset[str]:
+    """The set of lower-case words of a text; the text itself if it has none.
+
+    >>> sorted(words("What is the TIME, what time?"))
+    ['is', 'the', 'time', 'what']
+    """
+    return frozenset(re.findall(r"\w+", text.casefold()) or [text.strip()])

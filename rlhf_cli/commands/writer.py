@@ -1,0 +1,98 @@
+"""The model that writes for `rlhf data generate` and `rlhf data score`, and the templates that it is asked with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.artifacts import fingerprint, model_directory
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.rollout.requests import Drawing, Writer
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """A model from a directory or, with `server`, the model of that name on a chat server."""
+
+    model: str
+    server: str | None = None
+    api_key_env: str | None = None
+    temperature: float = 1.0
+    top_p: float | None = None
+    max_new_tokens: int = 256
+    seed: int = 0
+    batch_size: int = 16
+    concurrency: int = 8
+    timeout_s: float = 120.0
+    retries: int = 5
+    backoff_s: float = 1.0
+    device: str = "auto"
+
+    @property
+    def chunk(self) -> int:
+        """Number of items per call. A chunk begins at a multiple of it, also after a resume, so that a local model
+        sees the same batches and gives the same bits."""
+        return 4 * self.concurrency if self.server else self.batch_size
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the text. The server's address does not: a resumed job may use another one."""
+        if self.server:
+            model = {"name": self.model}
+        else:
+            model = {"path": self.model, "digest": fingerprint(model_directory(self.model))}
+        return {
+            "model": model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+        }
+
+    def open(self) -> Writer:
+        """The writer. A local model is loaded now; a server is contacted at the first request."""
+        drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
+        if self.server is None:
+            from rlhf_cli.rollout.local_writer import LocalWriter
+
+            return LocalWriter(self.model, drawing, batch_size=self.batch_size, device=self.device)
+        from rlhf_cli.commands.chat_server import ServerWriter
+
+        return ServerWriter(
+            self.server,
+            self.model,
+            drawing,
+            api_key_env=self.api_key_env,
+            concurrency=self.concurrency,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            backoff_s=self.backoff_s,
+        )
+
+
+def read_template(path: Path | None, needed: Sequence[str]) -> str | None:
+    """The text of a template file; raises ConfigError if it cannot be read or lacks one of the placeholders."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(f"--template: cannot read {path} ({reason})") from None
+    missing = [f"{{{name}}}" for name in needed if name not in PLACEHOLDER.findall(text)]
+    if missing:
+        raise ConfigError(f"--template: {path} lacks {' and '.join(missing)}. Put each where its text should go")
+    return text
+
+
+def fill(template: str, **values: str) -> str:
+    """The template with each `{name}` replaced by its value, in one pass: braces within a value are left alone.
+
+    >>> fill("{prompt} -> {response} {x}", prompt="{response}?", response="yes")
+    '{response}? -> yes {x}'
+    """
+    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
