@@ -1,4 +1,4 @@
-"""Which files a data source's path stands for. No torch here: `rlhf status` asks it of every stage."""
+"""The files that a data source's path names. Imports no torch: `rlhf status` needs it for every stage."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".t
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = tuple(kind + compression for compression in ("", *COMPRESSIONS) for kind in KINDS)
 
-# What `datasets` writes beside the rows of a folder.
+# `datasets` writes these beside the rows.
 NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 def find_files(path: str) -> list[Path]:
-    """The files that a source's path stands for, sorted; none where it can only be a hub dataset's id.
+    """The files that a path names, sorted; an empty list if the path can only be a hub dataset's id.
 
-    A folder stands for the files in it, not for those of its subfolders: `train/` and `test/` side by side would be
-    mixed unseen. A glob may take them, `**/*.jsonl`. From folders and globs come only files with a known ending, no
-    hidden ones, and plain text only where there is nothing else, since licences and notes are .txt too.
+    A folder gives its own files but not those of subfolders, because `train/` and `test/` would be mixed without
+    notice; use a glob for them, `**/*.jsonl`. Folders and globs give only files with a known ending and no hidden
+    ones. They give .txt files only if there is nothing else, because licences and notes are .txt too.
 
-    Raises DataError where nothing is there.
+    Raises DataError if nothing is found.
     """
-    place = Path(path)
+    given = Path(path)
     try:
-        if place.is_file():
-            return [place]
-        if place.is_dir():
-            # What lies in the root of the file system is hardly meant.
-            is_root = place.resolve() == place.resolve().parent
-            found, fault = [] if is_root else list(place.iterdir()), "a folder without a data file"
-        elif place.exists():
-            raise DataError(f"{shown_path(path)}: neither a file nor a folder. Write what it gives into a file")
+        if given.is_file():
+            return [given]
+        if given.is_dir():
+            is_root = given.resolve() == given.resolve().parent  # files in / are hardly meant
+            found, fault = [] if is_root else list(given.iterdir()), "the folder has no data file"
+        elif given.exists():
+            raise DataError(f"{shown_path(path)}: neither a file nor a folder. Write its content to a file")
         elif any(sign in path for sign in "*?["):
-            found, fault = list(Path(place.anchor).glob(str(place.relative_to(place.anchor)))), "no data file fits"
+            found, fault = list(Path(given.anchor).glob(str(given.relative_to(given.anchor)))), "no data file matches"
         elif path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise DataError(
-                f"{shown_path(path)}: no such file (looked from {Path.cwd()}). "
-                "Give a path that exists, with ~ written out, or a hub dataset's id"
+                f"{shown_path(path)}: no such file (relative to {Path.cwd()}). "
+                "Give an existing path, with ~ written out, or a hub dataset's id"
             )
         else:
             return []
-        # Dots that the path itself names are meant.
-        shown = [file for file in found if not any(p[0] == "." and p not in place.parts for p in file.parts)]
+        # Hidden names that the path itself contains are intended.
+        visible = [file for file in found if not any(p[0] == "." and p not in given.parts for p in file.parts)]
         files = [
             file
-            for file in shown
+            for file in visible
             if file.name.lower().endswith(SUFFIXES) and file.name not in NOT_ROWS and file.is_file()
         ]
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
-            f"{shown_path(path)}: can't be looked up ({reason(error)}). Check the path and its rights"
+            f"{shown_path(path)}: cannot be looked up ({reason(error)}). Check the path and its permissions"
         ) from None
     if not files:
-        advice = f" Subfolders are read by a glob, {shown_path(path)}/**/*.jsonl" if place.is_dir() else ""
-        raise DataError(f"{shown_path(path)}: {fault}, one that ends in {', '.join(KINDS)} is needed.{advice}")
+        advice = f" To read subfolders, use a glob: {shown_path(path)}/**/*.jsonl" if given.is_dir() else ""
+        raise DataError(f"{shown_path(path)}: {fault}. Its name must end in {', '.join(KINDS)}.{advice}")
     return sorted([file for file in files if ending(file)[0] != ".txt"] or files)
 
 
 def data_fingerprint(path: str, revision: str | None = None) -> str:
-    """A digest that changes when the rows at `path` may: of its files' names and bytes; a hub dataset is known by its
-    revision only; "missing" where nothing is there.
+    """A digest that changes whenever the rows at `path` may change; "missing" if nothing is found.
+
+    It covers the names and bytes of local files. A hub dataset is identified by its revision only.
     """
     try:
         files = find_files(path)
@@ -70,10 +70,10 @@ def data_fingerprint(path: str, revision: str | None = None) -> str:
             return f"hub:{path}@{revision or 'main'}"
         if files == [Path(path)]:
             return _digest(files[0])
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for file in files:
-            whole.update(f"{file.name}\0{_digest(file)}\n".encode())
-        return whole.hexdigest()
+            digest.update(f"{file.name}\0{_digest(file)}\n".encode())
+        return digest.hexdigest()
     except (DataError, OSError):
         return "missing"
 
@@ -84,19 +84,19 @@ def _digest(path: Path) -> str:
 
 
 def ending(path: Path) -> tuple[str, str]:
-    """The kind and the compression that a name ends in: `a.CSV.gz` gives .csv and .gz."""
+    """The type and the compression from the end of a name: `a.CSV.gz` gives .csv and .gz."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
     return (before, last) if last in COMPRESSIONS else (last, "")
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as it can be printed in one line and written as UTF-8."""
+    """A path that can be printed on one line and encoded as UTF-8."""
     return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def reason(error: Exception) -> str:
-    """An error's reason in one short line."""
-    told = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    words = " ".join(told.replace("'\t'", "a tab").split())
-    words = words if words.isprintable() else ascii(words)  # a parser may quote what it found
+    """An exception's reason on one short line."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    words = " ".join(text.replace("'\t'", "a tab").split())
+    words = words if words.isprintable() else ascii(words)  # parsers quote their input
     return (words[:200] + "..." if len(words) > 200 else words) or type(error).__name__

@@ -1,12 +1,12 @@
-"""`rlhf data convert`: rows of any format to ours, one after the other, as JSON Lines or Parquet.
+"""`rlhf data convert`: rows of any format to our own columns, as JSON Lines or Parquet.
 
     sft          prompt, response (the best answer); messages; text
-    rm           prompt, chosen, rejected; of what ranks more than two: prompt, answers (best first)
-    rm-scores    prompt, response, score, a row for each answer; text, label
+    rm           prompt, chosen, rejected; for formats that rank more than two: prompt, answers (best first)
+    rm-scores    prompt, response, score, one row per answer; text, label
     ppo          prompt; text
 
-What is written depends on the format that was read, so that all rows of a file are of one format. A prompt that is a
-conversation stays a list of messages. The file is written beside its place and renamed into it.
+The input format decides the columns, so that all rows of a file have the same ones. A prompt that is a conversation
+stays a list of messages. The file is written under a temporary name beside `out` and then renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Message, Record, shown_name
 from rlhf_cli.data.report import Report
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, see
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
@@ -35,23 +35,23 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 RANKS = ("ranking", "scored", "ultrafeedback")
 """Formats whose rows may have more than two answers."""
 BATCH = 1000
-"""Rows of a Parquet file that are held until they are written."""
+"""Rows of a Parquet file that are written together."""
 OURS = ("prompt", "messages", "text", "response", "chosen", "rejected", "answers", "score", "label")
 
 
 def convert(part: StageRows, out: Path, keep: Sequence[str], *, quiet: bool = False) -> None:
-    """Write the rows of `part` to `out`, and with each the columns of `keep` as they are.
+    """Write the rows of `part` to `out`, with the columns `keep` copied unchanged.
 
-    Raises ConfigError where `out` is there already or has another ending, DataError for a bad row unless they are
-    skipped, and ArtifactError where it can't be written.
+    Raises ConfigError if `out` exists or has another ending, DataError for a bad row unless bad rows are skipped, and
+    ArtifactError if the file cannot be written.
     """
     if not out.name.lower().endswith(ENDINGS):
         raise ConfigError(f"--out: {out}: must end in {', '.join(ENDINGS)}")
     if out.is_symlink() or out.exists():
-        raise ConfigError(f"--out: {out}: is there already. Remove it, or give another name")
+        raise ConfigError(f"--out: {out}: already exists. Remove it, or give another name")
     for name in keep:
         if name in OURS:
-            raise ConfigError(f"--keep: {name}: is one of our own columns ({', '.join(OURS)}), which are written anew")
+            raise ConfigError(f"--keep: {name}: is one of the columns that are written: {', '.join(OURS)}")
     display = Display("convert", quiet=quiet)
     report = Report()
     lost: list[str] = []
@@ -67,7 +67,7 @@ def convert(part: StageRows, out: Path, keep: Sequence[str], *, quiet: bool = Fa
                 write(record.where, row)
                 number += 1
         if not number:
-            reasons = "; ".join(report.skipped.get("train", {})) or "no row holds what is asked for"
+            reasons = "; ".join(report.skipped.get("train", {})) or "none has what the stage needs"
             raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
     for line in report.lines():
         display.note(line)
@@ -75,43 +75,43 @@ def convert(part: StageRows, out: Path, keep: Sequence[str], *, quiet: bool = Fa
     if lost:
         more = ", ..." if len(lost) > 20 else ""
         names = ", ".join(shown_name(name) for name in lost[:20])
-        display.note(f"columns that are not in it: {names}{more}. --keep NAME keeps one")
+        display.note(f"columns not copied: {names}{more}. Copy one with --keep NAME")
 
 
 def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
-    """The columns of a row whose values are not in what is written; rewards may want any of them."""
+    """The columns of a row whose values are not written. Rewards may need them."""
     format_ = FORMATS[report.kinds[part.rows.train[0].path]]
     read = () if part.purpose == "ppo" else format_.columns
     return [name for name, value in record.columns.items() if name not in read and value != record.prompt]
 
 
 def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Sequence[str]) -> None:
-    """Raise ConfigError where a column that is kept makes the first row be read as something else."""
+    """Raise ConfigError if a column of `keep` changes how the first row is read."""
     where, source = seen.record.where, DataSource(path="out.jsonl")
-    told = "it would be read otherwise"
+    problem = "the row would be read differently"
     try:
         written = Row(row, where)
         format_ = recognise(written, source, purpose)
-        told = f"it would be read as {format_.name}, and otherwise"
+        problem = f"the row would be read as {format_.name}, with another meaning"
         again = see(read_record(written, format_, source), StageRows(Rows(train=[source]), purpose), "test")
     except DataError as error:
-        told = str(error)
+        problem = str(error)
         again = None
     num = len(again.answers) if isinstance(again, Seen) else 0
     if not isinstance(again, Seen) or _meaning(again, num) != _meaning(seen, num):
-        raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {told}. Leave out what is a column of ours too")
+        raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {problem}. Remove the column that our formats use")
 
 
 def _meaning(seen: Seen, num: int) -> tuple[Any, ...]:
-    """What is to be the same when a row is read back; of scored answers only the first stand in one row."""
+    """Everything that must be equal when a row is read back. Of scored answers, one row holds only the first."""
     record = seen.record
     return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num]
 
 
 def rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
-    """A row of the format `format` in our own columns; of scored answers one for each.
+    """A row of `format` in our own columns; scored answers give one row each.
 
-    A plain text has no prompt and stays a text: rows are told apart by the whole of it.
+    A plain text has no prompt and stays a text, because the whole text identifies the row.
     """
     record, answers = seen.record, seen.answers
     is_text = format in ("text", "labelled")
@@ -152,7 +152,7 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 def _column(record: Record, name: str) -> Any:
     if name not in record.columns:
-        raise ConfigError(f"--keep: {name}: {record.where} has no such column, every row must have it")
+        raise ConfigError(f"--keep: {name}: {record.where} lacks this column, every row must have it")
     return record.columns[name]
 
 
@@ -166,8 +166,8 @@ def _seen(part: StageRows, report: Report) -> Iterator[tuple[Record, Seen]]:
         if isinstance(seen, Skipped):
             report.skip(side, seen.reason)
         elif not all(answer.strip() for answer in seen.answers):
-            # HH-RLHF has some; in columns of their own they would be taken for a mistake.
-            report.skip(side, "an answer of no words, which our formats refuse")
+            # HH-RLHF has some; our formats treat an empty column as a mistake.
+            report.skip(side, "empty answer, which our formats refuse")
         else:
             report.kept[side] += 1
             yield record, seen
@@ -180,12 +180,12 @@ Write = Callable[[str, dict[str, Any]], None]
 
 @contextmanager
 def _writer(out: Path) -> Iterator[Write]:
-    """A function that takes a row's place and the row; the file is in its place when the block ends well."""
+    """A function that writes a row, given its place and the row. The file appears as `out` if the block succeeds."""
     beside = out.with_name(f".{out.name}.writing")
     try:
         with suppress(FileNotFoundError):
             beside.unlink()
-        # A link of that name would lead elsewhere: it is never followed.
+        # O_EXCL: a link with this name, which would lead elsewhere, is not followed.
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
             with _parquet(file) if out.name.lower().endswith(".parquet") else _lines(file, out) as write:
                 yield write
@@ -194,7 +194,7 @@ def _writer(out: Path) -> Iterator[Write]:
         beside.rename(out)
     except OSError as error:
         raise ArtifactError(
-            f"{out}: can't be written ({error.strerror or error}). Make room, or give another --out"
+            f"{out}: cannot be written ({error.strerror or error}). Free disk space, or give another --out"
         ) from None
     finally:
         with suppress(OSError):
@@ -208,7 +208,7 @@ def _lines(file: io.BufferedWriter, out: Path) -> Iterator[Write]:
     def write(where: str, row: dict[str, Any]) -> None:  # noqa: ARG001
         try:
             line = json.dumps(row, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # half a character in a column that is kept
+        except UnicodeEncodeError:  # a lone surrogate in a copied column
             line = json.dumps(row, default=str).encode()
         (packed or file).write(line + b"\n")
 
@@ -233,7 +233,7 @@ def _parquet(file: io.BufferedWriter) -> Iterator[Write]:
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(
-                f"{places[0]} to {places[-1]}: no Parquet column holds these values ({reason}). Write .jsonl"
+                f"{places[0]} to {places[-1]}: a Parquet column cannot hold these values ({reason}). Write .jsonl"
             ) from None
         if writer is None:
             writer = pq.ParquetWriter(file, table.schema)

@@ -1,4 +1,4 @@
-"""`rlhf data show`: rows as the model will see them."""
+"""`rlhf data show`: rows as the model sees them."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration, Prompt, Record, shown_name
 from rlhf_cli.data.report import Report
-from rlhf_cli.data.sources import BadRow, Row, read_rows
+from rlhf_cli.data.rows import BadRow, Row
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LEARNT = {"sft": "learnt", "rm pairs": "the answer that is judged", "rm scores": "the answer that is judged", "ppo": ""}
-SHOWN_VALUE = 2000
-"""Characters of a bad row's value that are shown."""
+TARGET = {"sft": "trained on", "rm pairs": "scored answer", "rm scores": "scored answer", "ppo": ""}
+"""The name of the marked tokens for each purpose."""
+MAX_SHOWN = 2000
+"""Characters of a bad row's value to show."""
 
 Piece = tuple[str, bool, bool]
-"""Some text, is it learnt, is it a special token."""
+"""(text, is it a target, is it a special token)."""
 
 
 class _Report(Report):
-    """Keeps the bad rows for whoever shows them in their place."""
+    """Collects the bad rows, to show them between the others."""
 
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
         self.bad.append(str(error))
 
 
 def show_data(part: StageRows, tokenizer_path: str | None, *, num: int, row: int | None) -> None:
-    """Print the first `num` training rows of a stage, or the one that messages call by the number `row`.
+    """Print the first `num` training rows of a stage, or the one with the number `row` in messages.
 
-    Raises DataError for a row that can't be read, where it was asked for, and where there is no such row.
+    Raises DataError if the requested row does not exist or cannot be read.
     """
     tokenizer = None
     if tokenizer_path is not None:
@@ -83,7 +85,7 @@ def show_data(part: StageRows, tokenizer_path: str | None, *, num: int, row: int
 
 
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
-    """The row whose place ends in `number`, of the first file that has one; a bad one is shown as it is."""
+    """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
     for source in [*part.rows.train, *(part.rows.test or [])]:
         format_ = None
         for row in read_rows(source):
@@ -98,11 +100,11 @@ def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
             except DataError:
                 for name, value in row.values.items():
                     text = value if isinstance(value, str) else repr(value)
-                    more = f" ... ({len(text):,} characters)" if len(text) > SHOWN_VALUE else ""
-                    screen.line(f"{shown_name(name)}: {text[:SHOWN_VALUE]}{more}")
+                    more = f" ... ({len(text):,} characters)" if len(text) > MAX_SHOWN else ""
+                    screen.line(f"{shown_name(name)}: {text[:MAX_SHOWN]}{more}")
                 raise
     paths = ", ".join(source.path for source in part.rows.train)
-    raise DataError(f"{paths}: no row is called by the number {number}. Blank lines of a file have a number and no row")
+    raise DataError(f"{paths}: there is no row {number}. Blank lines are counted but give no row")
 
 
 def _show(screen: Screen, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -147,34 +149,34 @@ def _show_answers(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTra
     record = seen.record
     rows = demonstrations_of(seen)
     first: list[int] = []
-    for number, (ids, learnt, told) in enumerate(_encoded(rows, part, tokenizer)):
-        before = len(ids) - last_run(learnt)
+    for number, (ids, target_mask, text) in enumerate(_encoded(rows, part, tokenizer)):
+        before = len(ids) - last_run(target_mask)
         name = _name(seen, part, number)
-        screen.title(record.where, ", ".join(text for text in (name, told) if text))
+        screen.title(record.where, ", ".join(part for part in (name, text) if part))
         if number == 0:
             first = ids[:before]
-            screen.body(pieces(tokenizer, ids, learnt))
+            screen.body(pieces(tokenizer, ids, target_mask))
         elif ids[:before] == first and before:
-            found = pieces(tokenizer, ids, learnt)
+            found = pieces(tokenizer, ids, target_mask)
             screen.line(f"  (the same {before} tokens, then)")
             screen.body([piece for piece in found if piece[1]])
         else:
-            screen.body(pieces(tokenizer, ids, learnt))
+            screen.body(pieces(tokenizer, ids, target_mask))
 
 
 def _encoded(
     rows: Sequence[Demonstration], part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
-    """Of each row the ids, which of them are learnt (or judged), and how many there are."""
+    """For each row its ids, which of them are targets, and a description of both."""
     for ids, answer in encode_answers(tokenizer, rows, part.template, start=part.purpose == "sft"):
         fitting = fit(ids, answer, _limits(part), tokenizer.bos_token_id)
-        kept, learnt = (ids, answer) if isinstance(fitting, Skipped) else fitting
+        kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":
-            learnt = [n >= len(kept) - last_run(learnt) for n in range(len(kept))]
+            target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
         elif part.learn_all:
-            learnt = [n > 0 for n in range(len(kept))]
-        told = _tokens(ids, kept, fitting)
-        yield kept, learnt, f"{told}, {sum(learnt)} learnt" if part.purpose == "sft" else told
+            target_mask = [n > 0 for n in range(len(kept))]
+        text = _tokens(ids, kept, fitting)
+        yield kept, target_mask, f"{text}, {sum(target_mask)} trained on" if part.purpose == "sft" else text
 
 
 def _limits(part: StageRows) -> Limits:
@@ -196,38 +198,38 @@ def _name(seen: Seen, part: StageRows, number: int) -> str:
     return f"score {seen.scores[number]:g}" if part.purpose == "rm scores" else ""
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], learnt: Sequence[bool]) -> list[Piece]:
-    """The text of token ids in runs that are learnt or not, and each special token by itself.
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], target_mask: Sequence[bool]) -> list[Piece]:
+    """The text of token ids in runs of targets and others, with each special token on its own.
 
-    A run's text is what it adds to the text before it, so that blanks stand where the model reads them.
+    The text of a run is what it adds to the decoded text before it, so that spaces are where the model reads them.
     """
     special = {*tokenizer.all_special_ids, *(n for n, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    found: list[Piece] = []
+    result: list[Piece] = []
     start, before = 0, ""
     for end in range(1, len(ids) + 1):
-        goes_on = end < len(ids) and learnt[end] == learnt[start] and not special & {ids[end], ids[start]}
-        if goes_on:
+        continues = end < len(ids) and target_mask[end] == target_mask[start] and not special & {ids[end], ids[start]}
+        if continues:
             continue
         whole = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if whole.startswith(before):
             text = whole[len(before) :]
         else:
             text = str(tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        found.append((text, learnt[start], ids[start] in special))
+        result.append((text, target_mask[start], ids[start] in special))
         start, before = end, whole
-    return found
+    return result
 
 
 class Screen:
-    """Prints rows: what is learnt in colour, or between marks where there is none."""
+    """Prints rows with the targets in colour, or between marks on a screen without colour."""
 
     def __init__(self, console: Console, part: StageRows):
-        self.console, self.word = console, LEARNT[part.purpose]
+        self.console, self.word = console, TARGET[part.purpose]
         self.coloured = console.color_system is not None and not console.no_color
         self.marks = ("⟦", "⟧") if is_unicode(console) else ("[[", "]]")
 
     def legend(self) -> None:
-        """Say what the marks mean."""
+        """Print what the marks mean."""
         if not self.word:
             return
         if self.coloured:
@@ -236,29 +238,29 @@ class Screen:
             self.line(f"{self.marks[0]}{self.word}{self.marks[1]}")
 
     def line(self, text: str) -> None:
-        """A line of plain text."""
+        """Print a line of plain text."""
         self.console.print(Text(printable(text, keep="\n")))
 
-    def title(self, where: str, told: str = "") -> None:
-        """Which row comes, and what is to be said of it."""
-        self.console.print(Text(f"\n{printable(where)}{'  ' if told else ''}{told}", "bold"))
+    def title(self, where: str, details: str = "") -> None:
+        """Print the place of the next row, with details."""
+        self.console.print(Text(f"\n{printable(where)}{'  ' if details else ''}{details}", "bold"))
 
     def bad(self, message: str) -> None:
-        """A row that can't be read."""
+        """Print why a row cannot be read."""
         self.console.print(Text(f"\n{printable(message)}", "red"))
 
     def body(self, parts: Sequence[Piece]) -> None:
-        """The text of a row, its lines indented."""
+        """Print the text of a row with indented lines."""
         text = Text("  ")
         open_ = False
-        for piece, learnt, special in parts:
+        for piece, is_target, special in parts:
             if not piece:
                 continue
-            if not self.coloured and learnt != open_:
-                text.append(self.marks[0] if learnt else self.marks[1])
-                open_ = learnt
+            if not self.coloured and is_target != open_:
+                text.append(self.marks[0] if is_target else self.marks[1])
+                open_ = is_target
             shown = printable(piece, keep="\n").replace("\n", "\n  ").replace("\n  \n", "\n\n")
-            text.append(shown, f"{'green ' if learnt else ''}{'reverse' if special else ''}".strip())
+            text.append(shown, f"{'green ' if is_target else ''}{'reverse' if special else ''}".strip())
         if open_:
             text.append(self.marks[1])
         self.console.print(text)

@@ -1,6 +1,6 @@
-"""What stands in one column of a row: text, messages, a prompt, an answer, a score.
+"""Read one column of a row: text, messages, a prompt, an answer, a score.
 
-Every function takes the row, so that what it refuses is said with the row's place: `<where>: <what was found>, <the
+Every function takes the row, so that its message starts with the row's place: `<where>: <what was found>, <the
 rule>. <what to do>`. They raise DataError and nothing else, whatever the value is.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Answer, Message, Record, kind_of, number, shown, shown_name, transcript
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
 PROMPT_KEYS = ("prompt", "question", "user_input", "query")
@@ -28,7 +28,7 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 
 
 def found_keys(values: Mapping[str, Any]) -> str:
-    """The names of the columns as a message shows them: the first six at most.
+    """The names of the first six columns, for a message.
 
     >>> found_keys({"a": 1, "b": 2})
     'a, b'
@@ -38,31 +38,31 @@ def found_keys(values: Mapping[str, Any]) -> str:
         if len(some) == 6 or sum(map(len, some)) > 40:
             return f"{', '.join(some)} and {len(values) - len(some):,} more"
         some.append(shown_name(name))
-    return ", ".join(some) if some else "no keys at all"
+    return ", ".join(some) if some else "(none)"
 
 
 def has(values: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Is one of the columns there?"""
+    """Does the row have one of the columns?"""
     return any(name in values for name in names)
 
 
 def first_key(row: Row, names: tuple[str, ...]) -> str:
-    """The first of `names` that the row has; raises DataError where it has none."""
+    """The first of `names` that the row has; raises DataError if it has none."""
     for name in names:
         if name in row.values:
             return name
     needed = f"`{names[0]}`" if len(names) == 1 else f"one of {', '.join(names)}"
     raise DataError(
-        f"{row.where}: found the keys {found_keys(row.values)}, {needed} is needed in every row. "
-        "Mend the row, or map the column with `keys`"
+        f"{row.where}: found the keys {found_keys(row.values)}, every row needs {needed}. Fix the row, or map the "
+        "column with `keys`"
     )
 
 
 def mapped(row: Row, source: DataSource) -> Row:
-    """The row with the file's columns under our names, as `source.keys` says.
+    """The row with its columns renamed to our names, as `source.keys` says.
 
-    A path is a column's whole name, or else names with dots between them that go into mappings. A column that was
-    renamed has its old name no longer. Raises DataError where a row lacks a column that is named.
+    A path is a column's full name or, if there is no such column, names joined by dots that go into mappings. A
+    renamed column no longer has its old name. Raises DataError if the row lacks a named column.
 
     >>> row = Row({"q": "1+1=", "out": {"text": "2"}}, "file:1")
     >>> mapped(row, DataSource(path="file", keys={"prompt": "q", "response": "out.text"})).values
@@ -73,20 +73,18 @@ def mapped(row: Row, source: DataSource) -> Row:
     old = set(source.keys.values())
     values = {name: value for name, value in row.values.items() if name not in old}
     for ours, path in source.keys.items():
-        values[ours] = at(row, path, f", and `keys` says that it is our `{shown_name(ours)}`")
+        values[ours] = at(row, path, f", which `keys` maps to `{shown_name(ours)}`")
     return Row(values, row.where)
 
 
 def at(row: Row, path: str, why: str = "") -> Any:
-    """What stands under a path of names with dots between them; raises DataError, with `why`, where nothing does."""
+    """The value at a path of names joined by dots; raises DataError, which ends with `why`, if it does not exist."""
     if path in row.values:
         return row.values[path]
     value: Any = row.values
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise DataError(
-                f"{row.where}: found the keys {found_keys(row.values)}, `{shown_name(path)}` is not there{why}"
-            )
+            raise DataError(f"{row.where}: found the keys {found_keys(row.values)}, but not `{shown_name(path)}`{why}")
         value = value[name]
     return value
 
@@ -95,14 +93,14 @@ def at(row: Row, path: str, why: str = "") -> Any:
 
 
 def text(row: Row, name: str, *, empty: bool = False) -> str:
-    """A column that must be text, and not blank unless `empty`."""
+    """A column that must be text; blank text is allowed only with `empty`."""
     if name not in row.values:
         first_key(row, (name,))
     return checked(row.values[name], f"`{name}`", row.where, empty=empty)
 
 
 def optional_text(row: Row, name: str) -> str:
-    """A column that may be missing, null, or NaN as tables write what is missing: then the empty text."""
+    """A text column; "" if it is missing, null, or NaN (which tables use for missing values)."""
     value = row.values.get(name)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -110,21 +108,21 @@ def optional_text(row: Row, name: str) -> str:
 
 
 def checked(value: Any, what: str, where: str, *, empty: bool = False) -> str:
-    """A value that must be text without half characters, and not blank unless `empty`; `what` names it in messages."""
+    """A value that must be text without lone surrogates, and not blank unless `empty`; messages call it `what`."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {what} is {kind_of(value)}, it must be text")
     if not empty and not value.strip():
-        raise DataError(f"{where}: {what} is empty, there is nothing to learn from. Remove the row")
+        raise DataError(f"{where}: {what} is empty, it must contain text. Remove the row")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise DataError(f"{where}: {what} holds half a character (a lone surrogate). Mend the row") from None
+            raise DataError(f"{where}: {what} contains a lone surrogate (half a character). Fix the row") from None
     return value
 
 
 def sequence(value: Any, what: str, where: str) -> list[Any]:
-    """A value that must be a list; `what` names it in messages."""
+    """A value that must be a list; messages call it `what`."""
     if not isinstance(value, list):
         raise DataError(f"{where}: {what} is {kind_of(value)}, it must be a list")
     return value
@@ -137,15 +135,16 @@ def messages(items: Any, name: str, where: str) -> tuple[Message, ...]:
     """A value that must be a list of messages; see `message`."""
     if not isinstance(items, list) or not items:
         raise DataError(
-            f"{where}: `{name}` is not a list of messages with role and content (or from and value), it must be one "
-            "and not empty"
+            f"{where}: `{name}` must be a non-empty list of messages with role and content (or from and value)"
         )
     return tuple(message(item, f"message {n} of `{name}`", where) for n, item in enumerate(items, 1))
 
 
 def message(item: Any, what: str, where: str) -> Message:
-    """One message: `role` and `content`, or ShareGPT's `from` and `value`; roles that have no part in a dialogue of
-    user and assistant (tool, function, ...) are refused by name."""
+    """One message: `role` and `content`, or ShareGPT's `from` and `value`.
+
+    Raises DataError for other roles (tool, function, ...), which a dialogue of user and assistant cannot hold.
+    """
     if isinstance(item, dict):
         role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
     else:
@@ -153,43 +152,43 @@ def message(item: Any, what: str, where: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(f"{where}: {what} needs a text `role` and a text `content` (or `from` and `value`)")
     if role not in ROLES:
-        raise DataError(f"{where}: {what} has role {shown(role)}, not system, user or assistant (human, gpt)")
+        raise DataError(f"{where}: {what} has role {shown(role)}, it must be system, user or assistant (or human, gpt)")
     return Message(ROLES[role], checked(content, what, where, empty=True))
 
 
 def system_message(row: Row) -> tuple[Message, ...] | None:
-    """What a column for the system says, as messages: none where it is blank; None where there is no such column."""
+    """The system column as messages: empty if it is blank, None if there is no such column."""
     for name in SYSTEM_KEYS:
         if name in row.values:
-            said = optional_text(row, name)
-            return (Message("system", said),) if said.strip() else ()
+            content = optional_text(row, name)
+            return (Message("system", content),) if content.strip() else ()
     return None
 
 
 def conversation(row: Row, name: str) -> tuple[Message, ...]:
-    """The messages of a column, behind what the column for the system says, unless they begin with that themselves."""
-    own = messages(row.values[name], name, row.where)
+    """The messages of a column, after the system column's message unless they start with a system message."""
+    own_messages = messages(row.values[name], name, row.where)
     before = system_message(row) or ()
-    return own if own[0].role == "system" else before + own
+    return own_messages if own_messages[0].role == "system" else before + own_messages
 
 
 # ------------------------------------------------------------------------------------- prompt and answers
 
 
 def prompt(row: Row, *, empty: bool = True) -> tuple[str, tuple[Message, ...]]:
-    """The prompt of a row as text and, where it is a conversation, as the messages before the answer; then the text
-    is their transcript.
+    """(text, messages) of a row's prompt. The messages are empty unless it is a conversation; then the text is their
+    transcript.
 
-    It stands in a column of `PROMPT_KEYS`, or of `CONVERSATION_KEYS` where there is none: text, or a list of messages
-    that does not end with the assistant's. With a column for the system (RLHF_PPO's `system_content`, `system`,
-    `system_prompt`) text is the user's message behind it.
+    It is read from a column of `PROMPT_KEYS`, or of `CONVERSATION_KEYS` if there is none: text, or a list of messages
+    that does not end with the assistant. With a system column (RLHF_PPO's `system_content`, `system`,
+    `system_prompt`), a text becomes the user's message after it.
     """
     name = first_key(row, PROMPT_KEYS if has(row.values, PROMPT_KEYS) else PROMPT_KEYS + CONVERSATION_KEYS)
     if not isinstance(row.values[name], list):
-        said, system = text(row, name, empty=empty), system_message(row)
+        prompt_text, system = text(row, name, empty=empty), system_message(row)
         if system is None:
-            return said, ()
-        before = (*system, Message("user", said))
+            return prompt_text, ()
+        before = (*system, Message("user", prompt_text))
     else:
         before = conversation(row, name)
         require_open(before, name, row)
@@ -197,15 +196,15 @@ def prompt(row: Row, *, empty: bool = True) -> tuple[str, tuple[Message, ...]]:
 
 
 def require_open(before: tuple[Message, ...], name: str, row: Row) -> None:
-    """Raise DataError where a conversation that awaits an answer ends with one."""
+    """Raise DataError if a prompt's conversation ends with the assistant."""
     if before[-1].role == "assistant":
-        raise DataError(f"{row.where}: `{name}` ends with the assistant's message, a prompt must end before its answer")
+        raise DataError(f"{row.where}: `{name}` ends with the assistant's message, a prompt must end before the answer")
 
 
 def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None, str]:
-    """An answer in any of its shapes: text, one message, or a list of messages of which the last is the assistant's.
+    """(messages before the answer, the answer's content) of a text, a message, or a list that ends with the assistant.
 
-    Returns what the list says before the answer, None where the answer is plain text, and the answer's content.
+    The first is None if the answer is plain text.
     """
     if isinstance(value, str):
         return None, checked(value, f"`{name}`", row.where)
@@ -222,53 +221,58 @@ def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None,
 
 
 def joined(
-    row: Row, said: str | None, before: tuple[Message, ...], answers: list[tuple[tuple[Message, ...] | None, str]]
+    row: Row,
+    prompt_text: str | None,
+    before: tuple[Message, ...],
+    answers: list[tuple[tuple[Message, ...] | None, str]],
 ) -> tuple[str, tuple[Message, ...], list[str]]:
-    """A prompt (text and messages; None: the row has none) and its answers as (prompt, messages, answers' texts).
+    """(prompt, messages, texts of the answers) from a row's prompt (None if it has none) and its answers.
 
-    Where any part is messages all is a conversation: the prompt is its transcript and an answer is a space and its
-    content. What stands before the answers in their own lists must be the same for all; it goes behind the prompt's
-    messages, unless it begins with them or repeats their end. A prompt that is text is the user's message behind
-    it, unless it is already among them.
+    If any of them is messages, the row is a conversation: the prompt is its transcript, and each answer's text is a
+    space and its content. The messages before the answers in their own lists must be equal for all answers. They
+    follow the prompt's messages, unless they begin with them or repeat their end. A prompt that is text becomes the
+    user's message after them, unless it is already one of them.
     """
     starts = [turns for turns, _ in answers if turns is not None]
     contents = [content for _, content in answers]
-    if said is not None and not before and not starts:
-        return said, (), contents
-    own = starts[0] if starts else ()
-    if any(turns != own for turns in starts) or (own and len(starts) < len(answers)):
-        raise DataError(f"{row.where}: the answers' messages differ before the last one, they must answer the same")
+    if prompt_text is not None and not before and not starts:
+        return prompt_text, (), contents
+    turns_before = starts[0] if starts else ()
+    if any(start != turns_before for start in starts) or (turns_before and len(starts) < len(answers)):
+        raise DataError(f"{row.where}: the messages before the answers differ, all must answer the same prompt")
     if before:
-        if own[: len(before)] != before:
-            own = before if own and own == before[-len(own) :] else before + own
-    elif said is not None:
-        is_copy = said.strip() in {"", *(m.content.strip() for m in own)}
-        if not is_copy and any(m.role == "user" for m in own):
-            raise DataError(
-                f"{row.where}: the prompt is none of the messages before the answers, it must be one of them. Remove "
-                "one of the two"
+        if turns_before[: len(before)] != before:
+            turns_before = (
+                before if turns_before and turns_before == before[-len(turns_before) :] else before + turns_before
             )
-        own = own if is_copy else (*own, Message("user", said))
-    if not own:
-        raise DataError(f"{row.where}: the answers have no prompt, neither a column nor messages before them")
-    require_open(own, "the messages before the answers", row)
-    return transcript(own), own, [" " + content for content in contents]
+    elif prompt_text is not None:
+        is_copy = prompt_text.strip() in {"", *(m.content.strip() for m in turns_before)}
+        if not is_copy and any(m.role == "user" for m in turns_before):
+            raise DataError(
+                f"{row.where}: the prompt is not among the messages before the answers, it must be one of them. "
+                "Remove the prompt or the messages"
+            )
+        turns_before = turns_before if is_copy else (*turns_before, Message("user", prompt_text))
+    if not turns_before:
+        raise DataError(f"{row.where}: the answers have no prompt; give it in a column or as messages before them")
+    require_open(turns_before, "the messages before the answers", row)
+    return transcript(turns_before), turns_before, [" " + content for content in contents]
 
 
 def record(
     row: Row,
-    said: str,
+    prompt_text: str,
     before: tuple[Message, ...],
     answers: tuple[Answer, ...],
     *,
     ranked: bool = False,
     undesirable: bool = False,
 ) -> Record:
-    """The Record of a row that has a prompt; its key is the prompt's text, or its messages as JSON."""
-    key = said
+    """The Record of a row with a prompt. Its key is the prompt's text, or its messages as JSON."""
+    key = prompt_text
     if before:
         key = json.dumps([{"role": m.role, "content": m.content} for m in before], sort_keys=True)
-    return Record(row.where, said, answers, key, ranked, undesirable, before, row.values)
+    return Record(row.where, prompt_text, answers, key, ranked, undesirable, before, row.values)
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -282,7 +286,7 @@ def column_number(row: Row, name: str) -> float:
 
 
 def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
-    """A value that must be one of a few whole numbers."""
+    """A value that must be one of a few integers."""
     found = number(value, name, row.where)
     if found not in allowed:
         raise DataError(
@@ -292,7 +296,7 @@ def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
 
 
 def optional_number(value: Any, name: str, row: Row) -> float | None:
-    """A score that may be null or blank, which is none; 0 is a score."""
+    """A score; None if it is null or blank. 0 is a score."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     return number(value, name, row.where)

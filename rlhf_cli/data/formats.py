@@ -1,8 +1,8 @@
-"""What rows mean: each format, recognised by its keys or named in the config, is read into one Record.
+"""The formats of rows: each is recognised by its keys, or named in the config, and read into a Record.
 
-The format is decided once, from the first row, and every other row must fit it, so that a file with two kinds of rows
-in it is reported and not half read. How a row of each format looks is in docs/data.md; how it is read is in
-`formats_plain` and `formats_graded`.
+The first row of a source decides its format, and every other row must fit it. A file with two kinds of rows is
+therefore reported instead of being read in part. docs/data.md shows a row of each format; `formats_plain` and
+`formats_graded` read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_cli.data.columns import (
     mapped,
 )
 from rlhf_cli.data.records import Record, shown_name
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
 Purpose = Literal["sft", "rm pairs", "rm scores", "ppo"]
@@ -37,21 +37,21 @@ WITHOUT_PAIRS: tuple[Purpose, ...] = ("sft", "rm scores", "ppo")
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of rows."""
+    """One kind of row."""
 
     name: str
     keys: str
-    """Columns that tell it from others, as messages say them."""
+    """The columns that identify it, for messages."""
     purposes: tuple[Purpose, ...]
-    """The stages that can learn from it; `rm pairs` is a pairwise loss, `rm scores` is mse."""
+    """The stages that can learn from it; `rm pairs` is for pairwise losses, `rm scores` for mse."""
     columns: tuple[str, ...]
-    """Every column that it reads, by our names, which `keys` of the config may map."""
+    """All columns that it reads, by our names. `keys` of the config may map them."""
     fits: Callable[[Values, DataSource], bool]
-    """Does a row have its keys?"""
+    """Does a row have the keys of this format?"""
     read: Callable[[Row, DataSource, int], Record]
-    """A row, its source and the number of words of a text's prompt to its Record."""
+    """The Record of a row, its source, and the number of words of a plain text that are its prompt."""
     takes_weights: bool = False
-    """Has it grades that `weights` of the config can add up?"""
+    """Does it have grades that `weights` of the config can add up?"""
 
 
 PROMPTS = PROMPT_KEYS + SYSTEM_KEYS
@@ -59,8 +59,8 @@ TURNS = CONVERSATION_KEYS + SYSTEM_KEYS
 GRADES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 VOTES = ("vote", "annotator1", "annotator2", "annotator3", "label_0", "label_1", "label_2")
 
-# In the order in which they are tried: what has more columns comes first. SFT and PPO have no use for a score or a
-# label, so a scored row is `prompt_response` to them and a labelled text is `text`, whatever its label is.
+# In the order in which they are tried: formats with more columns come first. SFT and PPO do not use scores or labels:
+# they read a scored row as `prompt_response` and a labelled text as `text`, whatever its label is.
 _ALL_FORMATS = (
     Format(
         "preference",
@@ -229,11 +229,9 @@ FORMATS: dict[str, Format] = {format_.name: format_ for format_ in _ALL_FORMATS}
 
 
 def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
-    """The format of a source's rows: the one that it names, else the first that this row's keys fit and that the
-    stage can learn from.
+    """The format of a source's rows: the one it names, else the first that fits this row's keys and the stage.
 
-    Raises DataError where there is none, saying what was found and what the stage takes, and where `keys` or `weights`
-    of the source mean nothing to the format.
+    Raises DataError if there is none, and if the source's `keys` or `weights` do not apply to the format.
 
     >>> recognise(Row({"question": "1+1=", "answer": "2"}, "file:1"), DataSource(path="file"), "sft").name
     'prompt_response'
@@ -249,26 +247,26 @@ def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
             )
     else:
         found = FORMATS[source.format]
-        # A list of responses with their scores serves both losses, by either of its names.
+        # A list of responses with scores serves both losses, under either name.
         both = found.name in ("ranking", "scored") and _has_list(values) and _has_score(values, source)
         if purpose not in found.purposes and not both:
             raise DataError(f"{row.where}: the format is {found.name}, {_takes(purpose, source)}")
         if source.weights and not found.takes_weights:
-            raise DataError(f"{row.where}: rows of {found.name} have no grades, `weights` means nothing. Remove it")
+            raise DataError(f"{row.where}: {found.name} rows have no grades, so `weights` does not apply. Remove it")
     known = {*found.columns, *source.weights, *(name.partition(".")[0] for name in source.weights)}
     for ours in source.keys:
         if ours not in known:
             raise DataError(
-                f"{row.where}: `keys` maps `{shown_name(ours)}`, which rows of {found.name} don't have. "
-                f"They have: {', '.join(found.columns)}"
+                f"{row.where}: `keys` maps `{shown_name(ours)}`, which is not a column of the format {found.name}. Its "
+                f"columns: {', '.join(found.columns)}"
             )
     return found
 
 
 def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: int = 0) -> Record:
-    """One row as a Record; `prompt_words` first words of a plain text are its prompt.
+    """The Record of a row; the first `prompt_words` words of a plain text are its prompt.
 
-    Raises DataError, naming the row, for one that does not fit the format.
+    Raises DataError for a row that does not fit the format.
     """
     if not source.keys:
         return format.read(row, source, prompt_words)
@@ -280,14 +278,14 @@ def _suits(format: Format, source: DataSource, purpose: Purpose) -> bool:
 
 
 def _takes(purpose: Purpose, source: DataSource) -> str:
-    """What a stage takes, for messages, the shortest first; not what is only a longer form of what comes before it."""
-    said: list[str] = []
+    """The formats that a stage accepts, for a message: the shortest first, without longer forms of earlier ones."""
+    listed: list[str] = []
     for format in FORMATS.values():
         columns = set(format.keys.split(" + "))
-        if _suits(format, source, purpose) and not any(set(keys.split(" + ")) <= columns for keys in said):
-            said.append(format.keys)
+        if _suits(format, source, purpose) and not any(set(keys.split(" + ")) <= columns for keys in listed):
+            listed.append(format.keys)
     with_weights = f" with the columns of `weights` ({found_keys(source.weights)})" if source.weights else ""
-    return f"{purpose}{with_weights} takes rows of: {'; '.join(sorted(said, key=len))}"
+    return f"{purpose}{with_weights} needs rows with: {'; '.join(sorted(listed, key=len))}"
 
 
 def _has_list(values: Values) -> bool:

@@ -1,6 +1,6 @@
-"""Rows that say how good answers are: pairs, rankings, scores, labels of good and bad.
+"""Readers of rows that grade answers: pairs, rankings, scores, and labels of good and bad.
 
-The columns are those that each data set was published with.
+The columns are those of each published data set.
 """
 
 from __future__ import annotations
@@ -34,48 +34,47 @@ from rlhf_cli.data.columns import (
 )
 from rlhf_cli.data.formats_plain import instructed, read_messages
 from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, kind_of, number, shown_name
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
 # -------------------------------------------------------------------------------------------------- pairs
 
 
 def read_preference(row: Row) -> Record:
-    """A prompt with a chosen and a rejected answer, each text, one message or a whole conversation.
+    """A prompt with a chosen and a rejected answer; each answer is text, a message or a conversation.
 
-    The prompt may be text, messages, ShareGPT's `conversations`, or what the two conversations share.
+    The prompt is text, messages, ShareGPT's `conversations`, or the messages that both conversations share.
     """
     answers = [answer(row.values[first_key(row, (name,))], name, row) for name in ("chosen", "rejected")]
-    said: str | None = None
+    prompt_text: str | None = None
     before: tuple[Message, ...] = ()
     whole = next((turns for turns, _ in answers if turns), ())
     if has(row.values, PROMPT_KEYS) or (not whole and has(row.values, CONVERSATION_KEYS)):
-        said, before = prompt(row)
+        prompt_text, before = prompt(row)
     elif whole and whole[0].role != "system":
         before = system_message(row) or ()
-    said, before, (chosen, rejected) = joined(row, said, before, answers)
-    return record(row, said, before, (Answer(chosen), Answer(rejected)), ranked=True)
+    prompt_text, before, (chosen, rejected) = joined(row, prompt_text, before, answers)
+    return record(row, prompt_text, before, (Answer(chosen), Answer(rejected)), ranked=True)
 
 
 def read_hh(row: Row) -> Record:
-    """HH-RLHF (Bai et al. 2022): two whole transcripts; the prompt is their common beginning, up to and with its last
-    "Assistant:"."""
+    """HH-RLHF (Bai et al. 2022): two transcripts. The prompt is their common beginning up to its last "Assistant:"."""
     chosen, rejected = text(row, "chosen"), text(row, "rejected")
     cut = end_of_prompt(chosen, rejected)
     if cut == 0:
         raise DataError(
             f'{row.where}: chosen and rejected have no common beginning that ends in "Assistant:". '
-            "Give the prompt in a column of its own"
+            "Give the prompt in its own column"
         )
-    # An answer of no words happens in HH-RLHF as published: it is a worse answer, not a broken row.
+    # The published HH-RLHF has empty answers: they are worse answers, not faulty rows.
     answers = (Answer(chosen[cut:] or " "), Answer(rejected[cut:] or " "))
     return record(row, chosen[:cut], (), answers, ranked=True)
 
 
 def end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the answers begin in two transcripts: behind the last "Assistant:" of what they share, else 0."""
+    """Where the answers begin in two transcripts: after the last "Assistant:" of their common beginning, else 0."""
     low, high = 0, min(len(chosen), len(rejected))
-    while low < high:  # Halving: a comparison of slices is much faster than one of single letters.
+    while low < high:  # Bisection: comparing slices is much faster than comparing characters.
         middle = (low + high + 1) // 2
         if chosen[low:middle] == rejected[low:middle]:
             low = middle
@@ -86,8 +85,7 @@ def end_of_prompt(chosen: str, rejected: str) -> int:
 
 
 def read_shp(row: Row) -> Record:
-    """SHP (Ethayarajh et al. 2022): `labels` is 1 where A is preferred to B and 0 where B is; the answers carry their
-    votes where the row has them."""
+    """SHP (Ethayarajh et al. 2022): `labels` is 1 if A is preferred and 0 if B is. Votes, if given, are the scores."""
     first, second = (
         Answer(text(row, f"human_ref_{side}"), optional_number(row.values.get(f"score_{side}"), f"score_{side}", row))
         for side in "AB"
@@ -97,34 +95,36 @@ def read_shp(row: Row) -> Record:
 
 
 def read_summarize(row: Row) -> Record:
-    """Comparisons of summaries (Stiennon et al. 2020): `choice` is the number of the better one, 0 or 1.
+    """Comparisons of summaries (Stiennon et al. 2020): `choice` is the index of the better one, 0 or 1.
 
-    The prompt is that of the paper's models: a Reddit post with its title, or a news article.
+    The prompt has the format of the paper's models: a Reddit post with its title, or a news article.
     """
     info = row.values[first_key(row, ("info",))]
     if not isinstance(info, dict):
         raise DataError(f"{row.where}: `info` is {kind_of(info)}, it must be a mapping")
     summaries = sequence(row.values[first_key(row, ("summaries",))], "`summaries`", row.where)
     if len(summaries) != 2:
-        raise DataError(f"{row.where}: `summaries` holds {len(summaries)}, there must be two")
+        raise DataError(f"{row.where}: `summaries` has {len(summaries)} items, it must have two")
     texts = [checked(_inner(item, "text"), f"`text` of summary {n}", row.where) for n, item in enumerate(summaries)]
     choice = one_of(row.values[first_key(row, ("choice",))], "choice", (0, 1), row)
     inside = Row(info, row.where)
     if optional_text(inside, "article").strip():
-        said = f"Article:\n{info['article']}\n\nTL;DR:\n"
+        prompt_text = f"Article:\n{info['article']}\n\nTL;DR:\n"
     else:
         subreddit, title = optional_text(inside, "subreddit"), optional_text(inside, "title")
         post = checked(info.get("post"), "`post` of `info`", row.where)
-        said = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
-    return record(row, said, (), (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
+        prompt_text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+    return record(row, prompt_text, (), (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
 
 
 def read_webgpt(row: Row) -> Record:
-    """WebGPT comparisons (Nakano et al. 2021): two answers with opposite scores; equal scores prefer neither."""
+    """WebGPT comparisons (Nakano et al. 2021): two answers with opposite scores; equal scores are a tie."""
     question = row.values[first_key(row, ("question",))]
-    said = checked(_inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row.where)
+    prompt_text = checked(
+        _inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row.where
+    )
     answers = tuple(Answer(text(row, f"answer_{n}"), column_number(row, f"score_{n}")) for n in (0, 1))
-    return record(row, said, (), answers)
+    return record(row, prompt_text, (), answers)
 
 
 def read_stackexchange(row: Row) -> Record:
@@ -136,8 +136,8 @@ def read_stackexchange(row: Row) -> Record:
 def read_pandalm(row: Row) -> Record:
     """PandaLM (Wang et al. 2023): two responses and votes, 1 or 2 for the better one, 0 or "Tie" for neither.
 
-    The votes stand in `vote`, or else in `annotator1` or `label_0` and so on; what most of them say counts. Most for
-    neither, or no such most, prefers neither.
+    The votes are in `vote`, or in `annotator1`, `label_0` and so on. The majority decides. A majority for neither,
+    or no majority, is a tie.
     """
     answers = (Answer(text(row, "response1")), Answer(text(row, "response2")))
     names = ["vote"] if "vote" in row.values else [n for n in row.values if re.fullmatch(r"annotator\d+|label_\d+", n)]
@@ -161,8 +161,10 @@ def _vote(row: Row, name: str) -> int:
 
 
 def read_ultrafeedback(row: Row, weights: Mapping[str, float]) -> Record:
-    """UltraFeedback (Cui et al. 2023): completions, each with its `overall_score`, or with the weighted sum of its
-    annotations' ratings. One with a rating of "N/A" among those that are asked for has no score."""
+    """UltraFeedback (Cui et al. 2023): completions with their `overall_score`, or the weighted sum of their ratings.
+
+    A completion with a rating of "N/A" among those in `weights` has no score.
+    """
     completions = sequence(row.values[first_key(row, ("completions",))], "`completions`", row.where)
     answers = []
     for n, item in enumerate(completions, 1):
@@ -189,13 +191,15 @@ def _rated(annotations: Any, weights: Mapping[str, float], n: int, row: Row) -> 
 
 
 def read_helpsteer(row: Row, weights: Mapping[str, float]) -> Record:
-    """HelpSteer (Wang et al. 2023): a response with five attributes from 0 to 4; the score is their weighted sum, by
-    default `helpfulness` alone."""
+    """HelpSteer (Wang et al. 2023): a response with five attributes from 0 to 4.
+
+    The score is their weighted sum; by default it is `helpfulness`.
+    """
     return _one_answer(row, weighted(row, weights or {"helpfulness": 1.0}))
 
 
 def read_scored(row: Row, weights: Mapping[str, float]) -> Record:
-    """A prompt with a response and its score, which may be null, or with a list of responses and a list of scores.
+    """A prompt with a response and its score (may be null), or with a list of responses and a list of scores.
 
     With `weights` the score is the weighted sum of those columns.
     """
@@ -206,16 +210,18 @@ def read_scored(row: Row, weights: Mapping[str, float]) -> Record:
 
 
 def read_ranking(row: Row, weights: Mapping[str, float]) -> Record:
-    """A prompt with at least two answers in a list, best first, or in any order with a list of scores."""
+    """A prompt with a list of at least two answers: best first, or in any order with a list of scores."""
     found = _several_answers(row, weights, with_scores=bool(weights) or "scores" in row.values)
     if len(found.answers) < 2:
-        raise DataError(f"{row.where}: there is {len(found.answers)} answer, a ranking needs two at least")
+        raise DataError(f"{row.where}: has {len(found.answers)} answers, a ranking needs at least two")
     return found
 
 
 def read_kto(row: Row) -> Record:
-    """KTO (Ethayarajh et al. 2024): an answer, or a conversation that ends with it, and a label: true (1) for a good
-    one, false (0) for a bad one, which is nothing to imitate."""
+    """KTO (Ethayarajh et al. 2024): an answer, or a conversation that ends with it, and a label.
+
+    The label is true (1) for a good answer and false (0) for a bad one, which SFT must not imitate.
+    """
     value = row.values[first_key(row, ("label",))]
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         good = value.strip().lower() == "true"
@@ -231,31 +237,31 @@ def read_kto(row: Row) -> Record:
 
 
 def _one_answer(row: Row, score: float | None, *, undesirable: bool = False) -> Record:
-    said, before = prompt(row)
+    prompt_text, before = prompt(row)
     name = first_key(row, RESPONSE_KEYS)
-    said, before, (response,) = joined(row, said, before, [answer(row.values[name], name, row)])
-    return record(row, said, before, (Answer(response, score),), undesirable=undesirable)
+    prompt_text, before, (response,) = joined(row, prompt_text, before, [answer(row.values[name], name, row)])
+    return record(row, prompt_text, before, (Answer(response, score),), undesirable=undesirable)
 
 
 def _several_answers(row: Row, weights: Mapping[str, float], *, with_scores: bool) -> Record:
     name = first_key(row, ANSWERS_KEYS)
     items = sequence(row.values[name], f"`{name}`", row.where)
     answers = [answer(item, f"{name} {n}", row) for n, item in enumerate(items, 1)]
-    said, before = prompt(row)
-    said, before, texts = joined(row, said, before, answers)
+    prompt_text, before = prompt(row)
+    prompt_text, before, texts = joined(row, prompt_text, before, answers)
     scores = _scores(row, weights, len(texts)) if with_scores else [None] * len(texts)
-    return record(row, said, before, tuple(map(Answer, texts, scores)), ranked=not with_scores)
+    return record(row, prompt_text, before, tuple(map(Answer, texts, scores)), ranked=not with_scores)
 
 
 def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | None]:
-    """The scores of a list of answers: those of the column `scores`, or the weighted sums of columns of lists."""
+    """The scores of a list of answers: the column `scores`, or the weighted sums of columns of lists."""
     columns = {}
     for name in weights or ("scores",):
         columns[name] = sequence(at(row, name), f"`{shown_name(name)}`", row.where)
         if len(columns[name]) != count:
             raise DataError(
-                f"{row.where}: `{shown_name(name)}` has {len(columns[name])} values for {count} answers, it must have "
-                "as many"
+                f"{row.where}: `{shown_name(name)}` has {len(columns[name])} values, it must have one for each of "
+                f"the {count} answers"
             )
     if not weights:
         return [optional_number(value, f"scores {n}", row) for n, value in enumerate(columns["scores"], 1)]
@@ -270,5 +276,5 @@ def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | 
 
 
 def _inner(value: Any, name: str) -> Any:
-    """What stands under a name in a mapping; None where there is nothing."""
+    """The value under a name in a mapping; None if there is none or the value is not a mapping."""
     return value.get(name) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""Rows without grades: a prompt, a text, an instruction, a conversation, and at most one answer to it."""
+"""Readers of rows without grades: a prompt, text, instruction or conversation with at most one answer."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from rlhf_cli.data.columns import (
     text,
 )
 from rlhf_cli.data.records import Answer, Record, transcript
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
 BLANKS_AND_WORD = re.compile(r"\s*\S*")
 
 
 def read_prompt_response(row: Row) -> Record:
-    """A prompt and its answer, each text or messages."""
-    said, before = prompt(row)
+    """A prompt and an answer; each is text or messages."""
+    prompt_text, before = prompt(row)
     name = first_key(row, RESPONSE_KEYS)
-    said, before, (response,) = joined(row, said, before, [answer(row.values[name], name, row)])
-    return record(row, said, before, (Answer(response),))
+    prompt_text, before, (response,) = joined(row, prompt_text, before, [answer(row.values[name], name, row)])
+    return record(row, prompt_text, before, (Answer(response),))
 
 
 def read_prompt(row: Row) -> Record:
-    """A prompt alone; a blank one is refused."""
-    said, before = prompt(row, empty=False)
-    return record(row, said, before, ())
+    """A prompt without an answer; it must not be blank."""
+    prompt_text, before = prompt(row, empty=False)
+    return record(row, prompt_text, before, ())
 
 
 def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
-    """A text whose first words are the prompt, and with `labelled` its label as the score of the whole.
+    """A text whose first words are the prompt; with `labelled`, the label is the score of the whole text.
 
-    The key is the whole text. A text of no more than `prompt_words` words has no prompt.
+    The key is the whole text. A text of at most `prompt_words` words has no prompt.
     """
-    whole = text(row, "text")
-    start, rest = first_words(whole, prompt_words)
+    full_text = text(row, "text")
+    start, rest = first_words(full_text, prompt_words)
     if not rest.strip():
-        start, rest = "", whole
+        start, rest = "", full_text
     score = column_number(row, "label") if labelled else None
-    return Record(row.where, start, (Answer(rest, score),), whole, columns=row.values)
+    return Record(row.where, start, (Answer(rest, score),), full_text, columns=row.values)
 
 
 def first_words(text: str, count: int) -> tuple[str, str]:
-    """The first `count` words with the blanks before them, and what follows.
+    """The first `count` words with the white space before them, and the rest.
 
     >>> first_words("a slow film, but good", 3)
     ('a slow film,', ' but good')
     """
     end = 0
     for _ in range(count):
-        end = BLANKS_AND_WORD.match(text, end).end()  # type: ignore[union-attr]  # It matches nothing as well.
+        end = BLANKS_AND_WORD.match(text, end).end()  # type: ignore[union-attr]  # matches the empty text too
     return text[:end], text[end:]
 
 
 def read_messages(row: Row) -> Record:
-    """A conversation: if it ends with the assistant, that is the answer; if with the user, it is a prompt."""
+    """A conversation: a last message of the assistant is the answer; a last message of the user ends a prompt."""
     name = first_key(row, CONVERSATION_KEYS)
     turns = conversation(row, name)
     if turns[-1].role == "user":
@@ -75,24 +75,24 @@ def read_messages(row: Row) -> Record:
         )
     before = turns[:-1]
     if not before:
-        raise DataError(f"{row.where}: `{name}` has nothing before the assistant's message, a prompt is needed")
+        raise DataError(f"{row.where}: `{name}` has no prompt, there must be a message before the assistant's")
     return record(row, transcript(before), before, (Answer(" " + turns[-1].content),))
 
 
 def read_instruction(row: Row, *, template: bool) -> Record:
-    """An instruction with or without an input, and its output; without a column `output` it is a prompt alone.
+    """An instruction with an optional input, and its output; without a column `output` it is a prompt only.
 
-    The prompt is written in Alpaca's `template`, or else as `instructed` does.
+    The prompt uses Alpaca's `template`, or the format of `instructed`.
     """
-    said = alpaca(text(row, "instruction"), optional_text(row, "input")) if template else instructed(row)
+    prompt_text = alpaca(text(row, "instruction"), optional_text(row, "input")) if template else instructed(row)
     answers = (Answer(text(row, "output")),) if "output" in row.values else ()
-    return record(row, said, (), answers)
+    return record(row, prompt_text, (), answers)
 
 
 def alpaca(instruction: str, context: str) -> str:
-    """An instruction, and its input if it is not blank, as Stanford Alpaca was trained (Taori et al. 2023).
+    """The prompt of Stanford Alpaca (Taori et al. 2023), with an input if it is not blank.
 
-    The answer follows the last colon at once.
+    The answer follows the last colon directly.
     """
     if context.strip():
         return (
@@ -108,6 +108,6 @@ def alpaca(instruction: str, context: str) -> str:
 
 
 def instructed(row: Row) -> str:
-    """An instruction, and a blank line and the input where the row has one that is not blank."""
+    """An instruction; a blank line and the input follow if the row has one."""
     instruction, context = text(row, "instruction"), optional_text(row, "input")
     return f"{instruction}\n\n{context}" if context.strip() else instruction

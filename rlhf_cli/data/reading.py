@@ -1,7 +1,6 @@
-"""Which rows a stage reads, and on which side each stands: sources, mixtures, shares, the held-out part.
+"""The rows of a stage, each for training or held out: sources are read, mixed, split and deduplicated.
 
-Everything goes by hashes of a row's prompt (`Record.key`), so rows with equal prompts are always on the same side, in
-the same stage's share and in the same part.
+`rlhf_cli.data.splits` decides by the prompt (`Record.key`) which rows a stage uses, and how often.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.report import DUPLICATE, Report
-from rlhf_cli.data.sources import BadRow, Row, hash_fraction, in_part, read_rows
+from rlhf_cli.data.rows import BadRow, Row
+from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.splits import in_part, in_share, is_held_out, num_copies
 from rlhf_cli.errors import DataError
-
-SHARES: dict[Purpose, int] = {"sft": 0, "rm pairs": 1, "rm scores": 1, "ppo": 2}
-"""Which of `Rows.split`'s shares each purpose reads."""
 
 
 def records(
@@ -30,55 +28,58 @@ def records(
     role: str = "data",
     only: str | None = None,
 ) -> Iterator[tuple[str, Record]]:
-    """Every row of a stage with its side, "train" or "test", or those of one side `only`, as they are read: nothing
-    is held.
+    """The rows of a stage with their side, "train" or "test", one by one as they are read.
 
-    A mixture's source of weight 2 gives its training rows twice, one of weight 0.5 the half of them that a hash
-    picks. `role` is how messages call the data. Raises DataError for a row that can't be read (unless they are
-    skipped), and where nothing is left to train on or to hold out.
+    `only` limits them to one side. In a mixture, a source of weight 2 gives each training row twice, and one of
+    weight 0.5 half of its rows, chosen by a hash. `role` names the data in messages. Raises DataError for a row that
+    cannot be read, unless such rows are skipped, and if no row is left to train on or to hold out.
     """
-    for side, sources in (("train", data.train), ("test", data.test or [])):
-        if only is not None and side != only and data.test is not None:
+    for source_side, sources in (("train", data.train), ("test", data.test or [])):
+        if only is not None and source_side != only and data.test is not None:
             continue
         seen: set[bytes] = set()
         for source in sources:
-            for record in _source_records(source, purpose, data, report, side, prompt_words):
-                if not in_part(source.select, record.key) or not _in_share(data, purpose, record.key):
+            for record in _source_records(source, purpose, data, report, source_side, prompt_words):
+                if not in_part(source.select, record.key) or not in_share(data, purpose, record.key):
                     continue
-                held_out = data.test is None and hash_fraction(record.key) < data.test_fraction
-                stands = "test" if held_out else side
-                if only is not None and stands != only:
+                side = "test" if is_held_out(data, record.key) else source_side
+                if only is not None and side != only:
                     continue
                 if data.deduplicate:
-                    # Equal rows have equal prompts, so they are all on the same side.
+                    # Equal rows have equal prompts, so they are on the same side.
                     digest = row_digest(record)
                     if digest in seen:
-                        report.skip(stands, DUPLICATE)
+                        report.skip(side, DUPLICATE)
                         continue
                     seen.add(digest)
-                for _ in range(1 if stands == "test" else _copies(source.weight, record.key)):
+                for _ in range(1 if side == "test" else num_copies(source.weight, record.key)):
                     report.rows[source.path] += 1
-                    report.rows[stands] += 1
-                    yield stands, record
-    paths = ", ".join(source.path for source in data.train)
+                    report.rows[side] += 1
+                    yield side, record
+    _require_rows(data, report, role, only)
+
+
+def _require_rows(data: Rows, report: Report, role: str, only: str | None) -> None:
+    """Raise DataError if a side that was read has no rows."""
     if only != "test" and not report.rows["train"]:
+        paths = ", ".join(source.path for source in data.train)
         raise DataError(
-            f"{role}.train: {paths}: no row is left to train on. Widen its `select`, `split` or `weight`, or lower "
-            f"test_fraction{_why(report)}"
+            f"{role}.train: {paths}: no row is left to train on. Widen `select`, `split` or `weight`, or lower "
+            f"test_fraction{_reasons(report)}"
         )
     if only != "train" and data.test is not None and not report.rows["test"]:
         paths = ", ".join(source.path for source in data.test)
         raise DataError(
-            f"{role}.test: {paths}: no row is left to hold out. Widen its `select` or `split`{_why(report)}"
+            f"{role}.test: {paths}: no row is left to hold out. Widen `select` or `split`{_reasons(report)}"
         )
 
 
 def first_format(source: DataSource, purpose: Purpose) -> Format:
-    """What a source's rows are, by its first row that can be read; raises DataError where that is unclear."""
+    """The format of a source, from its first readable row; raises DataError if no format fits."""
     for row in read_rows(source):
         if isinstance(row, Row):
             return recognise(row, source, purpose)
-    raise DataError(f"{source.path}: no row can be read")
+    raise DataError(f"{source.path}: none of its rows can be read")
 
 
 def _source_records(
@@ -94,30 +95,12 @@ def _source_records(
                 report.kinds[source.path] = format_.name
             record = read_record(row, format_, source, prompt_words=prompt_words)
         except DataError as error:
-            # A first row that nobody recognises says that the file is another one, not that a row is broken.
+            # If no format fits the first row, the file is the wrong one; skipping would drop every row.
             if format_ is None and isinstance(row, Row):
                 raise
             report.bad_row(data, side, error)
             continue
         yield record
-
-
-def _in_share(data: Rows, purpose: Purpose, key: str) -> bool:
-    if data.split is None:
-        return True
-    number = int.from_bytes(_hash(b"share of a stage", key), "big") % sum(data.split)
-    start = sum(data.split[: SHARES[purpose]])
-    return start <= number < start + data.split[SHARES[purpose]]
-
-
-def _copies(weight: float, key: str) -> int:
-    """How often a row stands in an epoch: `weight` times, and the part of a time by a hash of its prompt."""
-    whole, part = divmod(weight, 1)
-    return int(whole) + (int.from_bytes(_hash(b"weight", key), "big") / 2**64 < part)
-
-
-def _hash(purpose: bytes, key: str) -> bytes:
-    return hashlib.sha256(purpose + b"\0" + key.encode("utf-8", "surrogatepass")).digest()[:8]
 
 
 def row_digest(record: Record) -> bytes:
@@ -126,7 +109,7 @@ def row_digest(record: Record) -> bytes:
     return hashlib.sha256(json.dumps(answers).encode()).digest()[:16]
 
 
-def _why(report: Report) -> str:
-    """What was left out, for a message that nothing is left."""
+def _reasons(report: Report) -> str:
+    """Why rows were skipped, to end a message that none is left."""
     reasons = [f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()]
     return f" ({'; '.join(reasons + report.bad)})" if reasons else ""

@@ -30,7 +30,7 @@ from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, transcript
 from rlhf_cli.data.report import DUPLICATE, Report
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, Viewed, see
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
@@ -56,7 +56,7 @@ def words(count: int) -> str:
 
 
 def pair(prompt: str, chosen: int, rejected: int) -> dict[str, str]:
-    """Answers of so many words, which are different where the numbers are equal."""
+    """Answers with the given numbers of words; answers of equal length differ."""
     return {"prompt": prompt, "chosen": f"yes {words(chosen - 1)}", "rejected": f"no {words(rejected - 1)}"}
 
 
@@ -91,7 +91,7 @@ def test_every_count_equals_the_hand_count(tmp_path: Path) -> None:
     assert found["bad_rows"]["number"] == 2
     seventh, eighth = found["bad_rows"]["first"]
     assert seventh.startswith(f"{path}:7: `rejected` is ")
-    assert eighth.startswith(f"{path}:8: found the keys prompt, chosen, `rejected` is needed")
+    assert eighth.startswith(f"{path}:8: found the keys prompt, chosen, every row needs `rejected`")
     assert "leaks" not in found
 
 
@@ -200,7 +200,7 @@ def test_rm_reads_pairs_if_it_can_else_scores(tmp_path: Path) -> None:
     assert checked(both, "--for", "rm")["for"] == "rm pairs"
     assert checked(both, "--for", "rm-scores")["for"] == "rm scores"
     neither = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "response": "a"}])
-    assert "rm pairs takes rows of" in rlhf("check", neither, "--for", "rm", code=2).stderr
+    assert "rm pairs needs rows with" in rlhf("check", neither, "--for", "rm", code=2).stderr
 
 
 # -------------------------------------------------------------------------- check: bad rows, exit codes
@@ -548,26 +548,26 @@ def test_lengths_in_words() -> None:
 # ------------------------------------------------------------------------------------------------- show
 
 
-def test_what_is_learnt_stands_between_marks(tmp_path: Path, make_model) -> None:
+def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is\nlate"}] * 5)
     model = make_model("llama")
     output = rlhf("show", path, "--for", "sft", "--tokenizer", model, "-n", 2).stdout
     assert output.count("<bos>the tent⟦ is\n  late<eos>⟧\n") == 2
-    assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦learnt⟧\n\n{path}:1  ")
+    assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦trained on⟧\n\n{path}:1  ")
     config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)})))
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
-def test_the_count_is_that_of_the_tokens(tmp_path: Path, make_model, tokenizer) -> None:
+def test_the_count_is_the_number_of_tokens(tmp_path: Path, make_model, tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     (example,) = encode_demonstrations(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
     assert not isinstance(example, Skipped)
-    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} learnt\n"
+    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} trained on\n"
     assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
 
 
-def test_what_is_too_long_is_cut_or_said_to_be_left_out(tmp_path: Path, make_model) -> None:
+def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
@@ -576,13 +576,13 @@ def test_what_is_too_long_is_cut_or_said_to_be_left_out(tmp_path: Path, make_mod
     data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
     config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(model)})))
     cut = rlhf("show", "--config", config).stdout
-    assert re.search(r"5 tokens, cut from \d+, \d learnt\n  <bos>", cut)
+    assert re.search(r"5 tokens, cut from \d+, \d trained on\n  <bos>", cut)
     assert cut.rstrip().endswith("<eos>⟧")
     prompts = rlhf("show", path, "--for", "ppo", "--tokenizer", model, "--max-length", 3).stdout
     assert "skipped: prompts longer than 3 tokens" in prompts
 
 
-def test_of_a_pair_both_answers_are_shown_and_the_prompt_once(tmp_path: Path, make_model) -> None:
+def test_a_pair_shows_both_answers_and_the_prompt_once(tmp_path: Path, make_model) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "chosen": " thank you", "rejected": " sorry"}])
     output = rlhf("show", path, "--for", "rm", "--tokenizer", make_model("llama")).stdout
     assert re.search(
@@ -597,7 +597,7 @@ def test_of_a_pair_both_answers_are_shown_and_the_prompt_once(tmp_path: Path, ma
     assert re.findall(r"rank \d\n  .*", output) == ["rank 1\n  p⟦one⟧", "rank 2\n  ⟦two⟧", "rank 3\n  ⟦three⟧"]
 
 
-def test_of_a_conversation_only_the_answer_that_is_judged_is_marked(tmp_path: Path, make_model) -> None:
+def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path: Path, make_model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
@@ -623,7 +623,7 @@ def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkey
     assert "⟦ is late" in output
 
 
-def test_a_row_is_found_by_the_number_that_messages_give_it(tmp_path: Path) -> None:
+def test_a_row_is_found_by_its_number_in_messages(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = ['{"prompt": "one", "response": "1"}', "", '{"prompt": "two", "response": 5}', '{"prompt": }']
     path.write_text("\n".join([*lines, *lines[:1] * 10]))
@@ -632,26 +632,26 @@ def test_a_row_is_found_by_the_number_that_messages_give_it(tmp_path: Path) -> N
     assert "prompt: two\nresponse: 5\n" in bad.stdout
     assert f"{path}:3: `response` is " in bad.stderr
     assert f"{path}:4: not JSON" in rlhf("show", path, "--for", "sft", "--row", 4, code=2).stderr
-    assert "no row is called by the number 2" in rlhf("show", path, "--for", "sft", "--row", 2, code=2).stderr
+    assert "there is no row 2" in rlhf("show", path, "--for", "sft", "--row", 2, code=2).stderr
     listed = rlhf("show", path, "--for", "sft").stdout
     assert "one⟦1⟧" in listed
 
 
-def test_bad_rows_and_rows_without_use_are_shown_in_their_place(tmp_path: Path) -> None:
+def test_bad_and_skipped_rows_are_shown_in_order(tmp_path: Path) -> None:
     rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1)]
     output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
     places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
     assert places == sorted(places)
 
 
-def test_what_a_terminal_would_act_on_is_escaped(tmp_path: Path) -> None:
+def test_terminal_control_characters_are_escaped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "\x1b[2Jx\x07", "response": "y\u202e\tz"}])
     output = rlhf("show", path, "--for", "sft").stdout
     assert "\\x1b[2Jx\\x07⟦y\\u202e\\tz⟧" in output
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
-def test_the_pieces_are_the_whole_text(request, name: str) -> None:
+def test_the_pieces_add_up_to_the_text(request, name: str) -> None:
     tokenizer = request.getfixturevalue(name)
     row = Demonstration("the tent is", " late please help", "")
     ((ids, learnt),) = encode_answers(tokenizer, [row], None)
@@ -677,7 +677,7 @@ FOR = {"sft": "sft", "rm pairs": "rm", "rm scores": "rm-scores", "ppo": "ppo"}
 
 
 def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tuple[Any, ...]]:
-    """What a stage sees of each row of a file, and by what the row is split; of scored answers one by one."""
+    """What a stage reads from each row of a file, and the key that splits it; scored answers one by one."""
     source = DataSource(path=str(path), format=format)  # type: ignore[arg-type]
     part = rows_of_source(source, "sft", on_bad_row="error")
     for _, record in records(part.rows, purpose, Report()):
@@ -696,7 +696,7 @@ def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tup
 
 @pytest.mark.parametrize(("name", "purpose"), CONVERTED)
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_what_is_written_is_read_back(tmp_path: Path, name: str, purpose: Purpose, ending: str) -> None:
+def test_converted_rows_are_read_back_unchanged(tmp_path: Path, name: str, purpose: Purpose, ending: str) -> None:
     fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / f"out{ending}"
     skip = ("--on-bad-row", "skip", "--quiet")
     rlhf("convert", fixture, "--for", FOR[purpose], "--format", name, "--out", out, *skip)
@@ -707,7 +707,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, name: str, purpose: Purpos
 
 
 @pytest.mark.parametrize(("name", "purpose"), CONVERTED)
-def test_parquet_holds_the_same_where_all_rows_have_one_shape(tmp_path: Path, name: str, purpose: Purpose) -> None:
+def test_parquet_equals_jsonl_for_uniform_rows(tmp_path: Path, name: str, purpose: Purpose) -> None:
     fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / "out.parquet"
     before = list(meanings(fixture, purpose, name))
     one_shape = len({bool(row[1]) for row in before}) == 1
@@ -744,25 +744,28 @@ def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
     }
 
 
-def test_columns_are_kept_where_they_are_named(tmp_path: Path) -> None:
+def test_named_columns_are_kept(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": f"#### {n}", "id": n, "odd": "\ud800"} for n in range(3)]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
     output = rlhf("convert", path, "--for", "ppo", "--out", tmp_path / "few.jsonl").stdout
-    assert "columns that are not in it: answer, id, odd." in output
+    assert "columns not copied: answer, id, odd." in output
     output = rlhf("convert", path, "--for", "ppo", "--out", out, "--keep", "answer", "--keep", "odd").stdout
-    assert "columns that are not in it: id." in output
+    assert "columns not copied: id." in output
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert written == [{"prompt": f"{n}?", "answer": f"#### {n}", "odd": "\ud800"} for n in range(3)]
     more = ("--out", tmp_path / "b.jsonl")
-    assert "has no such column" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "x", code=2).stderr
-    assert "one of our own columns" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
+    assert "lacks this column" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "x", code=2).stderr
+    assert (
+        "one of the columns that are written"
+        in rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
+    )
     steer = FIXTURES / "helpsteer.jsonl"
     keep = ("--keep", "helpfulness", "--keep", "correctness", "--set", "weights.verbosity=1")
-    assert "it would be read as helpsteer" in rlhf("convert", steer, "--for", "rm", *more, *keep, code=2).stderr
+    assert "the row would be read as helpsteer" in rlhf("convert", steer, "--for", "rm", *more, *keep, code=2).stderr
     assert not (tmp_path / "b.jsonl").exists()
 
 
-def test_a_bad_row_stops_it_or_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_bad_row_stops_convert_or_is_skipped_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "response": "r"}, {"prompt": "p", "response": 1}, {"prompt": "q", "response": "r"}]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
     assert f"{path}:2: `response`" in rlhf("convert", path, "--for", "sft", "--out", out, code=2).stderr
@@ -772,31 +775,31 @@ def test_a_bad_row_stops_it_or_is_left_out_and_counted(tmp_path: Path) -> None:
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["p", "q"]
 
 
-def test_answers_of_no_words_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     output = rlhf("convert", FIXTURES / "hh.jsonl", "--for", "rm", "--out", out).stdout
-    assert re.search(r"1 of \d+ rows skipped: an answer of no words", output)
-    assert "columns that are not in it" not in output
+    assert re.search(r"1 of \d+ rows skipped: empty answer", output)
+    assert "columns not copied" not in output
 
 
-def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     source = FIXTURES / "text.jsonl"
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
-    assert "is there already" in rlhf("convert", source, "--for", "sft", "--out", out, code=2).stderr
+    assert "already exists" in rlhf("convert", source, "--for", "sft", "--out", out, code=2).stderr
     dangling, elsewhere = tmp_path / "link.jsonl", tmp_path / "elsewhere"
     dangling.symlink_to(elsewhere)
-    assert "is there already" in rlhf("convert", source, "--for", "sft", "--out", dangling, code=2).stderr
+    assert "already exists" in rlhf("convert", source, "--for", "sft", "--out", dangling, code=2).stderr
     (tmp_path / ".new.jsonl.writing").symlink_to(elsewhere)
     rlhf("convert", source, "--for", "sft", "--out", tmp_path / "new.jsonl")
     assert not elsewhere.exists()
     assert (tmp_path / "new.jsonl").is_file()
     assert "must end in" in rlhf("convert", source, "--for", "sft", "--out", tmp_path / "a.csv", code=2).stderr
     nowhere = tmp_path / "no" / "a.jsonl"
-    assert "can't be written" in rlhf("convert", source, "--for", "sft", "--out", nowhere, code=2).stderr
+    assert "cannot be written" in rlhf("convert", source, "--for", "sft", "--out", nowhere, code=2).stderr
 
 
-def test_packed_files_have_the_same_bytes_every_time(tmp_path: Path) -> None:
+def test_compressed_files_are_reproducible(tmp_path: Path) -> None:
     for name in ("a", "b"):
         rlhf("convert", FIXTURES / "text.jsonl", "--for", "sft", "--out", tmp_path / f"{name}.jsonl.gz")
     assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
@@ -814,7 +817,7 @@ def test_a_parquet_of_several_batches(tmp_path: Path) -> None:
 
 
 def documented() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of each format in docs/data.md: its purposes, its row and its line of YAML."""
+    """For each format in docs/data.md: its purposes, its row and its line of YAML."""
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| `(\{[^|]*)` \| `(train: [^|]*)` \|$", text, re.MULTILINE)
     return {name: (purposes, json.loads(row), yaml.safe_load(line)) for name, purposes, row, line in rows}

@@ -453,7 +453,7 @@ def test_rm_is_still_the_stage(write_config, pipeline, tmp_path):
         (["rm", *config], 0, "skipped"),
         (["rm", *config, "--set", "loss=x"], 2, "loss=x: found the text 'x'"),
         (["rm"], 2, "FILE"),
-        (["rm", *config, "serve", "x"], 2, "no place before"),
+        (["rm", *config, "serve", "x"], 2, "not before it"),
         (["rm", "--help"], 0, "serve"),
     ):
         result = CliRunner().invoke(app, arguments)

@@ -1,4 +1,4 @@
-"""Each format: what every stage sees of its fixture, written by hand; real files; the key map; refusals; properties."""
+"""Each format: what every stage reads from its fixture (by hand), real files, mapped keys, refusals, properties."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.formats_graded import end_of_prompt
 from rlhf_cli.data.formats_plain import first_words
 from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Record, Scored, transcript
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
@@ -231,7 +231,7 @@ EXPECTED: dict[str, list[Seen]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_every_stage_sees_of_a_format(name: str) -> None:
+def test_what_each_stage_reads_from_a_format(name: str) -> None:
     rows = fixture(name)
     assert len(rows) == len(EXPECTED[name])
     for row, expected in zip(rows, EXPECTED[name], strict=True):
@@ -281,7 +281,7 @@ def test_a_format_is_recognised_by_its_first_row(name: str) -> None:
         if expected is not None:
             assert recognise(row, SOURCE, purpose).name == expected
         else:
-            with pytest.raises(DataError, match=rf"^{name}\.jsonl:1: found the keys .*{purpose} takes rows of"):
+            with pytest.raises(DataError, match=rf"^{name}\.jsonl:1: found the keys .*{purpose} needs rows with"):
                 recognise(row, SOURCE, purpose)
 
 
@@ -304,7 +304,7 @@ def test_a_format_is_recognised_by_its_first_row(name: str) -> None:
         ({"text": "a", "prompt": "b"}, "ppo", "text"),
     ],
 )
-def test_which_of_several_formats_a_row_is(keys: dict[str, Any], purpose: Purpose, expected: str) -> None:
+def test_the_format_of_an_ambiguous_row(keys: dict[str, Any], purpose: Purpose, expected: str) -> None:
     assert recognise(Row(keys, "file:1"), SOURCE, purpose).name == expected
 
 
@@ -329,7 +329,7 @@ def test_first_words_lose_nothing(text: str, count: int) -> None:
     assert first_words("a  ", 3) == ("a  ", "")
 
 
-def test_keys_that_rows_are_split_by() -> None:
+def test_the_keys_that_split_rows() -> None:
     """They decide which rows are held out, so they must not change."""
     assert read({"question": "Why?", "answer": "So."}, "prompt_response").key == "Why?"
     assert read({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "preference").key == "Why?"
@@ -480,18 +480,18 @@ def test_a_score_of_zero_is_a_score() -> None:
 
 
 @pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, "9" * 400])
-def test_what_is_no_score(score: object) -> None:
+def test_invalid_scores_are_refused(score: object) -> None:
     with pytest.raises(DataError, match=r"^file:3: `score` is .{1,50}, it must be a number$"):
         read({"prompt": "a", "response": "b", "score": score}, "scored")
 
 
 @pytest.mark.parametrize("score", [None, "", " "])
-def test_no_score_is_given(score: object) -> None:
+def test_missing_scores_are_none(score: object) -> None:
     assert scored(read({"prompt": "a", "response": "b", "score": score}, "scored")) == []
 
 
-def test_labels_are_paired_as_they_always_were() -> None:
-    """Written down from the code before records; the film-review task depends on the order of the draws."""
+def test_pairing_of_labels_is_frozen() -> None:
+    """Frozen values: the film-review task depends on the order of the draws."""
     scores = [float(i % 2) for i in range(9)]
     assert pairs_of_labels(scores, torch.Generator().manual_seed(0)) == [(1, 8), (3, 0), (5, 2), (7, 6)]
     # Higher is above the middle of the extremes, and the lower ones are used again when there are too few.
@@ -505,7 +505,7 @@ TURNS = st.lists(st.sampled_from([ASSISTANT, ASSISTANT[:-1], "\n\nHuman:", ":", 
 
 
 @given(TURNS, TURNS, TURNS)
-def test_transcripts_are_cut_where_letter_by_letter_comparison_says(shared: str, one: str, two: str) -> None:
+def test_transcripts_are_cut_as_by_comparing_characters(shared: str, one: str, two: str) -> None:
     common = 0
     for a, b in zip(shared + one, shared + two, strict=False):
         if a != b:
@@ -520,7 +520,7 @@ def test_transcripts_are_cut_where_letter_by_letter_comparison_says(shared: str,
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_mapped_columns_give_the_same_record(name: str) -> None:
-    """Every column of a fixture under another name, some inside mappings, and the same is read."""
+    """Every column of a fixture under another name, some within mappings, gives the same record."""
     rows = fixture(name)
     read_columns = {key for row in rows for key in row.values if key in FORMATS[name].columns}
     for row in rows:
@@ -554,7 +554,7 @@ def test_a_renamed_column_is_not_read_under_its_old_name() -> None:
 def test_a_mapped_column_that_is_missing_is_named(path: str) -> None:
     given = source(keys={"response": path})
     row = Row({"prompt": "a", "out": {"text": "b", "none": None, "list": ["b"]}}, "file:48211")
-    message = rf"^file:48211: found the keys prompt, out, `{path}` is not there, and `keys` says .* our `response`$"
+    message = rf"^file:48211: found the keys prompt, out, but not `{path}`, which `keys` maps to `response`$"
     for act in (lambda: recognise(row, given, "sft"), lambda: read_record(row, FORMATS["prompt_response"], given)):
         with pytest.raises(DataError, match=message):
             act()
@@ -563,7 +563,7 @@ def test_a_mapped_column_that_is_missing_is_named(path: str) -> None:
 # --------------------------------------------------------------------------------------------- refusals
 
 
-def test_keys_that_no_format_has() -> None:
+def test_unknown_keys_are_refused() -> None:
     takes = {
         "sft": ["prompt + response", "messages", "chosen + rejected", "text"],
         "rm pairs": ["prompt + chosen + rejected", "chosen + rejected", "text + label", "prompt + answers"],
@@ -574,33 +574,37 @@ def test_keys_that_no_format_has() -> None:
         with pytest.raises(DataError) as error:
             recognise(Row({"foo": 1, "bar": 2}, "file:1"), SOURCE, purpose)
         said = str(error.value)
-        assert said.startswith(f"file:1: found the keys foo, bar, {purpose} takes rows of: ")
+        assert said.startswith(f"file:1: found the keys foo, bar, {purpose} needs rows with: ")
         listed = said.partition(": ")[2].partition(": ")[2].partition(". Rename")[0].split("; ")
         assert set(takes[purpose]) <= set(listed)
         assert len(listed) == len(set(listed))
         assert len(said) < 500
-    with pytest.raises(DataError, match="found the keys no keys at all"):
+    with pytest.raises(DataError, match=r"found the keys \(none\)"):
         recognise(Row({}, "file:1"), SOURCE, "sft")
 
 
 @pytest.mark.parametrize(
     ("given", "purpose", "message"),
     [
-        (source(format="hh"), "rm scores", "the format is hh, rm scores takes rows of"),
-        (source(format="scored"), "rm pairs", "the format is scored, rm pairs takes rows of"),
-        (source(format="ranking"), "rm scores", "the format is ranking, rm scores takes"),
-        (source(format="preference", weights={"a": 1}), "sft", "rows of preference have no grades"),
-        (source(weights={"a": 1}), "sft", r"sft with the columns of `weights` \(a\) takes rows of"),
-        (source(keys={"respones": "response"}), "sft", "`keys` maps `respones`, which rows of prompt_response"),
+        (source(format="hh"), "rm scores", "the format is hh, rm scores needs rows with"),
+        (source(format="scored"), "rm pairs", "the format is scored, rm pairs needs rows with"),
+        (source(format="ranking"), "rm scores", "the format is ranking, rm scores needs rows with"),
+        (source(format="preference", weights={"a": 1}), "sft", "preference rows have no grades"),
+        (source(weights={"a": 1}), "sft", r"sft with the columns of `weights` \(a\) needs rows with"),
+        (
+            source(keys={"respones": "response"}),
+            "sft",
+            "`keys` maps `respones`, which is not a column of the",
+        ),
     ],
 )
-def test_settings_that_mean_nothing(given: DataSource, purpose: Purpose, message: str) -> None:
+def test_settings_that_do_not_apply_are_refused(given: DataSource, purpose: Purpose, message: str) -> None:
     row = Row({"prompt": "a", "question": "c", "response": "b", "answer": "d"}, "file:1")
     with pytest.raises(DataError, match=rf"^file:1: (found .*, )?{message}"):
         recognise(row, given, purpose)
 
 
-def test_a_list_with_scores_serves_both_losses_by_either_name() -> None:
+def test_a_list_with_scores_serves_both_losses() -> None:
     row = Row({"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}, "file:1")
     for name in ("ranking", "scored"):
         for purpose in ALL:
@@ -644,13 +648,13 @@ def test_a_row_without_a_column_is_named(name: str, key: str) -> None:
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     if (name, key) != ("preference", "prompt"):
-        assert "is needed in every row" in str(error.value) or "is not there" in str(error.value)
+        assert "every row needs" in str(error.value) or "but not `" in str(error.value)
 
 
 LONE = "half \ud800"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("prompt_response", {"prompt": "a", "response": LONE}, "`response` holds half a character (a lone surrogate)"),
-    ("prompt_response", {"prompt": LONE, "response": "a"}, "`prompt` holds half a character"),
+    ("prompt_response", {"prompt": "a", "response": LONE}, "`response` contains a lone surrogate (half a character)"),
+    ("prompt_response", {"prompt": LONE, "response": "a"}, "`prompt` contains a lone surrogate"),
     ("prompt_response", {"prompt": "a", "response": " "}, "`response` is empty"),
     ("prompt_response", {"prompt": "a", "response": 3}, "`response` is a number, it must be text or messages"),
     ("prompt_response", {"prompt": None, "response": "a"}, "`prompt` is null, it must be text"),
@@ -658,14 +662,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("prompt", {"prompt": "\n"}, "`prompt` is empty"),
     ("text", {"text": ""}, "`text` is empty"),
     ("labelled", {"text": "a", "label": "good"}, "`label` is 'good', it must be a number"),
-    ("messages", {"messages": []}, "`messages` is not a list of messages"),
+    ("messages", {"messages": []}, "`messages` must be a non-empty list of messages"),
     ("messages", {"messages": [{"role": "user"}]}, "message 1 of `messages` needs a text `role`"),
     ("messages", {"messages": [USER, {"role": "tool", "content": "a"}]}, "message 2 of `messages` has role 'tool'"),
-    ("messages", {"conversations": [{"from": "bing", "value": "a"}]}, "has role 'bing', not system, user or assistant"),
+    (
+        "messages",
+        {"conversations": [{"from": "bing", "value": "a"}]},
+        "has role 'bing', it must be system, user",
+    ),
     ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "must be the assistant's and not empty"),
     ("messages", {"messages": [SYSTEM]}, "the last message of `messages` must be"),
-    ("messages", {"messages": [REPLY]}, "has nothing before the assistant's message"),
-    ("messages", {"messages": [{"role": "user", "content": LONE}, REPLY]}, "message 1 of `messages` holds half"),
+    ("messages", {"messages": [REPLY]}, "has no prompt, there must be a message before the assistant's"),
+    ("messages", {"messages": [{"role": "user", "content": LONE}, REPLY]}, "message 1 of `messages` contains a lone"),
     ("messages", {"messages": [USER, ["a"]]}, "message 2 of `messages` needs"),
     ("alpaca", {"instruction": "a", "input": ["b"], "output": "c"}, "`input` is a list, it must be text"),
     ("alpaca", {"instruction": "a", "output": ""}, "`output` is empty"),
@@ -676,10 +684,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "preference",
         {"prompt": "a", "chosen": [USER, REPLY], "rejected": [ASKED, OTHER]},
-        "the answers' messages differ",
+        "the messages before the answers differ",
     ),
-    ("preference", {"prompt": "a", "chosen": [USER, REPLY], "rejected": "No."}, "the answers' messages differ"),
-    ("preference", {"prompt": "a", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "the prompt is none of the"),
+    (
+        "preference",
+        {"prompt": "a", "chosen": [USER, REPLY], "rejected": "No."},
+        "the messages before the answers differ",
+    ),
+    ("preference", {"prompt": "a", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "the prompt is not among the"),
     ("preference", {"prompt": "a", "chosen": [USER], "rejected": [ASKED]}, "the last message of `chosen` must be"),
     ("preference", {"chosen": [USER, REPLY, OTHER], "rejected": [USER, REPLY, REPLY]}, "ends with the assistant's"),
     (
@@ -689,24 +701,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("shp", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 2}, "`labels` is 2, it must be one of"),
     ("summarize", {"info": [], "summaries": [], "choice": 0}, "`info` is a list, it must be a mapping"),
-    ("summarize", {"info": {"post": "a"}, "summaries": [1], "choice": 0}, "`summaries` holds 1, there must be two"),
+    ("summarize", {"info": {"post": "a"}, "summaries": [1], "choice": 0}, "`summaries` has 1 items, it must have two"),
     ("summarize", {"info": {"post": "a"}, "summaries": [1, {"text": "b"}], "choice": 0}, "`text` of summary 0"),
     ("webgpt", {"question": {}, "answer_0": "a", "answer_1": "b"}, "`question` is null"),
     ("pandalm", {"instruction": "a", "response1": "b", "response2": "c", "vote": 3}, "`vote` is 3, it must be one of"),
-    ("pandalm", {"instruction": "a", "response1": "b", "response2": "c"}, "one of vote, annotator1, label_0 is needed"),
+    (
+        "pandalm",
+        {"instruction": "a", "response1": "b", "response2": "c"},
+        "every row needs one of vote, annotator1",
+    ),
     ("ultrafeedback", {"instruction": "a", "completions": [{"response": "b"}]}, "completion 1 has no `overall_score`"),
     ("ultrafeedback", {"instruction": "a", "completions": ["b"]}, "`response` of completion 1 is null"),
     ("kto", {"prompt": "a", "completion": "b", "label": "perhaps"}, "`label` is 'perhaps'"),
     ("kto", {"messages": [USER], "label": True}, "the label needs an answer"),
-    ("ranking", {"prompt": "a", "answers": ["b"]}, "there is 1 answer, a ranking needs two at least"),
+    ("ranking", {"prompt": "a", "answers": ["b"]}, "has 1 answers, a ranking needs at least two"),
     ("ranking", {"prompt": "a", "answers": ["b", ""]}, "`answers 2` is empty"),
-    ("ranking", {"prompt": "a", "answers": ["b", "c"], "scores": [1]}, "`scores` has 1 values for 2 answers"),
+    (
+        "ranking",
+        {"prompt": "a", "answers": ["b", "c"], "scores": [1]},
+        "`scores` has 1 values, it must have one for",
+    ),
     ("scored", {"prompt": "a", "responses": ["b"], "scores": ["x"]}, "`scores 1` is 'x', it must be a number"),
 ]
 
 
 @pytest.mark.parametrize(("name", "values", "message"), REFUSED)
-def test_a_row_that_is_wrong(name: str, values: dict[str, Any], message: str) -> None:
+def test_invalid_rows_are_refused(name: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as error:
         read(values, name)
     assert str(error.value).startswith("file:3: ")
@@ -714,13 +734,13 @@ def test_a_row_that_is_wrong(name: str, values: dict[str, Any], message: str) ->
     assert "\n" not in str(error.value)
 
 
-def test_an_input_of_blanks_is_none() -> None:
+def test_a_blank_input_counts_as_missing() -> None:
     for blank in (" ", "\n", None, math.nan):
         assert read({"instruction": "Why?", "input": blank}, "instruction").prompt == "Why?"
         assert read({"instruction": "Why?", "input": blank}, "alpaca").prompt == KETTLE.format("Why?")
 
 
-def test_an_empty_prompt_is_nothing_to_answer() -> None:
+def test_an_empty_prompt_is_refused_by_ppo() -> None:
     with pytest.raises(DataError, match=r"^file:3: the prompt is empty"):
         prompt(read({"prompt": " ", "response": "a"}, "prompt_response"))
     # A plain text without a prompt is one to write anything after.
@@ -743,7 +763,7 @@ def real(path: str) -> list[Row]:
 
 
 def counts(rows: list[Row], purpose: Purpose) -> tuple[str, int, int, int]:
-    """The format, and how many rows give a demonstration, a ranking and a score."""
+    """The format, and the number of rows that give a demonstration, a ranking and a score."""
     format_ = recognise(rows[0], SOURCE, purpose)
     records = [read_record(row, format_, SOURCE) for row in rows]
     assert all(prompt(record).prompt == record.prompt for record in records)

@@ -1,5 +1,4 @@
-"""Files spoilt in every way end in rows, bad rows with a place and a reason, or one line of refusal: never in another
-exception, never in a hang."""
+"""Damaged files give rows, bad rows with a place and a reason, or one line of refusal; no other exception, no hang."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.sources import BadRow, Row, read_rows
+from rlhf_cli.data.rows import BadRow, Row
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data_files import SUFFIXES
 from rlhf_cli.errors import DataError
 
@@ -86,7 +86,7 @@ FILES: list[tuple[str, bytes]] = [
 
 
 def put(content: bytes, rng: random.Random, piece: bytes) -> bytes:
-    """`piece` at a place of the content, over as much of it or between."""
+    """Insert `piece` at a random position, or overwrite as many bytes."""
     at = rng.randrange(len(content) + 1)
     return content[:at] + piece + content[at + rng.choice([0, len(piece)]) :]
 
@@ -139,7 +139,7 @@ def is_one_line(message: str, path: Path) -> bool:
 
 
 def end_of(path: Path) -> str:
-    """How reading a file ends, one of KINDS_OF_END; whatever breaks the promise fails."""
+    """How reading a file ends, one of KINDS_OF_END; raises AssertionError for anything else."""
     rows = bad = 0
     start = time.process_time()
     try:
@@ -172,8 +172,8 @@ def write(folder: Path, ending: str, content: bytes) -> Path:
 # ---------------------------------------------------------------------------------------------- tests
 
 
-def test_spoilt_files(tmp_path: Path) -> None:
-    """Every kind of file behind every compression, spoilt in every way, before and after it was compressed."""
+def test_damaged_files(tmp_path: Path) -> None:
+    """Every file type with every compression, damaged in every way before and after compression."""
     rng = random.Random(0)
     ends: Counter[str] = Counter()
     seen: dict[str, set[str]] = {name: set() for name in MUTATIONS}
@@ -210,8 +210,8 @@ def test_binary_tables_cut_off_anywhere(tmp_path: Path, kind: str, content: byte
     assert ends["refused"] + ends["refused after rows"] >= sum(ends.values()) - (3 if kind == ".arrow" else 0)
 
 
-def test_names_that_lie(tmp_path: Path) -> None:
-    """Every content under every ending."""
+def test_wrong_endings(tmp_path: Path) -> None:
+    """Every content with every ending."""
     ends: Counter[str] = Counter()
     packed = [pack(lines(ROWS)) for pack in COMPRESS.values()] + [content for _, content in FILES]
     for ending, content in itertools.product(SUFFIXES, packed):
@@ -226,8 +226,8 @@ def test_a_million_columns(tmp_path: Path) -> None:
     assert end_of(write(tmp_path, ".csv", names + b"\n1,2\n" + names + b"\n" + names + b",1\n")) == "rows and bad rows"
 
 
-def test_what_hypothesis_thinks_of(tmp_path: Path) -> None:
-    """Lines made of the pieces that parsers stumble over."""
+def test_lines_by_hypothesis(tmp_path: Path) -> None:
+    """Lines of fragments that are hard for parsers."""
     ends: Counter[str] = Counter()
     pieces = st.sampled_from(
         [

@@ -1,8 +1,8 @@
 """Mutated rows: each is read and seen by every stage, or refused in one readable line that names the row.
 
-    PYTHONPATH=.:tests python tests/data/test_fuzz_rows.py NUMBER     the case of that number, and what came of it
+    PYTHONPATH=.:tests python tests/data/test_fuzz_rows.py NUMBER     run the case with this number and print its result
 
-A case is made from its number alone, so that one that fails can be looked at by itself.
+A case depends on its number only, so that a failing one can be run alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import TESTS
@@ -94,7 +94,7 @@ ROWS = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in FIX
 
 
 def case(number: int) -> tuple[dict[str, Any], DataSource, Purpose, list[str]]:
-    """A row, its source, the stage that reads it, and what was done to the row."""
+    """A row, its source, the stage that reads it, and the mutation."""
     draw = random.Random(f"row {number}")
     name = draw.choice(sorted(ROWS))
     values = json.loads(draw.choice(ROWS[name]))
@@ -115,7 +115,7 @@ def case(number: int) -> tuple[dict[str, Any], DataSource, Purpose, list[str]]:
 
 
 def places(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a row, not far down."""
+    """Every (container, key) near the top of a row."""
     if depth > 4 or not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else list(range(min(len(value), 20)))
@@ -149,7 +149,7 @@ def mutate(values: dict[str, Any], kind: str, draw: random.Random) -> None:
 
 
 def outcome(values: dict[str, Any], source: DataSource, purpose: Purpose) -> str:
-    """What came of a row: `seen`, or where it was refused. Raises AssertionError for anything that is not right."""
+    """The result for a row: `seen`, or where it was refused. Raises AssertionError for anything else."""
     row = Row(values, WHERE)
     start = time.process_time()
     stage = "recognise"

@@ -1,4 +1,4 @@
-"""Rows of files, folders, globs and the hub: what is read, what is a bad row, what ends the reading."""
+"""Rows of files, folders, globs and the hub: rows, bad rows, and errors that end reading."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data import sources
-from rlhf_cli.data.sources import BadRow, Row, in_part, read_rows
+from rlhf_cli.data import files_json, files_table, sources
+from rlhf_cli.data.rows import BadRow, Row
+from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.splits import in_part
 from rlhf_cli.data_files import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
 from rlhf_cli.errors import DataError
 from support.paths import ROOT
@@ -95,7 +97,7 @@ def read(path: Path, **settings: Any) -> list[Row | BadRow]:
 
 
 def values(path: Path, **settings: Any) -> list[Any]:
-    """Every row's values, with the reason in place of a bad one."""
+    """Every row's values, or the reason for a bad row."""
     return [row.values if isinstance(row, Row) else row.reason for row in read(path, **settings)]
 
 
@@ -106,7 +108,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def refused(path: Path | str, **settings: Any) -> str:
-    """The one line that reading ends with."""
+    """The message of the DataError that reading raises."""
     with pytest.raises(DataError) as error:
         read(Path(path), **settings)
     assert str(error.value).isprintable()
@@ -119,7 +121,7 @@ def refused(path: Path | str, **settings: Any) -> str:
 
 @pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str, compression: str) -> None:
+def test_every_file_type_gives_the_same_rows(tmp_path: Path, kind: str, compression: str) -> None:
     path = write(tmp_path / f"a{kind}{compression}", PACK[compression](file_bytes(kind)))
     rows = read(path)
     expected = [{"text": row["response"]} for row in ROWS] if kind == ".txt" else ROWS
@@ -128,13 +130,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str, compr
     assert [row.where for row in rows] == [f"{path}:{n}" if by_line else f"{path} row {n}" for n in range(1, 11)]
 
 
-def test_endings_are_known_in_capitals_too(tmp_path: Path) -> None:
+def test_endings_are_case_insensitive(tmp_path: Path) -> None:
     assert values(write(tmp_path / "A.b.CSV.GZ", gzip.compress(b"a,b\n1,2\n"))) == [{"a": "1", "b": "2"}]
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.py", "rows.jsonl.zip", "rows.gz", ".jsonl"])
-def test_an_ending_that_is_not_known(tmp_path: Path, name: str) -> None:
-    assert "not an ending that is known, .jsonl," in refused(write(tmp_path / name, GOOD))
+def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
+    assert "unknown ending, it must be one of .jsonl," in refused(write(tmp_path / name, GOOD))
 
 
 def test_arrow_files_with_random_access(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_arrow_files_with_random_access(tmp_path: Path) -> None:
     assert values(write(tmp_path / "a.arrow.xz", lzma.compress(content))) == ROWS
 
 
-def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
@@ -159,8 +161,8 @@ def test_nested_columns_become_python(tmp_path: Path) -> None:
         assert values(write(tmp_path / name, content)) == [row]
 
 
-def test_what_json_says_is_kept(tmp_path: Path) -> None:
-    """Lone surrogates, NUL, NaN and keys written twice are for those who know what the columns mean."""
+def test_json_values_are_kept(tmp_path: Path) -> None:
+    """Lone surrogates, NUL, NaN and repeated keys are left to the code that knows the columns."""
     line = r'{"a": "\ud800", "b": "\u0000", "c": [NaN, -Infinity], "d": 1, "d": 2, "e": "\ud83d\ude00"}'
     for name, content in (("a.jsonl", line), ("a.json", f"[{line}]")):
         (row,) = values(write(tmp_path / name, content.encode()))
@@ -169,7 +171,7 @@ def test_what_json_says_is_kept(tmp_path: Path) -> None:
         assert row["c"][1] == float("-inf")
 
 
-def test_lines_as_editors_of_all_systems_end_them(tmp_path: Path) -> None:
+def test_line_endings_of_all_systems(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n \t\r\n  {"a": 2}  \n{"a": 3}'))
     assert [(row.where[-2:], row.values) for row in rows if isinstance(row, Row)] == [
         (":1", {"a": 1}),
@@ -205,10 +207,10 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     assert values(tmp_path) == [{"text": "a"}, {"text": "b"}]
 
 
-def test_a_folder_without_files_tells_of_the_glob(tmp_path: Path) -> None:
+def test_a_folder_without_files_suggests_a_glob(tmp_path: Path) -> None:
     write(tmp_path / "train" / "a.jsonl", GOOD)
     message = refused(tmp_path)
-    assert "a folder without a data file, one that ends in .jsonl," in message
+    assert "the folder has no data file. Its name must end in .jsonl," in message
     assert f"{tmp_path}/**/*.jsonl" in message
 
 
@@ -229,8 +231,8 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "x")
     assert names("*.jsonl") == ["a3"]
     assert names("../a*.jsonl") == ["a1", "a2"]
-    assert "no data file fits" in refused(f"{tmp_path}/z*.jsonl")
-    assert "no data file fits" in refused(f"{tmp_path}/*/y")
+    assert "no data file matches" in refused(f"{tmp_path}/z*.jsonl")
+    assert "no data file matches" in refused(f"{tmp_path}/*/y")
     write(tmp_path / "x" / "[1].jsonl", GOOD)
     assert names("[1].jsonl") == ["[1]"]
 
@@ -249,7 +251,7 @@ def test_the_limit_reads_no_further(tmp_path: Path) -> None:
     assert "row 3: not JSON" in refused(path, limit=3)
 
 
-def test_nothing_is_opened_before_the_first_row_and_all_is_closed(tmp_path: Path) -> None:
+def test_files_are_opened_at_the_first_row_and_closed(tmp_path: Path) -> None:
     rows = read_rows(DataSource(path=str(tmp_path / "a.jsonl.gz")))
     write(tmp_path / "a.jsonl.gz", gzip.compress(GOOD * 5))
     before = sorted(Path("/proc/self/fd").iterdir())
@@ -259,7 +261,7 @@ def test_nothing_is_opened_before_the_first_row_and_all_is_closed(tmp_path: Path
     assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
-def test_names_that_cant_be_printed_are_escaped(tmp_path: Path) -> None:
+def test_unprintable_names_are_escaped(tmp_path: Path) -> None:
     for name in (b"two\nlines.jsonl", b"latin\xe9.jsonl"):
         write(tmp_path / os.fsdecode(name), GOOD)
     for row in read(tmp_path):
@@ -281,35 +283,35 @@ def test_names_that_cant_be_printed_are_escaped(tmp_path: Path) -> None:
         (b'{"a": "\x00"}', "not JSON (Invalid control character at column 8)"),
         (b"\0", "not JSON"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not JSON (a number of more than 4300 digits)"),
-        (b'{"a": ' + b"[" * 100_000, "not JSON (nested too deep)"),
-        (b"[" * 100_000 + b"]" * 100_000, "not JSON (nested too deep)"),
+        (b'{"a": ' + b"[" * 100_000, "not JSON (nested too deeply)"),
+        (b"[" * 100_000 + b"]" * 100_000, "not JSON (nested too deeply)"),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 200 deep"),
         (b'{"a": ' + b'{"b":' * 200 + b"1" + b"}" * 201, "nested more than 200 deep"),
-        (b"[1, 2]", "a JSON list, every row is an object with named columns"),
+        (b"[1, 2]", "a JSON list, every row must be an object with named columns"),
         (b'"text"', "a JSON string, every"),
         (b"1.5", "a JSON number, every"),
         (b"NaN", "a JSON number, every"),
         (b"true", "a JSON boolean, every"),
         (b"null", "a JSON null, every"),
-        (b'{"a": "\xff"}', "not UTF-8 (byte 0xff in place 8 of the line)"),
-        ('{"a": "é"}'.encode("latin-1"), "not UTF-8 (byte 0xe9 in place 8 of the line)"),
+        (b'{"a": "\xff"}', "not UTF-8 (byte 0xff at position 8 of the line)"),
+        ('{"a": "é"}'.encode("latin-1"), "not UTF-8 (byte 0xe9 at position 8 of the line)"),
         (b'{"a": "\xed\xa0\x80"}', "not UTF-8 (byte 0xed"),  # half a character, as bytes
     ],
 )
-def test_a_bad_line_is_named_and_the_file_goes_on(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_bad_line_is_named_and_reading_continues(tmp_path: Path, content: bytes, reason: str) -> None:
     path = write(tmp_path / "a.jsonl", GOOD + b"\n" + content + b"\n" + GOOD)
     first, bad, last = read(path)
     assert isinstance(bad, BadRow)
     assert bad.where == f"{path}:3"
     assert bad.reason.startswith(reason)
-    assert bad.reason.endswith(". Mend or remove the line") or "Convert the file, or mend" in bad.reason
+    assert bad.reason.endswith(". Fix or remove the line") or "Convert the file, or fix" in bad.reason
     assert len(bad.reason) < 200
     assert isinstance(first, Row)
     assert isinstance(last, Row)
     assert last.where == f"{path}:4"
 
 
-def test_nesting_as_deep_as_is_allowed(tmp_path: Path) -> None:
+def test_the_deepest_allowed_nesting(tmp_path: Path) -> None:
     deep = b'{"a": ' + b"[" * 199 + b"]" * 199 + b', "b": [[]]}\n'
     wide = b'{"a": [' + b",".join([b'{"b": [1]}'] * 500) + b"]}\n"
     text = b'{"a": {}, "b": "' + b"{[" * 500 + b'"}\n'
@@ -319,7 +321,7 @@ def test_nesting_as_deep_as_is_allowed(tmp_path: Path) -> None:
     assert [type(row) for row in rows] == [Row, Row, Row, BadRow, Row]
 
 
-def test_a_list_in_a_file_of_lines_is_told_apart(tmp_path: Path) -> None:
+def test_a_json_list_in_a_jsonl_file_is_recognised(tmp_path: Path) -> None:
     for content in (b'[{"a": 1}]', b'[\n {"a": 1}\n]'):
         first = read(write(tmp_path / "a.jsonl", content))[0]
         assert isinstance(first, BadRow)
@@ -327,20 +329,20 @@ def test_a_list_in_a_file_of_lines_is_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("item", ["3", "[1]", "null", '"a"', "[[]]", "-1.5e3"])
-def test_an_item_of_a_list_that_is_no_object(tmp_path: Path, item: str) -> None:
+def test_a_list_item_must_be_an_object(tmp_path: Path, item: str) -> None:
     path = write(tmp_path / "a.json", f'[{{"a": 1}}, {item}, {{"a": 2}}]'.encode())
     first, bad, last = read(path)
     assert isinstance(bad, BadRow)
     assert bad.where == f"{path} row 2"
-    assert "every row is an object" in bad.reason
+    assert "every row must be an object" in bad.reason
     assert (first.where, last.where) == (f"{path} row 1", f"{path} row 3")
 
 
-def test_wrong_bytes_in_a_list_lose_one_row(tmp_path: Path) -> None:
+def test_invalid_bytes_in_a_list_lose_one_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", b'[{"a": "\xc3\xa9"}, {"a": "\xe9"}, {"a": "\\udce9"}]')
     assert values(path) == [
         {"a": "é"},
-        "not UTF-8, all text is. Convert the file, or mend or remove the row",
+        "not UTF-8, all text must be. Convert the file, or fix or remove the row",
         {"a": "\udce9"},  # written so, with a backslash: kept
     ]
 
@@ -348,14 +350,14 @@ def test_wrong_bytes_in_a_list_lose_one_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"1,2,3", "has 3 cells, the header names 2 columns"),
-        (b"1", "has 1 cells, the header names 2 columns"),
+        (b"1,2,3", "has 3 cells, it must have one for each of the header's 2 columns"),
+        (b"1", "has 1 cells, it must have one for each of the header's 2 columns"),
         (b"1,\xff", "not UTF-8"),
-        (b"1,\0", "a NUL byte"),
+        (b"1,\0", "contains a NUL byte"),
         (b'1,"a"b', "not CSV (',' expected after '\"', up to line 4)"),
     ],
 )
-def test_a_bad_row_of_a_table_of_text(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_bad_rows_of_csv(tmp_path: Path, content: bytes, reason: str) -> None:
     path = write(tmp_path / "a.csv", b"a,b\n1,2\n\n" + content + b"\n3,4\n")
     first, bad, last = read(path)
     assert isinstance(bad, BadRow)
@@ -364,7 +366,7 @@ def test_a_bad_row_of_a_table_of_text(tmp_path: Path, content: bytes, reason: st
     assert (first.where, last.where) == (f"{path} row 1", f"{path} row 3")
 
 
-def test_a_quote_that_is_never_closed_swallows_nothing_in_silence(tmp_path: Path) -> None:
+def test_an_unclosed_quote_is_reported(tmp_path: Path) -> None:
     first, bad = read(write(tmp_path / "a.csv", b'a,b\n1,2\n3,"4\n5,6\n7,8\n'))
     assert isinstance(first, Row)
     assert isinstance(bad, BadRow)
@@ -373,17 +375,17 @@ def test_a_quote_that_is_never_closed_swallows_nothing_in_silence(tmp_path: Path
 
 def test_bad_rows_of_text(tmp_path: Path) -> None:
     rows = values(write(tmp_path / "a.txt", b"good text\n\xff\nn\0ul\nend"))
-    assert [row["text"] if isinstance(row, dict) else row[:10] for row in rows] == [
+    assert [row["text"] if isinstance(row, dict) else row[:14] for row in rows] == [
         "good text",
-        "not UTF-8 ",
-        "a NUL byte",
+        "not UTF-8 (byt",
+        "contains a NUL",
         "end",
     ]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
-    """Strings that are none, and a time that Python has no value for."""
+    """Invalid UTF-8, and a time outside Python's range."""
     cells = pyarrow.array([f"text {i}" for i in range(3000)])
     offsets, letters = cells.buffers()[1:]
     spoilt = bytearray(letters)
@@ -399,10 +401,10 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
     rows = read(path)
     bad = {row.where: row.reason for row in rows if isinstance(row, BadRow)}
     assert len(rows) == 3000
-    expected = {f"{path} row 1235": "not UTF-8. Mend or remove the row"} if kind == "parquet" else {}
+    expected = {f"{path} row 1235": "not UTF-8. Fix or remove the row"} if kind == "parquet" else {}
     assert {where: bad[where] for where in expected} == expected
     assert set(bad) == {*expected, f"{path} row 2346"}
-    assert "can't be read (" in bad[f"{path} row 2346"]
+    assert "cannot be read (" in bad[f"{path} row 2346"]
     good = rows[0]
     assert isinstance(good, Row)
     assert good.values["time"] == datetime.datetime(1970, 1, 1)
@@ -414,7 +416,7 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"", "no rows, at least one is needed"),
+        ("a.jsonl", b"", "has no rows, at least one is needed"),
         ("a.jsonl", b"\n \n\r\n", "no rows"),
         ("a.txt", b"\n\n", "no rows"),
         ("a.json", b" \n ", "no rows"),
@@ -424,30 +426,34 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
         ("a.jsonl.gz", b"", "no rows"),
         ("a.parquet", parquet_bytes(TABLE.slice(0, 0)), "no rows"),
         ("a.arrow", arrow_bytes(TABLE.slice(0, 0)), "no rows"),
-        ("a.json", b'{"a": 1}', "holds one JSON object, a list of objects is needed. If it is the only row, put [ ]"),
-        ("a.json", b'{"n": 1, "data": [{"a": 1}]}', "take the list out of it, jq '.[\"data\"]' does"),
-        ("a.json", b'{"a": 1}\n{"a": 2}', "holds several JSON values, as .jsonl files do. Rename it to .jsonl"),
-        ("a.json", b'"text"', "holds a JSON string, a list of objects is needed"),
-        ("a.json", b"17", "holds a JSON number, a list of objects is needed"),
-        ("a.json", b"oops", "not a list of objects: not JSON (Expecting value in line 1). Mend it"),
+        (
+            "a.json",
+            b'{"a": 1}',
+            "contains one JSON object, it must be a list of objects. If it is the only row, put",
+        ),
+        ("a.json", b'{"n": 1, "data": [{"a": 1}]}', "extract the list: jq '.[\"data\"]'"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', "contains several JSON values, as .jsonl files do. Rename it to .jsonl"),
+        ("a.json", b'"text"', "contains a JSON string, it must be a list of objects"),
+        ("a.json", b"17", "contains a JSON number, it must be a list of objects"),
+        ("a.json", b"oops", "not a list of objects: not JSON (Expecting value in line 1). Fix it"),
         ("a.json", b'\n{"a": \n', "not a list of objects: the file ends inside it (Expecting value in line 3)"),
-        ("a.json", b"[" * 100_000, "row 1: not JSON (nested too deep in line 1)"),
+        ("a.json", b"[" * 100_000, "row 1: not JSON (nested too deeply in line 1)"),
         ("a.json", b'[{"a": 1},\n{"a": ', "row 2: the file ends inside it (Expecting value in line 2)"),
         ("a.json", b'[{"a": 1},\n{"a": "b', "row 2: the file ends inside it (Unterminated string starting in line 2)"),
         ("a.json", b'[{"a": 1},\n{"a" 2}]', "row 2: not JSON (Expecting ':' delimiter in line 2)"),
         ("a.json", b'[{"a": 1},\n{"a": 1,}' + b" " * 99, "row 2: not JSON (Expecting property name enclosed in double"),
         ("a.json", b'[{"a": 1},\n]', "row 2: not JSON (Expecting value in line 2)"),
-        ("a.json", b'[{"a": 1}\n{"a": 2}]', "row 1: '{' in line 2 behind it, a comma or the list's end belongs there"),
-        ("a.json", b'[{"a": 1}', "row 1: the file's end behind it, a comma or"),
-        ("a.json", b"[1, 2", "row 2: the file's end behind it"),
-        ("a.json", b'[{"a": 1}]\n[]', "more text behind the list's end, line 2. Put all rows in one list"),
-        ("a.json", b'[{"a": 1}]\xff', "more text behind"),
-        ("a.json", b'[{"a": 1}]\xc3', "more text behind"),
-        ("a.csv", b"a,b,a\n1,2,3\n", "the header names column 'a' 2 times. The first line names the columns"),
-        ("a.csv", b"a,,c\n1,2,3\n", "column 2 of 3 has no name in the header. The first line names the columns"),
+        ("a.json", b'[{"a": 1}\n{"a": 2}]', "row 1: '{' in line 2 follows, it must be a comma or the end of the list"),
+        ("a.json", b'[{"a": 1}', "row 1: the end of the file follows, it must be a comma or"),
+        ("a.json", b"[1, 2", "row 2: the end of the file follows"),
+        ("a.json", b'[{"a": 1}]\n[]', "text after the end of the list, line 2. Put all rows in one list"),
+        ("a.json", b'[{"a": 1}]\xff', "text after the end"),
+        ("a.json", b'[{"a": 1}]\xc3', "text after the end"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "the header names column 'a' 2 times. The first line must name each column"),
+        ("a.csv", b"a,,c\n1,2,3\n", "column 2 of 3 has no name in the header. The first line must name each column"),
         ("a.csv", b",a\n0,1\n", "column 1 of 2 has no name in the header. If pandas wrote its index there"),
-        ("a.csv", b'"a"b,c\n1,2\n', "the header is not CSV (',' expected after '\"'). Mend the first line"),
-        ("a.tsv", b'"a"b\tc\n1\t2\n', "the header is not CSV (a tab expected after '\"'). Mend the first line"),
+        ("a.csv", b'"a"b,c\n1,2\n', "the header is not CSV (',' expected after '\"'). Fix the first line"),
+        ("a.tsv", b'"a"b\tc\n1\t2\n', "the header is not CSV (a tab expected after '\"'). Fix the first line"),
         ("a.csv", b"\xe9,b\n1,2\n", "the header is not UTF-8 text"),
         ("a.csv", b"a\0,b\n1,2\n", "the header is not UTF-8 text"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"),
@@ -460,15 +466,15 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
         ("a.json", lzma.compress(GOOD), "is xz. Add .xz to its name"),
         ("a.txt", zstd(GOOD), "is Zstandard. Add .zst to its name"),
         ("a.csv", b"PK\x03\x04" + b"\0" * 30, "is a zip archive or an Excel file. Unpack it, or save it as CSV"),
-        ("a.json", parquet_bytes(TABLE), "is Parquet. Let its name end in .parquet"),
-        ("a.jsonl", arrow_bytes(TABLE, pyarrow.ipc.new_file), "is Arrow. Let its name end in .arrow"),
+        ("a.json", parquet_bytes(TABLE), "is Parquet. Rename it to .parquet"),
+        ("a.jsonl", arrow_bytes(TABLE, pyarrow.ipc.new_file), "is Arrow. Rename it to .arrow"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), "is gzip"),
-        ("a.jsonl.gz", b"not gzip", "can't be read as .gz (Not a gzipped file (b'no'))"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 500)[:11] + b"\xff" * 40, "can't be read as .gz (Error -3"),
-        ("a.jsonl.bz2", GOOD, "can't be read as .bz2 (Invalid data stream)"),
-        ("a.jsonl.xz", GOOD, "can't be read as .xz (Input format not supported by decoder)"),
-        ("a.jsonl.zst", GOOD, "can't be read as .zst (ZSTD decompress failed"),
-        ("a.parquet.gz", parquet_bytes(TABLE), "can't be read as .gz"),
+        ("a.jsonl.gz", b"not gzip", "cannot be read as .gz (Not a gzipped file (b'no'))"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 500)[:11] + b"\xff" * 40, "cannot be read as .gz (Error -3"),
+        ("a.jsonl.bz2", GOOD, "cannot be read as .bz2 (Invalid data stream)"),
+        ("a.jsonl.xz", GOOD, "cannot be read as .xz (Input format not supported by decoder)"),
+        ("a.jsonl.zst", GOOD, "cannot be read as .zst (ZSTD decompress failed"),
+        ("a.parquet.gz", parquet_bytes(TABLE), "cannot be read as .gz"),
         ("a.parquet", b"nothing", "not Parquet, or damaged (Parquet"),
         ("a.parquet", b"", "not Parquet, or damaged (Parquet file size is 0 bytes)"),
         ("a.parquet", parquet_bytes(TABLE)[:-20], "not Parquet, or damaged (Parquet magic bytes not found"),
@@ -477,11 +483,11 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
         ("a.arrow", b"", "not Arrow, or damaged"),
         ("a.arrow", arrow_bytes(TABLE)[:-200], "not Arrow, or damaged"),
         ("a.arrow", arrow_bytes(TABLE, pyarrow.ipc.new_file)[:-20], "not Arrow, or damaged"),
-        ("a.parquet", parquet_bytes(pyarrow.table([[1], [2]], ["a", "a"])), "has 2 columns 'a', each name once"),
+        ("a.parquet", parquet_bytes(pyarrow.table([[1], [2]], ["a", "a"])), "has 2 columns named 'a'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_that_cant_be_read_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_unreadable_file_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = write(tmp_path / name, content)
     assert message in refused(path)
     assert refused(path).startswith(f"{path}")
@@ -489,7 +495,7 @@ def test_a_file_that_cant_be_read_is_one_line(tmp_path: Path, name: str, content
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".txt"])
-def test_a_cut_off_file_gives_its_rows_and_then_says_so(tmp_path: Path, kind: str, compression: str) -> None:
+def test_a_truncated_file_gives_its_rows_and_then_an_error(tmp_path: Path, kind: str, compression: str) -> None:
     rows = [{"text": hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()} for i in range(20_000)]
     content = {
         ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
@@ -505,16 +511,16 @@ def test_a_cut_off_file_gives_its_rows_and_then_says_so(tmp_path: Path, kind: st
         for row in read_rows(DataSource(path=str(path))):
             got.append(row)
 
-    with pytest.raises(DataError, match=rf"{path}: can't be read as \{compression} \(.*Is it whole"):
+    with pytest.raises(DataError, match=rf"{path}: cannot be read as \{compression} \(.*It may be truncated"):
         consume()
     assert [row.values for row in got if isinstance(row, Row)] == rows[: len(got)]
     assert len(got) > 5_000
 
 
-def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (f"{tmp_path}/a.jsonl", "a.JSONL", "./a", "~/a", "sub/a.csv.zst"):
-        assert f"{path}: no such file (looked from {tmp_path})" in refused_path(path)
+        assert f"{path}: no such file (relative to {tmp_path})" in refused_path(path)
     assert find_files("org/name") == []
     (tmp_path / "broken.jsonl").symlink_to("nowhere")
     assert "no such file" in refused_path("broken.jsonl")
@@ -522,8 +528,8 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "neither a file nor a folder" in refused_path("pipe.jsonl")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     assert "no such file" in refused_path("round.jsonl")
-    assert "can't be looked up (File name too long)" in refused_path("/" + "a" * 300 + ".jsonl")
-    assert "can't be looked up" in refused_path("/**a/*.jsonl") or sys.version_info >= (3, 13)
+    assert "cannot be looked up (File name too long)" in refused_path("/" + "a" * 300 + ".jsonl")
+    assert "cannot be looked up" in refused_path("/**a/*.jsonl") or sys.version_info >= (3, 13)
 
 
 def refused_path(path: str) -> str:
@@ -533,8 +539,8 @@ def refused_path(path: str) -> str:
     return str(error.value)
 
 
-def test_what_may_not_be_read() -> None:
-    """As somebody else than root, who may read everything."""
+def test_files_without_permission_are_reported() -> None:
+    """Runs as another user, because root may read everything."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         files = [write(Path(folder) / name, GOOD) for name in ("a.jsonl", "a.parquet", "a.jsonl.zst", "a.csv.gz")]
@@ -546,18 +552,18 @@ def test_what_may_not_be_read() -> None:
             os.seteuid(65534)
         try:
             for path in files:
-                assert "can't be read" in refused(path)
+                assert "cannot be read" in refused(path)
                 assert "Permission denied" in refused(path)
-            assert "can't be looked up (Permission denied)" in refused(closed)
-            assert "can't be looked up (Permission denied)" in refused(closed / "a.jsonl")
+            assert "cannot be looked up (Permission denied)" in refused(closed)
+            assert "cannot be looked up (Permission denied)" in refused(closed / "a.jsonl")
         finally:
             os.seteuid(user)
             closed.chmod(0o755)
 
 
 @pytest.mark.parametrize("setting", [{"name": "x"}, {"data_dir": "x"}, {"revision": "x"}, {"streaming": True}])
-def test_settings_of_the_hub_say_nothing_of_a_file(tmp_path: Path, setting: dict[str, Any]) -> None:
-    assert "where name, data_dir, revision and streaming say nothing" in refused(
+def test_hub_settings_are_refused_for_a_file(tmp_path: Path, setting: dict[str, Any]) -> None:
+    assert "name, data_dir, revision and streaming apply to hub datasets only" in refused(
         write(tmp_path / "a.jsonl", GOOD), **setting
     )
 
@@ -565,7 +571,7 @@ def test_settings_of_the_hub_say_nothing_of_a_file(tmp_path: Path, setting: dict
 # ----------------------------------------------------------------------------------- whatever they hold
 
 
-def test_messages_are_short_whatever_a_row_holds(tmp_path: Path) -> None:
+def test_messages_are_short_for_any_row(tmp_path: Path) -> None:
     long = b"x" * 300_000
     wide = b",".join(b"c%d" % i for i in range(100_000))
     for name, content in (
@@ -592,7 +598,7 @@ def test_messages_are_short_whatever_a_row_holds(tmp_path: Path) -> None:
     assert len(values(write(tmp_path / "columns.csv", wide + b"\n" + wide + b"\n"))[0]) == 100_000
 
 
-def test_what_other_libraries_say_is_one_short_line() -> None:
+def test_reasons_of_other_libraries_are_one_short_line() -> None:
     assert reason(ValueError("one\ntwo \t three")) == "one two three"
     assert reason(OSError(13, "Permission denied", "/a/path")) == "Permission denied"
     assert reason(EOFError()) == "EOFError"
@@ -600,8 +606,9 @@ def test_what_other_libraries_say_is_one_short_line() -> None:
     assert reason(ValueError("nul \0 and \ud800")).isprintable()
 
 
-def test_lines_without_end_are_stepped_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW", 1000)
+def test_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sources, files_json, files_table):
+        monkeypatch.setattr(module, "MAX_ROW", 1000)
     for length in (999, 1000, 1001, 1999, 2000, 2001, 4000):
         line = b'{"a": "' + b"x" * (length - 9) + b'"}'
         assert len(line) == length
@@ -610,20 +617,21 @@ def test_lines_without_end_are_stepped_over(tmp_path: Path, monkeypatch: pytest.
         assert (first.where[-2:], middle.where[-2:], last.where[-2:]) == (":1", ":2", ":3")
         assert isinstance(last, Row)
         assert [type(row) for row in read(write(tmp_path / "a.txt", line))] == [Row if length <= 999 else BadRow]
-    assert "a.csv:3: a line of more than" in refused(write(tmp_path / "a.csv", b"a,b\n1,2\n" + b"x" * 1000))
+    assert "a.csv:3: longer than" in refused(write(tmp_path / "a.csv", b"a,b\n1,2\n" + b"x" * 1000))
 
 
-def test_an_item_without_end_stops_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW", 5000)
-    monkeypatch.setattr(sources, "BLOCK", 100)
+def test_an_overlong_item_ends_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sources, files_json, files_table):
+        monkeypatch.setattr(module, "MAX_ROW", 5000)
+    monkeypatch.setattr(files_json, "BLOCK", 100)
     path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 4000 + b'"}]')
     assert len(read(path)) == 2
     path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 40_000 + b'"}]')
     assert "row 2: longer than" in refused(path)
 
 
-def test_a_cell_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_CELL", 1000)
+def test_an_overlong_cell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_table, "MAX_CELL", 1000)
     path = write(tmp_path / "a.csv", b"a,b\n" + b'1,"2\n' + b"x,y\n" * 300 + b"3,4\n")
     rows = values(path)
     assert rows[0].startswith("not CSV (field larger than field limit (1000), up to line ")
@@ -646,7 +654,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def oracle(text: str) -> list[Any] | None:
-    """What a .json file's rows are, None where a bad one stands, or nothing at all where it is refused."""
+    """The rows of a .json file, None for a bad row; an empty result if the file is refused."""
     try:
         whole = json.loads(text)
     except ValueError:
@@ -661,8 +669,8 @@ def ours(path: Path) -> list[Any] | None:
         return None
 
 
-def test_a_list_is_the_same_wherever_it_is_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers go on behind a cut; names, escapes and characters are no use without their second half."""
+def test_a_list_is_the_same_for_every_block_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers may continue after a boundary; names, escapes and characters need their second half."""
     text = (
         '[0.5, -1.25e+10, 1E-3, -0, true, null, NaN, -Infinity, "\\ud83d\\ude00\\n", [], {}, '
         '{"é😀": -1.5e-7, "a": [false], "b": -Infinity, "\\ud83d\\ude00": "\\ud83d\\ude00"}]'
@@ -670,7 +678,7 @@ def test_a_list_is_the_same_wherever_it_is_cut_in_two(tmp_path: Path, monkeypatc
     whole = json.loads(text)
     path = write(tmp_path / "a.json", text.encode())
     for block in range(1, len(text.encode()) + 2):
-        monkeypatch.setattr(sources, "BLOCK", block)
+        monkeypatch.setattr(files_json, "BLOCK", block)
         rows = read(path)
         assert len(rows) == len(whole), block
         assert [row.values for row in rows if isinstance(row, Row)] == [
@@ -678,12 +686,14 @@ def test_a_list_is_the_same_wherever_it_is_cut_in_two(tmp_path: Path, monkeypatc
         ]
 
 
-def test_the_line_of_a_fault_counts_from_the_files_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_numbers_of_faults_count_from_the_start_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(
         tmp_path / "a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).replace('": "quéstion 7', '" "').encode()
     )
     for block in (3, 20, 10_000):
-        monkeypatch.setattr(sources, "BLOCK", block)
+        monkeypatch.setattr(files_json, "BLOCK", block)
         # "[", then four lines for each row before, "{", and the line itself.
         assert "row 8: not JSON (Expecting ':' delimiter in line 31)" in refused(path)
 
@@ -696,7 +706,7 @@ def test_the_line_of_a_fault_counts_from_the_files_beginning(tmp_path: Path, mon
     block=st.integers(1, 30),
     change=st.none() | st.tuples(st.integers(0, 300), st.integers(0, 3), st.sampled_from(list('[]{}",:0 e-.tnN\\\n'))),
 )
-def test_a_list_in_pieces_is_what_json_says_it_is(
+def test_a_list_read_in_blocks_equals_json_loads(
     place: Path,
     items: list[Any],
     indent: int | None,
@@ -704,14 +714,14 @@ def test_a_list_in_pieces_is_what_json_says_it_is(
     block: int,
     change: tuple[int, int, str] | None,
 ) -> None:
-    """Whatever the blocks cut in two, and however the text is spoilt."""
+    """For every block boundary and every kind of damage."""
     text = json.dumps(items, indent=indent, ensure_ascii=escape)
     if change is not None:
         at, length, put = change
         text = text[:at] + put + text[at + length :]
     path = write(place / "a.json", text.encode("utf-8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BLOCK", block)
+        patch.setattr(files_json, "BLOCK", block)
         assert ours(path) == oracle(text)
 
 
@@ -722,7 +732,7 @@ def test_a_list_in_pieces_is_what_json_says_it_is(
         max_size=6,
     )
 )
-def test_a_table_of_text_is_what_the_csv_module_says_it_is(place: Path, rows: list[list[str]]) -> None:
+def test_csv_rows_equal_those_of_the_csv_module(place: Path, rows: list[list[str]]) -> None:
     file = io.StringIO(newline="")
     csv.writer(file).writerows([["a", "b", "c"], *rows, ["1", "2", "3"]])
     path = write(place / "a.csv", file.getvalue().encode())
@@ -762,7 +772,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as `datasets` asks for: one dataset of these files, and what was asked."""
+    """The part of the hub that `datasets` requests: one dataset of these files, and a log of requests."""
 
     FILES: ClassVar[dict[str, bytes]] = {
         "README.md": b"---\nlicense: mit\n---\n",
@@ -885,9 +895,11 @@ def test_datasets_of_the_hub_whole_and_streamed(hub: Callable[[str], subprocess.
         "org/name[train] row 1 {'prompt': 'a', 'n': 1}",
         "org/name[train] row 2 {'prompt': 'b', 'n': 2}",
     ], done.stderr
-    assert said[6].startswith("refused: org/name: neither a file here nor a hub dataset that can be loaded (ValueError")
+    assert said[6].startswith(
+        "refused: org/name: neither a local file nor a hub dataset that can be loaded (ValueError"
+    )
     assert said[7] == "org/name[train] row 1 {'prompt': 'a'}"
-    assert said[8].startswith("refused: org/name[train] row 2: the hub dataset can't be read on (")
+    assert said[8].startswith("refused: org/name[train] row 2: the hub dataset cannot be read further (")
     assert len(said) == 9
     assert all(len(line) < 500 for line in said)
     assert any("/resolve/v1/" in line for line in Hub.asked)
@@ -897,7 +909,7 @@ def test_datasets_of_the_hub_whole_and_streamed(hub: Callable[[str], subprocess.
     assert all("bytes=" in line for line in streamed)
 
 
-def test_a_hub_out_of_reach_and_a_dataset_that_is_not_there(
+def test_an_unreachable_hub_and_a_missing_dataset(
     hub: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:
     done = hub(
@@ -910,12 +922,12 @@ def test_a_hub_out_of_reach_and_a_dataset_that_is_not_there(
     )
     said = done.stdout.splitlines()
     assert len(said) == 2, done.stderr
-    assert all("neither a file here nor a hub dataset that can be loaded" in line and len(line) < 500 for line in said)
+    assert all("neither a local file nor a hub dataset that can be loaded" in line and len(line) < 500 for line in said)
 
 
 @pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
-def test_a_reader_of_datasets_is_no_dataset(tmp_path: Path, reader: str) -> None:
-    with pytest.raises(DataError, match="no dataset"):
+def test_a_file_reader_of_datasets_is_refused(tmp_path: Path, reader: str) -> None:
+    with pytest.raises(DataError, match="not a dataset"):
         next(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
 
 
@@ -933,6 +945,6 @@ def test_parts_cut_a_file_without_loss(tmp_path: Path) -> None:
     assert all(in_part(None, prompt) for prompt in rows)
 
 
-def test_suffixes_are_every_kind_behind_every_compression() -> None:
+def test_suffixes_are_all_types_with_all_compressions() -> None:
     assert {".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".txt.zst"} <= set(SUFFIXES)
     assert len(SUFFIXES) == len(KINDS) * (1 + len(COMPRESSIONS))

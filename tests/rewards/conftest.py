@@ -9,7 +9,7 @@ from support.servers import Scripted
 
 @pytest.fixture
 def function(tmp_path):
-    """A function: the body of one of the user's, plain or async, to the mapping of a config."""
+    """A function that turns the body of a user's function, plain or async, into the entry of a config."""
 
     def write(body, *, is_async=False, **settings):
         path = tmp_path / f"f{len(list(tmp_path.glob('f*.py')))}.py"

@@ -20,11 +20,11 @@ from support.rewards import CPU, asks, batch, lengths, source_of
 # ------------------------------------------------------------------------------------------ endpoints
 
 
-def test_what_is_sent_and_what_comes_back(scripted):
-    """The shape of OpenRLHF's remote reward model."""
+def test_request_and_answer(scripted):
+    """The interface of OpenRLHF's remote reward model."""
     server = scripted(lengths)
-    judged = batch(["a", "bb", "ccc"], [{"n": 0, "answer": "x"}, {"n": 1, "answer": None}, {"n": 2, "answer": 7}])
-    scores = total_score([asks(server)], judged)
+    samples = batch(["a", "bb", "ccc"], [{"n": 0, "answer": "x"}, {"n": 1, "answer": None}, {"n": 2, "answer": 7}])
+    scores = total_score([asks(server)], samples)
     assert scores.total.tolist() == [4.0, 5.0, 6.0]
     assert list(scores.each) == ["http"]
     (request,) = server.requests
@@ -36,16 +36,16 @@ def test_what_is_sent_and_what_comes_back(scripted):
     }
     assert server.headers[0]["Content-Type"] == "application/json"
     assert "Authorization" not in server.headers[0]
-    total_score([asks(server, label_column="answer")], judged)
+    total_score([asks(server, label_column="answer")], samples)
     assert server.requests[1]["labels"] == ["x", None, 7]
 
 
-def test_a_bare_list_is_an_answer_too(scripted):
+def test_a_bare_list_is_accepted(scripted):
     server = scripted(lambda *_: (200, {}, [1, 2.5, 0]))
     assert asks(server).score(batch(["a", "b", "c"])).tolist() == [1.0, 2.5, 0.0]
 
 
-def test_texts_go_out_in_pieces_some_at_once_and_come_back_in_order(scripted):
+def test_texts_are_sent_in_batches_and_scores_keep_their_order(scripted):
     rng = random.Random(0)
 
     def play(number, body):
@@ -60,7 +60,7 @@ def test_texts_go_out_in_pieces_some_at_once_and_come_back_in_order(scripted):
     assert server.most == 3
 
 
-def test_a_text_of_any_kind_arrives(scripted):
+def test_any_text_arrives_unchanged(scripted):
     texts = ["\x00", "é\u2028", '"\\', "\ud800 half a character", "x" * 100_000, ""]
     server = scripted(lengths)
     asks(server).score(batch(texts))
@@ -68,7 +68,7 @@ def test_a_text_of_any_kind_arrives(scripted):
 
 
 def test_429_and_then_200(scripted):
-    """Retry-After says when; without it the waits are doubled."""
+    """Retry-After sets the wait; without it the waits double."""
 
     def play(number, body):
         return (429, {"Retry-After": "1"} if number == 0 else {}, "slow down") if number < 3 else lengths(number, body)
@@ -105,8 +105,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_server_that_fails_is_named_with_what_it_said(scripted, name):
-    """Pieces of two; only those of rows 3 and 4 fail."""
+def test_a_failing_server_is_reported_with_its_answer(scripted, name):
+    """Batches of two; only the one with rows 3 and 4 fails."""
     answer, message, attempts = FAULTS[name]
 
     def mixed(number, body):
@@ -129,7 +129,7 @@ def test_a_server_that_fails_is_named_with_what_it_said(scripted, name):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"1.0"', "[1.0]", "1e39", "{}"])
-def test_a_reward_that_is_no_number_names_its_row(scripted, value):
+def test_a_non_finite_reward_names_its_row(scripted, value):
     server = scripted(lambda *_: (200, {}, f'{{"rewards": [1.0, {value}, 2.0]}}'.encode()))
     with pytest.raises(
         RewardError,
@@ -142,7 +142,7 @@ def test_a_reward_that_is_no_number_names_its_row(scripted, value):
 
 
 def drip(connection, content=b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"):
-    """A byte every 50 ms, for ever."""
+    """Send a byte every 50 ms without end."""
     try:
         for byte in content + b" " * 1000:
             connection.sendall(bytes([byte]))
@@ -152,8 +152,8 @@ def drip(connection, content=b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
 
 
 @pytest.mark.parametrize("how", ["silent", "drips", "never accepts"])
-def test_a_server_that_hangs_is_given_up(how):
-    """The clock runs over the whole request, however it passes."""
+def test_a_server_that_hangs_times_out(how):
+    """The time limit covers the whole request."""
     with socket.create_server(("127.0.0.1", 0), backlog=0 if how == "never accepts" else 16) as listener:
         open_ones = []
 
@@ -177,7 +177,7 @@ def test_a_server_that_hangs_is_given_up(how):
             connection.close()
 
 
-def test_a_server_that_is_not_there():
+def test_an_unreachable_server_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     source = source_of({"type": "http", "url": f"http://127.0.0.1:{port}/x?key=secret", "retries": 0})
@@ -187,7 +187,7 @@ def test_a_server_that_is_not_there():
     assert ", after" not in str(caught.value)
 
 
-def test_an_answer_without_end_is_refused(scripted, monkeypatch):
+def test_an_oversized_answer_is_refused(scripted, monkeypatch):
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
     server = scripted(lambda *_: (200, {}, b"[" + b"1," * 1000 + b"1]"))
     with pytest.raises(RewardError, match="answered 200 with more than 1000 bytes"):
@@ -206,7 +206,7 @@ def test_a_redirect_is_not_followed(scripted, status):
     assert "secret" not in str(e.value)
 
 
-def test_a_token_comes_from_the_environment_and_is_told_to_nobody(
+def test_the_token_comes_from_the_environment_and_is_never_shown(
     scripted, monkeypatch, run_stage, make_model, tmp_path
 ):
     monkeypatch.setenv("RLHF_TEST_TOKEN", " t0ken-4711\n")
@@ -231,7 +231,7 @@ def test_a_token_comes_from_the_environment_and_is_told_to_nobody(
         assert not value or value not in str(refused.value)
 
 
-def test_a_token_in_the_clear_is_remarked(monkeypatch):
+def test_an_unencrypted_token_is_a_note(monkeypatch):
     monkeypatch.setenv("RLHF_TEST_TOKEN", "x")
     for url, said in (("http://example.org/s", True), ("https://example.org/s", False), ("http://127.0.0.1:1/", False)):
         reward = TypeAdapter(Reward).validate_python({"type": "http", "url": url, "api_key_env": "RLHF_TEST_TOKEN"})
@@ -239,7 +239,7 @@ def test_a_token_in_the_clear_is_remarked(monkeypatch):
         assert bool(notes) == said
 
 
-def test_a_proxy_is_not_asked_for_this_machine(scripted, monkeypatch):
+def test_proxies_are_not_used_for_this_machine(scripted, monkeypatch):
     proxy, server = scripted(lambda *_: (200, {}, [99.0])), scripted(lengths)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, proxy.url.removesuffix("/get_reward"))
@@ -249,7 +249,7 @@ def test_a_proxy_is_not_asked_for_this_machine(scripted, monkeypatch):
     assert proxy.requests == []
 
 
-def test_a_row_without_the_label_is_named_before_anything_is_trained(scripted):
+def test_a_row_without_the_label_is_named_before_training(scripted):
     source = asks(scripted(lengths), label_column="answer")
     with pytest.raises(DataError, match="x:2: reward http: its row has no column 'answer'; it has n"):
         check_rows([source], [("x:1", {"answer": 1}), ("x:2", {"n": 1})])

@@ -1,5 +1,4 @@
-"""A reward that fails, at whatever call: what the last iteration left is saved, and the same command goes on from it
-to the very bytes of a run in which nothing failed."""
+"""A reward that fails at any call: the last iteration is saved, and the same command resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def score(prompts, responses, rows):
     fail_at = HERE / "fail_at.txt"
     if fail_at.is_file() and len((HERE / "calls.txt").read_text().split()) == int(fail_at.read_text()):
         fail_at.unlink()
-        raise ConnectionError("the judge has gone home")
+        raise ConnectionError("the reward service is down")
     return [float(len(r) % 7) for r in responses]
 """
 CALLS = [
@@ -59,7 +58,7 @@ def run(root: Path, run_stage: Any, make_model: Any) -> None:
 
 
 def found(root: Path) -> dict[str, Any]:
-    """Everything that a run leaves and that no clock has a part in."""
+    """All results of a run except times."""
     names = ("model", "value_model", "best_model")
     weights = {name: (root / "ppo" / name / "model.safetensors").read_bytes() for name in names}
     rows = {
@@ -83,10 +82,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["rollout 3", "evaluation 2"])
-def test_one_process_whose_reward_fails_takes_the_other_along(
+def test_a_failing_reward_in_one_process_stops_both(
     call: str, tmp_path: Path, write_config: Any, make_model: Any
 ) -> None:
-    """Both save what stands and end; neither waits for the other, or dies of its going."""
+    """Both save and end. Neither waits for the other or crashes."""
     reward = REWARD.replace('"calls.txt"', 'f"calls {RANK}.txt"').replace(
         "    if fail_at", '    if RANK == "1" and fail_at'
     )
@@ -113,17 +112,17 @@ def test_one_process_whose_reward_fails_takes_the_other_along(
     )
     assert done.returncode != 0
     assert done.stderr.count("error: ") >= 1
-    assert "the judge has gone home" in done.stderr
+    assert "the reward service is down" in done.stderr
     assert "Connection closed" not in done.stderr
     assert last_step(tmp_path, "ppo") == 2
 
 
 @pytest.mark.parametrize("call", range(1, len(CALLS)), ids=CALLS[1:])
-def test_it_stops_saved_and_goes_on_to_the_same_bytes(
+def test_a_stopped_run_resumes_to_the_same_bytes(
     call: int, undisturbed: dict[str, Any], tmp_path: Path, run_stage: Any, make_model: Any
 ) -> None:
     (tmp_path / "fail_at.txt").write_text(str(call + 1))
-    with pytest.raises(RewardError, match="the judge has gone home"):
+    with pytest.raises(RewardError, match="the reward service is down"):
         run(tmp_path, run_stage, make_model)
     done = sum(name.startswith("rollout") for name in CALLS[:call])
     assert last_step(tmp_path, "ppo") == (done or None), "no regular checkpoint is due in a run so short"

@@ -16,11 +16,11 @@ from support.rewards import batch, source_of
 # ----------------------------------------------------------------------------------------- functions
 
 
-def test_a_function_is_called_in_pieces(function):
+def test_a_function_is_called_in_batches(function):
     body = "CALLS.append((prompts, responses, rows))\nreturn [row['n'] + 0.5 for row in rows]"
     whole, pieces = source_of(function(body)), source_of(function(body, batch_size=3))
-    judged = batch(["a", "b", "c", "d", "e", "f", "g"])
-    assert whole.score(judged).tolist() == pieces.score(judged).tolist() == [i + 0.5 for i in range(7)]
+    samples = batch(["a", "b", "c", "d", "e", "f", "g"])
+    assert whole.score(samples).tolist() == pieces.score(samples).tolist() == [i + 0.5 for i in range(7)]
     calls = pieces.function.__globals__["CALLS"]
     assert [call[1] for call in calls] == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
     assert [call[0] for call in calls] == [["p0 ", "p1 ", "p2 "], ["p3 ", "p4 ", "p5 "], ["p6 "]]
@@ -28,7 +28,7 @@ def test_a_function_is_called_in_pieces(function):
     assert len(whole.function.__globals__["CALLS"]) == 1
 
 
-def test_an_async_function_has_so_many_calls_at_once_and_one_event_loop(function):
+def test_an_async_function_has_limited_concurrency_and_one_event_loop(function):
     body = (
         "NOW.append(1); MOST.append(len(NOW)); CALLS.append(asyncio.get_running_loop())\n"
         "await asyncio.sleep(0.02 * (3 - rows[0]['n'] % 4))\n"  # the first piece is the last to return
@@ -59,7 +59,7 @@ BAD_VALUES = {
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_a_value_that_is_no_number_names_the_row(function, name, is_async):
+def test_a_non_finite_value_names_the_row(function, name, is_async):
     body = f"return [{BAD_VALUES[name]} if row['n'] == 4 else 1.0 for row in rows]"
     stops = source_of(function(body, is_async=is_async, batch_size=2))
     with pytest.raises(RewardError, match=r"rows.jsonl:7: reward function f, response 5: returned .*, it must be"):
@@ -80,7 +80,7 @@ def test_a_value_that_is_no_number_names_the_row(function, name, is_async):
         ("raise ValueError('one\\ntwo ' + 'x' * 999)", r"raised ValueError: one two x{190,200}\.\.\. \(f0.py:4\)"),
     ],
 )
-def test_a_piece_that_fails_is_that_piece_alone(function, fault, message, is_async):
+def test_a_failing_batch_does_not_affect_others(function, fault, message, is_async):
     body = f"if rows[0]['n'] == 2: {fault}\nreturn [1.0 for _ in rows]"
     settings = {"is_async": is_async, "batch_size": 2}
     with pytest.raises(RewardError) as caught:
@@ -97,7 +97,7 @@ def test_a_piece_that_fails_is_that_piece_alone(function, fault, message, is_asy
     assert source.report().startswith("f: 4 scores failed and counted as 0.0. First failure: rows.jsonl:5 and 1 more")
 
 
-def test_an_async_call_that_takes_too_long_is_given_up(function):
+def test_an_async_call_times_out(function):
     body = "await asyncio.sleep(30 if rows[0]['n'] == 2 else 0)\nreturn [1.0 for _ in rows]"
     settings = {"is_async": True, "batch_size": 2, "timeout_s": 0.2}
     started = time.monotonic()
@@ -121,29 +121,29 @@ def test_the_first_failure_stops_the_other_calls(function):
     assert len(source.function.__globals__["CALLS"]) <= 3
 
 
-def test_what_a_plain_function_has_no_use_for_is_refused(function):
+def test_async_options_are_refused_for_a_plain_function(function):
     for key, value in (("timeout_s", 1.0), ("concurrency", 2)):
         with pytest.raises(ConfigError, match=rf"rewards.0.{key}: applies to an `async def`"):
             source_of(function("return rows", batch_size=1, **{key: value}))
 
 
-def test_a_dense_reward_that_fails_counts_as_zeros(function):
+def test_a_failed_per_token_reward_counts_as_zeros(function):
     body = "return [[0.5] * (len(row['tokens']) + (row['n'] == 1)) if row['n'] != 3 else 'no' for row in rows]"
     texts = ["a b", "c", "d e f", "g", "h"]
-    judged = batch(texts)
-    judged = Samples(**{**vars(judged), "tokens": [["t"] * len(ids) for ids in judged.response_ids]})
+    samples = batch(texts)
+    samples = Samples(**{**vars(samples), "tokens": [["t"] * len(ids) for ids in samples.response_ids]})
     with pytest.raises(RewardError, match=r"rows.jsonl:6: reward function f, response 4: returned 'no', it must be"):
-        total_score([source_of(function(body, per_token=True))], judged)
+        total_score([source_of(function(body, per_token=True))], samples)
     dense = source_of(function(body, per_token=True, on_error="zero", weight=2.0))
     other = source_of({"type": "length", "target": 0, "unit": "words", "weight": 10.0, "name": "words"})
-    scores = total_score([dense, other], judged)
+    scores = total_score([dense, other], samples)
     assert scores.dense == [[1.0] * 3, [0.0] * 2, [1.0] * 4, [0.0] * 2, [1.0] * 2]
     assert scores.each["f"].tolist() == [1.5, 0.0, 2.0, 0.0, 1.0]
     assert scores.total.tolist() == [3.0 - 20, 0.0 - 10, 4.0 - 30, 0.0 - 10, 2.0 - 10]
     assert scores.errors == {"f": 2, "words": 0}
 
 
-def test_a_judge_that_fails_names_the_row(function):
+def test_a_failing_gold_function_names_the_row(function):
     path = function("return [{'good': 1.0, 'long': None if row['n'] == 1 else 2} for row in rows]")["function"]
     from rlhf_cli.rewards.functions import load_function
 

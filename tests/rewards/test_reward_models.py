@@ -35,10 +35,10 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_distilbert_judges_a_llama_with_its_own_tokenizer_and_template(
+def test_a_distilbert_scores_a_llama_with_its_own_tokenizer_and_template(
     make_model, word_piece, run_stage, tmp_path, name
 ):
-    """In a run of PPO, its scores are those that plain transformers gives for the texts."""
+    """In a PPO run, its scores equal those of plain transformers for the texts."""
     template, plainly = TEMPLATES[name]
     classifier = encoder(tmp_path / "bert", word_piece)
     run_stage(
@@ -72,8 +72,8 @@ def load_model(path, policy_tokenizer=None, **settings):
     return load_reward_source(reward, str(path), policy_tokenizer, CPU, "float32", name="rm", key="rewards.0")
 
 
-def test_a_chat_template_writes_what_is_judged(chat_reward_model, tokenizer):
-    """The row's own messages where it is a conversation, else one of the user's; read at the last token."""
+def test_a_chat_template_renders_the_scored_text(chat_reward_model, tokenizer):
+    """The row's messages if it is a conversation, else one user message; the score is read at the last token."""
     path = chat_reward_model()
     source, notes = load_model(path, tokenizer, template="chat")
     assert not source.reads_policy_tokens
@@ -84,8 +84,8 @@ def test_a_chat_template_writes_what_is_judged(chat_reward_model, tokenizer):
         Message("assistant", "map"),
         Message("user", "tent"),
     )
-    judged = batch([" thank you", "radio"], prompts=["templated", "map is"], messages=[turns, ()])
-    judged = Samples(**{**vars(judged), "own_prompts": ["lamp ... tent", "map"]})
+    samples = batch([" thank you", "radio"], prompts=["templated", "map is"], messages=[turns, ()])
+    samples = Samples(**{**vars(samples), "own_prompts": ["lamp ... tent", "map"]})
     model = AutoModelForSequenceClassification.from_pretrained(path)
     own = AutoTokenizer.from_pretrained(path)
     wanted = []
@@ -96,37 +96,37 @@ def test_a_chat_template_writes_what_is_judged(chat_reward_model, tokenizer):
         ids = own.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
         with torch.no_grad():
             wanted.append(model.score(model.model(ids).last_hidden_state[0, -1]).item())
-    assert source.score(judged).tolist() == pytest.approx(wanted, abs=1e-5)
+    assert source.score(samples).tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_chat_template_that_refuses_a_row_is_said_of_that_row(chat_reward_model):
+def test_a_row_that_the_chat_template_refuses_is_named(chat_reward_model):
     path = chat_reward_model("{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}" + CHAT)
     turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
-    judged = batch(["tent", "lamp", "map"], messages=[(), turns, ()])
+    samples = batch(["tent", "lamp", "map"], messages=[(), turns, ()])
     with pytest.raises(
         RewardError, match=r"rows.jsonl:4: reward model rm, response 2: its chat template failed: too man"
     ):
-        load_model(path, template="chat")[0].score(judged)
-    scores = total_score([load_model(path, template="chat", on_error="zero")[0]], judged)
+        load_model(path, template="chat")[0].score(samples)
+    scores = total_score([load_model(path, template="chat", on_error="zero")[0]], samples)
     assert scores.errors == {"rm": 1}
     assert scores.total[1] == 0.0
     assert (scores.total[[0, 2]] != 0).all()
 
 
-def test_chat_without_a_chat_template_is_refused(chat_reward_model):
+def test_template_chat_needs_a_chat_template(chat_reward_model):
     path = chat_reward_model(None)
     with pytest.raises(ConfigError, match=r"rewards.0.template: is chat, but the tokenizer of .* has no chat template"):
         load_model(path, template="chat")
 
 
-def test_a_decoder_with_a_template_reads_text_though_it_shares_the_tokenizer(chat_reward_model, tokenizer):
+def test_a_template_makes_a_decoder_score_text(chat_reward_model, tokenizer):
     path = chat_reward_model(None)
     assert load_model(path, tokenizer)[0].reads_policy_tokens
     source = load_model(path, tokenizer, template="A {prompt} B {response}")[0]
     assert not source.reads_policy_tokens
     model, own = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    judged = batch(["tent lamp", "{prompt} map"], prompts=["is {response}", "late"])
-    found = source.score(judged).tolist()
+    samples = batch(["tent lamp", "{prompt} map"], prompts=["is {response}", "late"])
+    found = source.score(samples).tolist()
     for text, score in zip(["A is {response} B tent lamp", "A late B {prompt} map"], found, strict=True):
         ids = [*own(text)["input_ids"], own.eos_token_id]
         with torch.no_grad():
@@ -134,29 +134,29 @@ def test_a_decoder_with_a_template_reads_text_though_it_shares_the_tokenizer(cha
         assert score == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_model_that_gives_no_number_is_named(chat_reward_model):
+def test_a_model_with_non_finite_scores_is_named(chat_reward_model):
     source = load_model(chat_reward_model())[0]
     with torch.no_grad():
         source.model.get_input_embeddings().weight[source.tokenizer("lamp")["input_ids"][-1]] = math.nan
-    judged = batch(["tent", "lamp", "map"], prompts=["", "", ""])
+    samples = batch(["tent", "lamp", "map"], prompts=["", "", ""])
     with pytest.raises(RewardError, match=r"rows.jsonl:4: reward model rm, response 2: returned nan, it must be a fin"):
-        source.score(judged)
+        source.score(samples)
     source.on_error = "zero"
-    assert total_score([source], judged).errors == {"rm": 1}
+    assert total_score([source], samples).errors == {"rm": 1}
 
 
 # ------------------------------------------------------------------------------------------- too long
 
 
 def trained_at(path, **facts):
-    """A copy of a model's config with what the RM stage wrote of its training."""
+    """Add what the RM stage stores about training to a model's config."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | facts))
     return path
 
 
 def without_beginning(longest):
-    """What is left of a text on the left: BOS, which stands first, and the end."""
+    """A text cut on the left: BOS and the end."""
     return lambda ids: ids if len(ids) <= longest else [ids[0], *ids[1 - longest :]]
 
 
@@ -179,11 +179,11 @@ def test_a_decoder_cuts_long_text_as_its_training_did_and_counts_it(chat_reward_
     while len(own(words[2])["input_ids"]) + 1 != 9:
         words[2] = words[2][:-1]
     source = load_model(path)[0]
-    judged = batch(words, prompts=[""] * 5)
+    samples = batch(words, prompts=[""] * 5)
     model = load_reward_model(str(path))
     whole = [[*own(word)["input_ids"], own.eos_token_id] for word in words]
     wanted = score_sequences(model, [keeps(ids) for ids in whole], "float32")
-    scores = total_score([source], judged)
+    scores = total_score([source], samples)
     assert scores.total.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     num_cut = sum(keeps(ids) != ids for ids in whole)
     assert num_cut == (2 if len(keeps(whole[4])) == 9 else 1)
@@ -205,7 +205,7 @@ def test_a_decoder_cuts_long_text_as_its_training_did_and_counts_it(chat_reward_
         ({"rlhf_max_length": 5, "rlhf_truncation": "drop"}, lambda ids: ids),
     ],
 )
-def test_the_policys_own_tokens_are_cut_alike(chat_reward_model, tokenizer, facts, keeps):
+def test_policy_tokens_are_cut_like_text(chat_reward_model, tokenizer, facts, keeps):
     path = trained_at(chat_reward_model(None), **facts)
     source = load_model(path, tokenizer)[0]
     ids = [[5, 6], [5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
@@ -215,8 +215,8 @@ def test_the_policys_own_tokens_are_cut_alike(chat_reward_model, tokenizer, fact
     assert scores.cut == {"rm": 1 if keeps(list(range(9))) != list(range(9)) else 0}
 
 
-def test_bos_stays_where_the_beginning_is_cut():
-    """As in the RM stage's own cutting."""
+def test_bos_is_kept_when_the_beginning_is_cut():
+    """The RM stage cuts the same way."""
     from rlhf_cli.data.encode import Limits, fit
 
     rng = random.Random(2)

@@ -60,7 +60,7 @@ def test_every_rule_has_an_example():
         ({"min": 2, "max": 3}, [-1.0, 0.0, -1.0, 0.0]),
     ],
 )
-def test_length_costs_the_distance_to_a_range(settings, wanted):
+def test_the_length_reward_is_minus_the_distance_to_the_range(settings, wanted):
     assert scores_of({"type": "length"}, ["", "one", "a b c", "ééé ü"], **settings) == wanted
 
 
@@ -74,11 +74,11 @@ def test_length_costs_the_distance_to_a_range(settings, wanted):
         ({"pattern": "x.*b"}, [0.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_regex_is_one_where_it_is_found(settings, wanted):
+def test_the_regex_reward_is_1_for_a_match(settings, wanted):
     assert scores_of({"type": "regex"}, ["ab", "x\ncab", "", "Ab"], **settings) == wanted
 
 
-def test_a_pattern_that_would_take_years_is_given_up():
+def test_an_exponential_pattern_times_out():
     """(a|aa)+$ has more than 10^20 ways through 100 a's."""
     reward = {"type": "regex", "pattern": "(a|aa)+$", "timeout_s": 0.2}
     texts = ["aa", "a" * 100 + "b"]
@@ -99,8 +99,8 @@ def test_numeric_answers(row):
     assert scores_of(reward, [row["response"]], [row]) == [float(row["right"])]
 
 
-def test_numbers_are_read_as_they_are_written():
-    """Random fractions in each of the ways that people write numbers, inside of a sentence."""
+def test_numbers_are_read_in_every_notation():
+    """Random fractions in every notation, within a sentence."""
     rng = random.Random(0)
     for _ in range(500):
         whole, cents = rng.randint(0, 10**9), rng.randint(0, 99)
@@ -119,7 +119,7 @@ def test_numbers_are_read_as_they_are_written():
                 assert rules.numeric_answer(sentence_of) == sign * value, sentence_of
 
 
-def test_a_number_without_end_costs_nothing():
+def test_a_very_long_number_is_fast():
     started = time.monotonic()
     for text in ("9" * 200_000, "1," * 100_000, "9" * 200_000 + "e999", "-" * 100_000 + "1", "1/" * 50_000):
         rules.numeric_answer(text)
@@ -160,7 +160,7 @@ def test_the_last_match_of_a_pattern_is_the_answer():
         ({"a": math.nan}, "'a' is nan, it must contain a number"),
     ],
 )
-def test_a_row_without_the_truth_is_named(row, message):
+def test_a_row_without_a_correct_answer_is_named(row, message):
     reward = {"type": "answer_match", "column": "a"}
     with pytest.raises(RewardError, match=f"rows.jsonl:4: reward answer_match, response 2: {message}"):
         scores_of(reward, ["1", "1"], [{"a": 1}, row])
@@ -175,13 +175,13 @@ def test_a_row_without_the_truth_is_named(row, message):
 
 
 def slow_repetition(words, n):
-    """Each n-gram is looked for among all that came before it."""
+    """Search each n-gram among all earlier ones."""
     grams = [words[i : i + n] for i in range(len(words) - n + 1)]
     seen = sum(any(grams[i] == grams[j] for j in range(i)) for i in range(len(grams)))
     return -seen / len(grams) if grams else 0.0
 
 
-def test_repetition_is_the_share_of_n_grams_that_came_before():
+def test_repetition_is_the_fraction_of_repeated_n_grams():
     texts = ["a b a b a", "a a a a", "a b c d", "a", ""]
     # ab ba ab ba; aa aa aa; ab bc cd; none; none
     assert scores_of({"type": "repetition", "n": 2}, texts) == pytest.approx([-1 / 2, -2 / 3, 0.0, 0.0, 0.0])
@@ -241,7 +241,7 @@ def test_json_is_valid_or_not(text, valid, has_a):
         ({"type": "json", "on_error": "skip"}, "'stop' or 'zero'"),
     ],
 )
-def test_what_a_config_may_not_say(reward, message):
+def test_invalid_reward_configs_are_refused(reward, message):
     with pytest.raises(ValidationError, match=message):
         TypeAdapter(Reward).validate_python(reward)
 
@@ -269,8 +269,8 @@ def test_sources_have_names(write_config, tmp_path):
 # ----------------------------------------------------------------------------------------- whole runs
 
 
-def test_every_source_is_a_figure_of_its_own(scripted, function, make_model, word_piece, run_stage, tmp_path):
-    """All kinds at once: the score is the weighted sum of what each says, in every row of metrics.jsonl."""
+def test_every_source_has_its_own_metric(scripted, function, make_model, word_piece, run_stage, tmp_path):
+    """All types together: in every row of metrics.jsonl the score is the weighted sum of all sources."""
     encoder(tmp_path / "bert", word_piece)
     failing = function("return [1.0 if row['n'] % 2 else None for row in rows]", on_error="zero", weight=-1.0)
     rng, rows = random.Random(0), tmp_path / "rows.jsonl"
@@ -310,7 +310,7 @@ def test_every_source_is_a_figure_of_its_own(scripted, function, make_model, wor
     assert 0 < errors < 16
 
 
-def test_a_column_that_a_reward_needs_is_missed_before_anything_is_trained(make_model, run_stage, tmp_path):
+def test_a_missing_reward_column_is_reported_before_training(make_model, run_stage, tmp_path):
     rewards = [{"type": "answer_match", "column": "answer"}]
     with pytest.raises(
         DataError, match=r"prompts.jsonl:\d+: reward answer_match: its row has no column 'answer'; it has prompt"
@@ -327,7 +327,7 @@ DOCS = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
 def test_every_example_of_the_documentation_is_a_config():
-    """And every type of source and each of its keys is in it."""
+    """The page contains every type of source and all of its keys."""
     blocks = re.findall(r"```yaml\n(rewards:.*?)```", DOCS, re.DOTALL)
     examples = [item for block in blocks for item in yaml.safe_load(block)["rewards"]]
     examples += [yaml.safe_load(line) for line in re.findall(r"`(\{type: .*?\})`", DOCS)]

@@ -105,17 +105,17 @@ def test_a_data_line_that_is_not_json_is_reported(project: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
 def test_a_data_line_that_is_not_an_object_is_reported(project: Path, stage: str) -> None:
-    assert "every row is an object" in broken(project, stage, 3, "[1, 2]")
+    assert "every row must be an object" in broken(project, stage, 3, "[1, 2]")
 
 
 @pytest.mark.parametrize(
     ("stage", "row", "message"),
     [
-        ("sft", {"prompt": "a", "respones": "b"}, "one of response, completion, answer, output is needed"),
+        ("sft", {"prompt": "a", "respones": "b"}, "every row needs one of response, completion, answer, output"),
         ("sft", {"prompt": "a", "response": ""}, "`response` is empty"),
         ("sft", {"prompt": "a", "response": 3}, "`response` is a number, it must be text"),
         ("sft", {"prompt": "a", "response": None}, "`response` is null, it must be text"),
-        ("rm", {"prompt": "a", "chosen": "b"}, "`rejected` is needed"),
+        ("rm", {"prompt": "a", "chosen": "b"}, "every row needs `rejected`"),
         ("rm", {"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
         ("ppo", {"question": "a"}, "`prompt`|one of prompt"),
     ],
@@ -158,7 +158,7 @@ def test_an_unreachable_hub_dataset_is_reported(project: Path) -> None:
         check=False,
     )
     assert result.returncode == 2
-    assert "error: nobody/no-such-dataset: neither a file here nor a hub dataset" in result.stderr
+    assert "error: nobody/no-such-dataset: neither a local file nor a hub dataset" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -262,8 +262,10 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(
     if path != str(project):
         for stage in ("sft", "rm", "ppo"):
             message = fails(project, stage, "--set", f"data.train={path}")
-            assert f"data.train: {path}: a folder without a data file" in message
-            assert f"data.test: {path}: a folder" in fails(project, stage, "--set", f"data.test={path}")
+            assert f"data.train: {path}: the folder has no data file" in message
+            assert f"data.test: {path}: the folder has no data file" in fails(
+                project, stage, "--set", f"data.test={path}"
+            )
     for stage, key in (("sft", "model"), ("rm", "model"), ("ppo", "policy"), ("ppo", "ref_policy")):
         assert f"{key}: {path}: has no config.json" in fails(project, stage, "--set", f"{key}={{path: {path}}}")
 

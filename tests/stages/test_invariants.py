@@ -27,7 +27,7 @@ from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_pro
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, scored
 from rlhf_cli.models.forward import logits_at

@@ -26,7 +26,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.encode import encode_demonstrations, encode_rows
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.sources import Row
+from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
