@@ -28,7 +28,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_contains_both_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("rlhf_cli/cli.py", "rlhf_cli/config/data.py", "stages/sft.py", "stages/rm.py", "stages/ppo.py"):
+    for name in (
+        "rlhf_cli/py.typed",
+        "stages/py.typed",
+        "rlhf_cli/cli.py",
+        "rlhf_cli/config/data.py",
+        "stages/sft.py",
+        "stages/rm.py",
+        "stages/ppo.py",
+    ):
         assert name in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rlhf_cli", "stages"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
