@@ -42,17 +42,19 @@ from transformers import (
 
 import stages.rm
 import stages.sft
+from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
-from rlhf_cli.decoders.cpu import NotFastError
+from rlhf_cli.decoders.base import UnsupportedError
+from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample, why_not_fast
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.optimizer import build_stepper
 
@@ -83,6 +85,8 @@ SIZES = {
     "1.5 B": Size(1536, 8960, 28, 12, 151936, ppo_batch=64, steps=0, learning_rate=0.0, kv_heads=2),
 }
 TINY_SIZES = {"tiny": Size(64, 128, 2, 4, 512, ppo_batch=8, steps=0, learning_rate=0.0, kv_heads=2)}
+DECODER: dict[str, DecoderName] = {"cuda": "static", "cpu": "plain"}
+"""Both sides compute in bfloat16, which the paged decoder of a CPU does not."""
 GOALS = {"mfu": 0.5, "limit": 0.5, "ppo": 5.0}
 
 
@@ -224,11 +228,14 @@ class Bench:
 
         def ours() -> None:
             with torch.no_grad(), autocast(self.device, self.precision):
-                sample(model, prompts, table, Sampling())
+                sample(model, prompts, table, Sampling(decoder=DECODER[self.device.type]))
 
         our_seconds = self.median(ours)
         with autocast(self.device, self.precision):
-            tier = why_not_fast(model, plan.prompt + plan.response) or "the fast tier"
+            tier = (
+                "; ".join(decoder_notes(model, plan.prompt + plan.response, DECODER[self.device.type]))
+                or "fast decoder"
+            )
         parts = self.step_parts(model, prompts)
         plain = self.model(Qwen2ForCausalLM, size, packed=False).to(torch.bfloat16)
         inputs = torch.tensor(prompts, device=self.device)
@@ -272,7 +279,7 @@ class Bench:
         with autocast(self.device, self.precision):
             try:
                 decoder = static_decoder(model, self.plan.prompt + self.plan.response, len(prompts))
-            except NotFastError as reason:
+            except UnsupportedError as reason:
                 return [what, "unmeasured", "", "", str(reason)]
             some = prompts[: decoder.most_rows]
             new = torch.zeros(len(some), dtype=torch.int64, device=self.device)

@@ -14,6 +14,8 @@ from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
 from rlhf_cli.config.stage import Optimizer, Stage
 
+DecoderName = Literal["auto", "paged", "static", "plain"]
+
 
 class PolicyModel(Model):
     """The model to train."""
@@ -75,6 +77,11 @@ class Rollout(Section):
     """Maximum number of responses that a process samples at a time; a finished one makes room for the next prompt.
     Limits the memory of the keys and values and does not change any response. Null samples all at the same time,
     which is fastest."""
+    decoder: DecoderName = "auto"
+    """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
+    `static` replays CUDA graphs on a GPU, for the same models. `plain` runs the model's own forward, for any model.
+    `auto` takes `paged` where it can and `plain` elsewhere, never `static`: that one has not been run on a GPU yet.
+    A decoder that differs from the model's own forward is refused before the first rollout."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -182,6 +189,21 @@ class PPOConfig(Stage):
                 f"ppo.overlong_buffer {self.ppo.overlong_buffer} is above rollout.max_new_tokens "
                 f"{self.rollout.max_new_tokens}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _decoder(self) -> Self:
+        decoder = self.rollout.decoder
+        if decoder == "static" and self.device not in ("auto", "cuda"):
+            raise ValueError(
+                f"rollout.decoder: static needs a GPU, and device is {self.device}. Set it to auto or plain"
+            )
+        if decoder == "paged" and self.device not in ("auto", "cpu"):
+            raise ValueError(
+                f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
+            )
+        if decoder == "paged" and self.precision == "bfloat16":
+            raise ValueError("rollout.decoder: paged needs float32, and precision is bfloat16. Set it to auto or plain")
         return self
 
     @model_validator(mode="after")

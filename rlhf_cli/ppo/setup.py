@@ -17,7 +17,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRo
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
-from rlhf_cli.decoders.plain import why_not_padded
+from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.cost import (
@@ -39,7 +39,7 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import stop_ids, why_not_fast
+from rlhf_cli.rollout.sampling import stop_ids
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
@@ -217,10 +217,8 @@ def _check_lengths(
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
     with autocast(stage.world.device, config.precision):
-        if line := why_not_fast(models.policy, longest):
-            stage.display.note(line)
-            if line := why_not_padded(models.policy):
-                stage.display.note(line)
+        for line in decoder_notes(models.policy, longest, config.rollout.decoder):
+            display.note(line)
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:
@@ -284,4 +282,5 @@ def _sampling(config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedT
         min_new_tokens=rollout.min_new_tokens,
         stop=frozenset(stop_ids(policy, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
         stop_strings=tuple(rollout.stop_strings),
+        decoder=rollout.decoder,
     )

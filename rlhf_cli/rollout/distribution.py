@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_cli.config.ppo import DecoderName
+
 FIRST_LOOK = 1024
 """top_p first orders this many of the likeliest tokens, and more only if their probability does not reach p. Ordering
 a whole vocabulary of 150,000 takes 20 times as long, and almost all of those tokens are filtered out anyway."""
@@ -49,6 +51,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """Texts, none empty, that end a response. The token that completes one is the response's last. They are searched
     in the text decoded without special tokens, so list a special token in `stop` instead."""
+    decoder: DecoderName = "auto"
+    """Which decoder computes the logits (`rollout.decoder`). The decoders differ by rounding only."""
 
     @property
     def filters(self) -> bool:

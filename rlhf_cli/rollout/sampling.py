@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
-from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
-from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.rollout.distribution import Response, Sampling, kept_tokens, stop_token_mask
 from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
@@ -82,12 +80,14 @@ def sample(
 
     Raises:
         ValueError: stop strings without a tokenizer.
+        ConfigError: `sampling.decoder` names a decoder that does not support the model.
     """
     if sampling.stop_strings and tokenizer is None:
         raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer to decode responses")
     device = next(model.parameters()).device
     num_rows, longest = uniforms.shape
-    decoder = _decoder(model, max(map(len, prompts)) + longest, min(max_live_rows or num_rows, num_rows))
+    longest_text = max(map(len, prompts)) + longest
+    decoder = choose_decoder(model, longest_text, min(max_live_rows or num_rows, num_rows), sampling.decoder)
     max_live_rows = min(max_live_rows or num_rows, decoder.most_rows)
     live = _LiveRows(uniforms.to(device), sampling, tokenizer)
     num_started = 0
@@ -244,30 +244,6 @@ class _Count:
         if self.arrived is not None:
             self.arrived.synchronize()
         return int(self.number)
-
-
-def _decoder(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder | PlainDecoder:
-    """The decoder for at most `rows` rows of `longest` tokens: a fast one if it supports the model."""
-    try:
-        return _fast(model, longest, rows)
-    except NotFastError:
-        return PlainDecoder(model)
-
-
-def _fast(model: PreTrainedModel, longest: int, rows: int) -> FastDecoder | StaticDecoder:
-    """The fast decoder for the model's device. Raises NotFastError if it does not support the model."""
-    if next(model.parameters()).device.type == "cuda":
-        return static_decoder(model, longest, rows)
-    return fast_decoder(model, longest)
-
-
-def why_not_fast(model: PreTrainedModel, longest: int = 1) -> str | None:
-    """A line for the user that says why rows of `longest` tokens cannot use a fast decoder; None if they can."""
-    try:
-        _fast(model, longest, 1)
-    except NotFastError as reason:
-        return f"{type(model).__name__}: {reason}; it samples through its own forward, which is slower and as exact"
-    return None
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

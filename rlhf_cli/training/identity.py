@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
     "config.rollout.max_live_rows",
+    "config.rollout.decoder",
     "config.gradient_checkpointing",
     "config.compile",
     "config.training.num_steps",

@@ -1,0 +1,63 @@
+"""Which decoder samples from a model: the one that `rollout.decoder` names, or the fastest that has been proved."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from transformers import PreTrainedModel
+
+from rlhf_cli.config.ppo import DecoderName
+from rlhf_cli.decoders.base import Decoder, UnsupportedError
+from rlhf_cli.decoders.cpu import paged_decoder
+from rlhf_cli.decoders.gpu import static_decoder
+from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
+from rlhf_cli.errors import ConfigError
+
+
+def choose_decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName = "auto") -> Decoder:
+    """The decoder for at most `rows` rows of `longest` tokens.
+
+    ``auto`` takes the paged decoder if it supports the model, and the plain one otherwise. Raises ConfigError if a
+    decoder that was asked for by name does not support the model.
+    """
+    try:
+        return _decoder(model, longest, rows, name)
+    except UnsupportedError as reason:
+        if name == "auto":
+            return PlainDecoder(model)
+        raise ConfigError(
+            f"rollout.decoder: {name} cannot sample from this {type(model).__name__}: {reason}. Set it to auto or plain"
+        ) from None
+
+
+def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "auto") -> list[str]:
+    """Lines for the user if sampling is slower than it could be; [] otherwise. `longest` is the longest text in tokens.
+
+    Raises ConfigError as `choose_decoder` does.
+    """
+    notes = []
+    if name == "auto":
+        try:
+            _decoder(model, longest, 1, name)
+        except UnsupportedError as reason:
+            notes.append(f"{type(model).__name__}: {reason}; sampling uses the model's own forward (slower, as exact)")
+    elif name != "plain":
+        choose_decoder(model, longest, 1, name)
+    if notes or name == "plain":
+        notes += filter(None, [why_not_padded(model)])
+    return notes
+
+
+def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName) -> Decoder:
+    """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
+    match name:
+        case "auto" | "paged":
+            return paged_decoder(model, longest)
+        case "static":
+            if next(model.parameters()).device.type != "cuda":
+                raise UnsupportedError("it records CUDA graphs, and the model is not on a GPU")
+            return static_decoder(model, longest, rows)
+        case "plain":
+            return PlainDecoder(model)
+        case _:
+            assert_never(name)

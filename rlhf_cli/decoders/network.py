@@ -1,0 +1,222 @@
+"""The layers of Llama-like models and GPT-2, as functions of tensors.
+
+The paged decoder (cpu.py) and the static decoder (gpu.py) share this network. They differ in how they compute a linear
+layer and a norm, and in where they keep keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_cli.decoders.base import UnsupportedError
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that depend only on the position, not on the length of the text."""
+
+Map = Callable[[Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Attention of a layer: its number, query [N, heads, D], key and value [N, kv_heads, D], and the scaling of the scores
+-> [N, heads * D]. It also writes keys and values to the decoder's cache."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: ``x += out(attention(qkv(norm_1(x))))``, ``x += feed(norm_2(x))``."""
+
+    norm_1: Map
+    qkv: Map
+    """[N, hidden] -> [N, (heads + 2 * kv_heads) * head_dim]: queries, keys, values."""
+    norm_query: Map | None
+    norm_key: Map | None
+    """Norms of each head before the rotation (Qwen3)."""
+    scaling: float
+    out: Map
+    norm_2: Map
+    feed: Map
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model as functions of tensors."""
+
+    embed: Callable[[Tensor, Tensor], Tensor]
+    """Token ids [N] and their positions [N] -> [N, hidden]."""
+    rotation: Tensor | None
+    """[longest, head_dim / 2] complex, for each position; None for a model without rotary embeddings."""
+    layers: list[Layer]
+    norm: Map
+    head: Map
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden].
+
+        `dtype` is that of the queries and keys that `attend` receives. The rotation is computed in float32.
+        """
+        heads, kv_heads = self.heads, self.kv_heads
+        rotation = None if self.rotation is None else self.rotation[positions][:, None]  # [N, 1, D / 2]
+        x = self.embed(ids, positions)  # [N, hidden]
+        for number, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.norm_1(x)).view(len(x), -1, self.head_dim)  # [N, heads + 2 * kv_heads, D]
+            qk, value = qkv.split([heads + kv_heads, kv_heads], dim=1)
+            if layer.norm_query is not None and layer.norm_key is not None:
+                qk = torch.cat([layer.norm_query(qk[:, :heads]), layer.norm_key(qk[:, heads:])], dim=1)
+            if rotation is not None:
+                qk = rotate(qk.float(), rotation)
+            query, key = qk.to(dtype).split([heads, kv_heads], dim=1)
+            x = x + layer.out(attend(number, query, key, value, layer.scaling))
+            x = x + layer.feed(layer.norm_2(x))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, hidden] as from `forward` -> [N, V]."""
+        return self.head(self.norm(hidden))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021); the two halves of each head are interleaved in the result.
+
+    x [N, heads, D], rotation [N, 1, D / 2] complex -> [N, heads, D]. Entries d and d + D/2 of x rotate together as one
+    complex number. Their order in the result does not matter: the product of a query and a key is the same for any
+    order that both have.
+    """
+    half = x.shape[-1] // 2
+    rotated = torch.complex(x[..., :half], x[..., half:]).mul_(rotation)
+    return torch.view_as_real(rotated).flatten(2)
+
+
+# ---------------------------------------------------------------------------------------- reading a model
+
+
+def read_network(
+    model: PreTrainedModel, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]
+) -> Network:
+    """The network with the model's current weights, for rows of at most `longest` tokens.
+
+    `linear` turns linear layers with the same input into one map whose outputs lie side by side. `rms_norm` turns a
+    norm into a map. Raises UnsupportedError.
+    """
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        raise UnsupportedError("its modules have hooks")
+    family = model.config.model_type
+    if family in LLAMA_LIKE:
+        window = model.config.to_dict().get("sliding_window")
+        if window is not None and longest > window:
+            raise UnsupportedError(f"a text of {longest} tokens is longer than its sliding window of {window}")
+        return _read_llama(model, longest, linear, rms_norm)
+    if family == "gpt2":
+        return _read_gpt2(model, linear)
+    raise UnsupportedError(f"no fast decoder supports the family {family}")
+
+
+def _read_llama(model: Any, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]) -> Network:
+    config, backbone = model.config, model.model
+    rope = config.rope_parameters["rope_type"]
+    if rope not in FIXED_ROPE:
+        raise UnsupportedError(f"its rotary embedding ({rope}) changes with the length of the text")
+    head_dim = backbone.layers[0].self_attn.head_dim
+    device = next(model.parameters()).device
+    positions = torch.arange(longest, device=device)[None]
+    cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1, device=device), positions))
+
+    def layer(block: Any) -> Layer:
+        attention, mlp = block.self_attn, block.mlp
+        with_head_norms = config.model_type == "qwen3"
+        return Layer(
+            norm_1=rms_norm(block.input_layernorm),
+            qkv=linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            norm_query=rms_norm(attention.q_norm) if with_head_norms else None,
+            norm_key=rms_norm(attention.k_norm) if with_head_norms else None,
+            scaling=attention.scaling,
+            out=linear(attention.o_proj),
+            norm_2=rms_norm(block.post_attention_layernorm),
+            feed=_gated(linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, linear(mlp.down_proj)),
+        )
+
+    return Network(
+        embed=lambda ids, _: backbone.embed_tokens(ids),
+        rotation=torch.complex(cos, sin),
+        layers=[layer(block) for block in backbone.layers],
+        norm=rms_norm(backbone.norm),
+        head=linear(model.lm_head),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+    )
+
+
+def _read_gpt2(model: Any, linear: Callable[..., Map]) -> Network:
+    config, backbone = model.config, model.transformer
+
+    def layer(block: Any) -> Layer:
+        up, down = linear(block.mlp.c_fc), linear(block.mlp.c_proj)
+        activation = block.mlp.act
+        if type(activation) is NewGELUActivation:  # The same function as one operation instead of eight.
+            activation = functools.partial(F.gelu, approximate="tanh")
+        return Layer(
+            norm_1=block.ln_1,
+            qkv=linear(block.attn.c_attn),
+            norm_query=None,
+            norm_key=None,
+            scaling=block.attn.scaling,
+            out=linear(block.attn.c_proj),
+            norm_2=block.ln_2,
+            feed=lambda x: down(activation(up(x))),
+        )
+
+    return Network(
+        embed=lambda ids, positions: backbone.wte(ids) + backbone.wpe(positions),
+        rotation=None,
+        layers=[layer(block) for block in backbone.h],
+        norm=backbone.ln_f,
+        head=linear(model.lm_head),
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=config.n_embd // config.n_head,
+    )
+
+
+def _gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
+    def feed(x: Tensor) -> Tensor:
+        gate, up = gate_and_up(x).chunk(2, dim=-1)
+        return down(activation(gate) * up)
+
+    return feed
+
+
+def are_linear(modules: Sequence[Any]) -> bool:
+    """Whether all modules are plain linear layers. An adapter around a linear layer, for instance, is not."""
+    return all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules)
+
+
+def joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight [out, in] and bias [out] or None of linear layers side by side. A single layer's weight is not copied."""
+    weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
+    bias = None
+    if any(module.bias is not None for module in modules):
+        bias = torch.cat(
+            [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
+        )
+    return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+
+
+def side_by_side(modules: Sequence[Any]) -> Map:
+    """The outputs of modules with the same input, each called as it is, side by side."""
+    if len(modules) == 1:
+        only: Map = modules[0]
+        return only
+    return lambda x: torch.cat([module(x) for module in modules], dim=-1)
