@@ -54,10 +54,14 @@ def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName)
         case "auto" | "paged":
             return paged_decoder(model, longest)
         case "static":
-            if next(model.parameters()).device.type != "cuda":
+            if not _is_on_a_gpu(model):
                 raise UnsupportedError("it records CUDA graphs, and the model is not on a GPU")
             return static_decoder(model, longest, rows)
         case "plain":
             return PlainDecoder(model)
         case _:
             assert_never(name)
+
+
+def _is_on_a_gpu(model: PreTrainedModel) -> bool:
+    return next(model.parameters()).device.type == "cuda"

@@ -86,7 +86,7 @@ class PagedCache:
         return places
 
     def write_prompts(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-        """Write key, value [N, kv_heads, D] of prompts end to end. `places` [3, n] numbers the tokens over all of them."""
+        """Write key, value [N, kv_heads, D] of prompts end to end. `places` [3, n] numbers tokens over all prompts."""
         token, page, slot = places
         self.keys[layer][page, :, :, slot] = key[token]
         self.values[layer][page, :, slot] = value[token]

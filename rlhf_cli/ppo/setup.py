@@ -117,7 +117,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     model_notes = _prepare(models, config, world.device)
     for line in dict.fromkeys([*reward_notes, value_note, *model_notes, kl_note(config)]):
         if line:
-            display.note(line)
+            stage.display.note(line)
 
     train, test = _load_prompts(config, policy, tokenizer, stage)
     check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
@@ -218,7 +218,7 @@ def _check_lengths(
             check_positions(model, longest, "rollout.max_new_tokens")
     with autocast(stage.world.device, config.precision):
         for line in decoder_notes(models.policy, longest, config.rollout.decoder):
-            display.note(line)
+            stage.display.note(line)
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from rlhf_cli.decoders import plain as plain_decoder
-from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, how_to_decode, why_not_padded
+from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, supported_layout, why_not_padded
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import activation_bytes, work_of
@@ -276,15 +276,15 @@ def sampled_gap(plain, responses):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypatch):
     plain, model = pair(name)
-    monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model))
+    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: PlainDecoder(model))
     responses = sample(model, PROMPTS, draw_uniforms(0, "families", 0, len(PROMPTS), 9), STOP)
     # Mamba's scan always runs in float32, so it rounds more.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
     assert len({len(response.ids) for response in responses}) > 1, "some rows end while others continue"
     how = SAMPLED[name][2]
-    assert how_to_decode(model) == how
+    assert supported_layout(model) == how
     line = why_not_padded(model)
-    assert line is None if how == PADDED else line.endswith("which is slower and as exact")
+    assert line is None if how == PADDED else line.endswith("(slower, as exact)")
 
 
 @pytest.mark.parametrize(("name", "how"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
@@ -296,7 +296,7 @@ def test_the_faster_path_would_be_wrong_for_these_families(name, how):
 @pytest.mark.parametrize("how", [PADDED, EQUAL, WHOLE])
 def test_the_three_paths_agree(how, monkeypatch):
     _, model = pair("llama")
-    monkeypatch.setattr("rlhf_cli.rollout.sampling._decoder", lambda model, *_: PlainDecoder(model, how))
+    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: PlainDecoder(model, how))
     table = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
     found = sample(model, PROMPTS, table, STOP, max_live_rows=3)
     monkeypatch.undo()
@@ -310,20 +310,23 @@ def test_a_model_is_probed_once(monkeypatch):
     asked = []
     real = plain_decoder._gap
     monkeypatch.setattr(plain_decoder, "_gap", lambda *args: asked.append(args[1]) or real(*args))
-    assert [how_to_decode(model), how_to_decode(model)] == [PADDED, PADDED]
+    assert [supported_layout(model), supported_layout(model)] == [PADDED, PADDED]
     assert asked == [PADDED]
 
 
 def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
     monkeypatch.setattr(plain_decoder, "_gap", lambda _, how: 0.5 if how == WHOLE else 2.0)
-    with pytest.raises(ArtifactError, match=r"LlamaForCausalLM: several texts at a time differ .* by 5\.0e-01"):
-        how_to_decode(tiny("llama", **KV))
+    with pytest.raises(
+        ArtifactError,
+        match=r"LlamaForCausalLM: its logits for several texts differ .* by 5\.0e-01",
+    ):
+        supported_layout(tiny("llama", **KV))
 
 
 def test_nan_weights_are_not_reported_as_an_unsupported_model():
     model = tiny("llama", **KV)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    assert how_to_decode(model) == PADDED
+    assert supported_layout(model) == PADDED
 
 
 # ------------------------------------------------------------------------------------ training and cost

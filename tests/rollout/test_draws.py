@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_cli.decoders.cpu import FastDecoder
+from rlhf_cli.decoders.cpu import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
@@ -103,7 +103,7 @@ def test_one_uniform_per_row_gives_responses_of_one_token(policy, table):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_responses_do_not_depend_on_when_finished_rows_leave(policy, table, responses, monkeypatch, share):
-    for decoder in (FastDecoder, PlainDecoder):
+    for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
     moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
     assert ids_of(moved) == ids_of(responses)

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_cli.decoders.cpu import FastDecoder
+from rlhf_cli.decoders.cpu import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import distribution
@@ -410,7 +410,7 @@ def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, tok, all_re
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_responses_do_not_depend_on_when_finished_rows_leave(policy, uniforms, tok, all_responses, monkeypatch, share):
-    for decoder in (FastDecoder, PlainDecoder):
+    for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
     same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok), all_responses)
 
@@ -675,7 +675,7 @@ class Counting:
 
 def test_an_ended_response_is_not_decoded_again(policy, uniforms, tok, monkeypatch):
     """Not even while it remains in the batch. The long stop string makes each search take two calls of `decode`."""
-    for decoder in (FastDecoder, PlainDecoder):
+    for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", 0.0)
     counting = Counting(tok)
     responses = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)

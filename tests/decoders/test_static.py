@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,14 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_cli.config.models import Lora
+from rlhf_cli.decoders import choose, network
 from rlhf_cli.decoders import gpu as static_module
-from rlhf_cli.decoders.cpu import NotFastError, difference
+from rlhf_cli.decoders.base import UnsupportedError, difference
+from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.decoders.gpu import StaticDecoder, static_decoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import sample, why_not_fast
+from rlhf_cli.rollout.sampling import sample
 from support.decoders import FAST, HOW, LONGEST, PROMPTS, TABLE, VOCAB, made, plain_logits, random_ids, same
 from support.tiny import read_jsonl
 
@@ -62,20 +64,29 @@ def sampled_by(tier, model, prompts, table, how, monkeypatch, **settings):
     """By the static decoder or the general tier, and certainly by it."""
     made_decoders = []
 
-    def chosen(model, longest, rows):
+    def chosen(model, longest, rows, _name):
         made_decoders.append(static_decoder(model, longest, rows) if tier == "static" else PlainDecoder(model))
         return made_decoders[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling_module, "_decoder", chosen)
+        patch.setattr(sampling_module, "choose_decoder", chosen)
         responses = sample(model, prompts, table, how, **settings)
     assert len(made_decoders) == 1
     return responses
 
 
 def on_a_gpu(monkeypatch):
-    """The sampler chooses as it would there."""
-    monkeypatch.setattr(sampling_module, "_fast", static_decoder)
+    """`auto` takes the static decoder."""
+    monkeypatch.setattr(choose, "_decoder", lambda model, longest, rows, _name: static_decoder(model, longest, rows))
+
+
+def why_not(model, longest=1):
+    """Why the static decoder refuses a model; None if it takes it."""
+    try:
+        static_decoder(model, longest, 1)
+    except UnsupportedError as reason:
+        return str(reason)
+    return None
 
 
 @pytest.fixture
@@ -267,7 +278,7 @@ def test_rows_are_counted_from_what_the_gpu_has_free(monkeypatch):
     assert static_module._rows_that_fit(100, 64, gpu) == 8
     assert static_module._rows_that_fit(100, 5, gpu) == 5
     assert static_module._rows_that_fit(10**6, 5, torch.device("cpu")) == 5
-    with pytest.raises(NotFastError, match="more than the GPU has free"):
+    with pytest.raises(UnsupportedError, match="more than the GPU has free"):
         static_module._rows_that_fit(801, 64, gpu)
 
 
@@ -397,20 +408,20 @@ def test_the_fast_families_are_taken(name, dtype):
         assert static_decoder(made(name), 200, 4).dtype == dtype
 
 
-@pytest.mark.parametrize("wrong", ["rotated", "packed_attention", "_rms_norm"])
+@pytest.mark.parametrize("wrong", ["rotate", "packed_attention", "_rms_norm"])
 def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
     """As it would be with a transformers that computes something else."""
     on_a_gpu(monkeypatch)
     right = {
-        "rotated": lambda x, _: x,
+        "rotate": lambda x, _: x,
         "packed_attention": lambda _module, query, *_, **__: (query.transpose(1, 2), None),
         "_rms_norm": lambda module: lambda x: 1.001 * module(x),
     }
-    monkeypatch.setattr(static_module, wrong, right[wrong])
+    monkeypatch.setattr(network if wrong == "rotate" else static_module, wrong, right[wrong])
     model = copy.deepcopy(made("llama"))
     with autocast(torch.bfloat16):
-        assert "differs from a plain forward by" in why_not_fast(model, 100)
-        assert isinstance(sampling_module._decoder(model, 100, 2), PlainDecoder)
+        assert "differs from a plain forward by" in why_not(model, 100)
+        assert isinstance(choose_decoder(model, 100, 2), PlainDecoder)
 
 
 def test_a_bfloat16_that_differs_is_found_out(monkeypatch):
@@ -424,21 +435,21 @@ def test_a_bfloat16_that_differs_is_found_out(monkeypatch):
 
     monkeypatch.setattr(static_module, "_linear_in", worse)
     model = copy.deepcopy(made("llama"))
-    assert why_not_fast(model, 100) is None, "in float32"
+    assert why_not(model, 100) is None, "in float32"
     with autocast(torch.bfloat16):
-        assert "in bfloat16 the fast sampler is" in why_not_fast(model, 100)
+        assert "in bfloat16 the static decoder is" in why_not(model, 100)
 
 
 def test_a_model_that_is_changed_is_checked_again(monkeypatch):
     on_a_gpu(monkeypatch)
     model = copy.deepcopy(made("llama"))
-    assert why_not_fast(model) is None
+    assert why_not(model) is None
     block = model.model.layers[0]
     block.forward = lambda hidden, *_, **__: 2 * hidden
     block.extra = torch.nn.Identity()
-    assert "differs" in why_not_fast(model)
+    assert "differs" in why_not(model)
     model.model.layers[1].mlp = torch.nn.Identity()
-    assert "AttributeError" in why_not_fast(model)
+    assert "AttributeError" in why_not(model)
 
 
 @pytest.mark.parametrize("way", ["a bfloat16 model", "float16"])
@@ -448,7 +459,7 @@ def test_other_precisions_go_through_the_forward(way, monkeypatch):
     if way == "a bfloat16 model":
         model = model.to(torch.bfloat16)
     with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.float16):
-        assert "weights in float32" in why_not_fast(model)
+        assert "weights in float32" in why_not(model)
 
 
 def test_a_capture_that_fails_is_no_traceback(monkeypatch):
@@ -459,17 +470,7 @@ def test_a_capture_that_fails_is_no_traceback(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(StaticDecoder, "_record", fails)
-    assert "RuntimeError" in why_not_fast(copy.deepcopy(made("llama")))
-
-
-def test_the_tier_is_chosen_by_the_device(monkeypatch):
-    chosen = []
-    for name in ("static_decoder", "fast_decoder"):
-        monkeypatch.setattr(sampling_module, name, lambda *_, name=name: chosen.append(name))
-    for device in ("cuda", "cpu"):
-        weight = SimpleNamespace(device=torch.device(device))
-        sampling_module._decoder(SimpleNamespace(parameters=lambda weight=weight: iter([weight])), 10, 2)
-    assert chosen == ["static_decoder", "fast_decoder"]
+    assert "RuntimeError" in why_not(copy.deepcopy(made("llama")))
 
 
 # --------------------------------------------------------------------------------------------- the recording
@@ -568,8 +569,8 @@ def test_a_replayed_graph_gives_what_the_step_gives(name, dtype):
 def test_on_a_gpu_it_is_the_tier(name, dtype):
     model = copy.deepcopy(made(name)).to("cuda")
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        assert why_not_fast(model, 200) is None
-        found = sample(model, PROMPTS, TABLE, HOW["plain"], max_live_rows=4)
+        assert why_not(model, 200) is None
+        found = sample(model, PROMPTS, TABLE, replace(HOW["plain"], decoder="static"), max_live_rows=4)
     assert [len(r.ids) > 0 for r in found] == [True] * len(PROMPTS)
     if dtype == torch.float32:
         same(found, sample(made(name), PROMPTS, TABLE, HOW["plain"]))

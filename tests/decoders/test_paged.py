@@ -1,4 +1,4 @@
-"""The fast tier of sampling against plain forwards, token by token, and what it must leave to the general one."""
+"""The paged decoder against plain forward passes, token by token, and the models that it refuses."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import copy
 import doctest
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.decoders import cpu as fast_decoder_module
-from rlhf_cli.decoders import paged_cache
-from rlhf_cli.decoders.cpu import FastDecoder, NotFastError, fast_decoder
+from rlhf_cli.decoders import base, choose, network, paged_cache
+from rlhf_cli.decoders import cpu as paged_module
+from rlhf_cli.decoders.base import UnsupportedError
+from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.cpu import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample, why_not_fast
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from support.decoders import (
     _GPT2,
     _LLAMA,
@@ -39,29 +42,28 @@ from support.decoders import (
 )
 
 
-def only_general(monkeypatch):
-    def never(*_):
-        raise NotFastError("told so")
+def why_not(model, longest=1):
+    """Why the paged decoder refuses a model; None if it takes it."""
+    try:
+        paged_decoder(model, longest)
+    except UnsupportedError as reason:
+        return str(reason)
+    return None
 
-    monkeypatch.setattr(sampling_module, "fast_decoder", never)
 
-
-def sampled_by(model, prompts, table, how, tier, monkeypatch, **settings):
-    """By the tier that is named, and certainly by it."""
-    tiers = []
+def sampled_by(model, prompts, table, sampling, name, monkeypatch, **settings):
+    """Responses that were certainly sampled by the decoder of this name."""
+    used = []
     with monkeypatch.context() as patch:
-        if tier == "general":
-            only_general(patch)
-        chosen = sampling_module._decoder
-        patch.setattr(sampling_module, "_decoder", lambda *args: tiers.append(chosen(*args)) or tiers[-1])
-        responses = sample(model, prompts, table, how, **settings)
-    assert [type(t) for t in tiers] == [PlainDecoder if tier == "general" else FastDecoder]
+        patch.setattr(sampling_module, "choose_decoder", lambda *args: used.append(choose_decoder(*args)) or used[-1])
+        responses = sample(model, prompts, table, replace(sampling, decoder=name), **settings)
+    assert [type(decoder) for decoder in used] == [{"plain": PlainDecoder, "paged": PagedDecoder}[name]]
     return responses
 
 
 def test_the_examples_run():
-    assert doctest.testmod(fast_decoder_module).failed == 0
-    assert doctest.testmod(fast_decoder_module).attempted > 0
+    assert doctest.testmod(base).failed == 0
+    assert doctest.testmod(base).attempted > 2
 
 
 # --------------------------------------------------------------------------------------------- logits
@@ -72,10 +74,10 @@ def test_the_examples_run():
 @torch.no_grad()
 def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, read_tokens, monkeypatch):
     """Rows of unequal length over several pages; some leave, and others come when pages have been given back."""
-    monkeypatch.setattr(fast_decoder_module, "READ_TOKENS", read_tokens)
+    monkeypatch.setattr(paged_module, "READ_TOKENS", read_tokens)
     model, later = made(name), random_ids(3, 66, 20, seed=8)
     texts = [list(prompt) for prompt in PROMPTS]
-    decoder = FastDecoder(model, 160)
+    decoder = PagedDecoder(model, 160)
     logits = decoder.admit(PROMPTS)
     drawn = torch.Generator().manual_seed(5)
     compared = 0
@@ -110,7 +112,7 @@ def test_a_step_of_more_rows_than_there_are_gives_the_same_logits(name):
     """Nineteen rows are computed as twenty and seventeen too: the last ones are nobody's."""
     model = made(name)
     texts = [list(prompt) for prompt in (*PROMPTS, *random_ids(*range(25, 70, 5), seed=9))]
-    decoder = FastDecoder(model, 160)
+    decoder = PagedDecoder(model, 160)
     logits = decoder.admit(texts)
     for step in range(12):
         assert logits.shape == (len(texts), VOCAB)
@@ -142,7 +144,7 @@ def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
 
 def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
     """A row of nan, whose pages are used again: what is not yet written has weight 0, and 0 * nan is nan."""
-    monkeypatch.setattr(paged_cache, "FEWEST", 1)
+    monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
     cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
     cache.open_rows([[1] * 40], [[0]])
     for pool in (*cache.keys, *cache.values):
@@ -157,7 +159,7 @@ def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
 
 
 def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
-    monkeypatch.setattr(paged_cache, "FEWEST", 1)
+    monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
     cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
     (place,) = cache.open_rows([[1] * 40], [[0]])
     key, value = torch.randn(2, 40, 1, 4, generator=torch.Generator().manual_seed(1))
@@ -178,8 +180,8 @@ def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
 )
 def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
     model = made(name)
-    fast = sampled_by(model, PROMPTS, TABLE, HOW[how], "fast", monkeypatch)
-    same(fast, sampled_by(model, PROMPTS, TABLE, HOW[how], "general", monkeypatch))
+    fast = sampled_by(model, PROMPTS, TABLE, HOW[how], "paged", monkeypatch)
+    same(fast, sampled_by(model, PROMPTS, TABLE, HOW[how], "plain", monkeypatch))
     if how == "plain":
         assert len({len(r.ids) for r in fast}) > 3
         assert any(r.ended and 1 < len(r.ids) < LONGEST for r in fast)
@@ -187,7 +189,7 @@ def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"])
 def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
-    tier = "general" if name in GENERAL else "fast"
+    tier = "plain" if name in GENERAL else "paged"
     model = made(name)
     whole = sampled_by(model, PROMPTS, TABLE, HOW["plain"], tier, monkeypatch)
     for size in (1, 3):
@@ -202,20 +204,20 @@ def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
 @pytest.mark.parametrize("how", ["plain", "filters", "min_new_tokens"])
 @pytest.mark.parametrize("max_live_rows", [1, 3, 7])
 def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, monkeypatch):
-    tier = "general" if name in GENERAL else "fast"
+    tier = "plain" if name in GENERAL else "paged"
     model, most = made(name), []
     whole = sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch)
-    for kind in (FastDecoder, PlainDecoder):
+    for kind in (PagedDecoder, PlainDecoder):
         step = kind.step
         monkeypatch.setattr(kind, "step", lambda self, ids, step=step: most.append(len(ids)) or step(self, ids))
     same(sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch, max_live_rows=max_live_rows), whole)
     assert max(most) <= max_live_rows
-    if tier == "fast" and max_live_rows == 3:
+    if tier == "paged" and max_live_rows == 3:
         waves = -(-len(PROMPTS) // 3) * max(len(r.ids) for r in whole)
         assert len(most) < waves, "rows come in while others go on"
 
 
-@pytest.mark.parametrize("tier", ["fast", "general"])
+@pytest.mark.parametrize("tier", ["paged", "plain"])
 def test_tokens_come_as_often_as_the_model_says(tier, monkeypatch):
     """Two tokens a row, over all pairs of a small vocabulary."""
     torch.manual_seed(0)
@@ -239,14 +241,14 @@ def test_tokens_come_as_often_as_the_model_says(tier, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_new_weights_are_sampled_from_at_once(name, monkeypatch):
     model = copy.deepcopy(made(name))
-    before = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    before = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
     for number in range(len(list(model.parameters()))):
         moved = list(model.parameters())[number]
         with torch.no_grad():
             moved += 0.1 * torch.randn(moved.shape, generator=torch.Generator().manual_seed(number))
-    after = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    after = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
     assert [r.ids for r in after] != [r.ids for r in before]
-    same(after, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch))
+    same(after, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -254,28 +256,28 @@ def test_new_weights_are_sampled_from_at_once(name, monkeypatch):
 def test_adapters_are_sampled_through_and_can_be_off(name, targets, monkeypatch):
     pytest.importorskip("peft")
     model = copy.deepcopy(made(name))
-    plain = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+    plain = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
     some = ["c_attn"] if name == "gpt2" else ["q_proj", "down_proj"]
     add_lora(model, Lora(r=4, target_modules=None if targets == "all" else some), "policy.lora", seed=0)
-    same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), plain)
+    same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), plain)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "lora_B" in key:
                 weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key)))
-    adapted = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
-    same(adapted, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch))
+    adapted = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
+    same(adapted, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch))
     assert [r.ids for r in adapted] != [r.ids for r in plain]
     with adapters_off(model):
-        same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), plain)
+        same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), plain)
 
 
 def test_without_onednn_it_is_the_same(monkeypatch):
     for name in ("llama biases", "gpt2"):
         model = made(name)
-        usual = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch)
+        usual = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(linear, "prefers_onednn", lambda: False)
-            same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "fast", monkeypatch), usual)
+            same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), usual)
 
 
 # ------------------------------------------------------------------------------------- where it isn't used
@@ -283,14 +285,16 @@ def test_without_onednn_it_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("name", FAST)
 def test_the_fast_families_are_fast(name):
-    assert why_not_fast(made(name), 200) is None
+    assert why_not(made(name), 200) is None
 
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_other_families_say_why_not(name):
     model, reason = made(name), GENERAL[name][2]
-    assert reason in why_not_fast(model)
-    assert why_not_fast(model).startswith(f"{type(model).__name__}: ")
+    assert reason in why_not(model)
+    (line,) = choose.decoder_notes(model, 1)
+    assert line.startswith(f"{type(model).__name__}: ")
+    assert line.endswith("sampling uses the model's own forward (slower, as exact)")
     assert sample(model, PROMPTS[:2], TABLE[:2, :3], Sampling())
 
 
@@ -301,52 +305,52 @@ def test_a_text_beyond_the_sliding_window_goes_through_the_forward(monkeypatch):
     model = AutoModelForCausalLM.from_config(config).eval()
     prompts = random_ids(3, 28, seed=6)
     same(
-        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "fast", monkeypatch),
-        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "general", monkeypatch),
+        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "paged", monkeypatch),
+        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "plain", monkeypatch),
     )
-    assert "sliding window of 48" in why_not_fast(model, 49)
-    longer = sampled_by(model, prompts, TABLE[:2, :40], Sampling(), "general", monkeypatch)
+    assert "sliding window of 48" in why_not(model, 49)
+    longer = sampled_by(model, prompts, TABLE[:2, :40], Sampling(), "plain", monkeypatch)
     same(sample(model, prompts, TABLE[:2, :40], Sampling()), longer)
 
 
-@pytest.mark.parametrize("wrong", ["rotated", "causal_attention", "_gated"])
+@pytest.mark.parametrize("wrong", ["rotate", "causal_attention", "_gated"])
 def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
     """As it would be with a transformers that computes something else."""
     model = copy.deepcopy(made("llama"))
     right = {
-        "rotated": lambda x, _: x,
+        "rotate": lambda x, _: x,
         "causal_attention": lambda query, *_: query.flatten(1),
         "_gated": lambda *_: lambda x: 0 * x,
     }
-    monkeypatch.setattr(fast_decoder_module, wrong, right[wrong])
-    with pytest.raises(NotFastError, match="differs from a plain forward by"):
-        fast_decoder(model, 100)
-    assert isinstance(sampling_module._decoder(model, 100, 1), PlainDecoder)
+    monkeypatch.setattr(paged_module if wrong == "causal_attention" else network, wrong, right[wrong])
+    with pytest.raises(UnsupportedError, match="differs from a plain forward by"):
+        paged_decoder(model, 100)
+    assert isinstance(choose_decoder(model, 100, 1), PlainDecoder)
 
 
 def test_modules_that_are_not_there_are_no_traceback():
     model = copy.deepcopy(made("llama"))
     model.model.layers[1].mlp = torch.nn.Identity()
-    assert "AttributeError" in why_not_fast(model)
+    assert "AttributeError" in why_not(model)
 
 
 def test_a_model_that_is_changed_is_checked_again():
     model = copy.deepcopy(made("llama"))
-    assert why_not_fast(model) is None
+    assert why_not(model) is None
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Tanh())
-    assert why_not_fast(model) is None, "called as it is"
+    assert why_not(model) is None, "called as it is"
     block = model.model.layers[0]
     block.forward = lambda hidden, *_, **__: 2 * hidden
     block.extra = torch.nn.Identity()
-    assert "differs" in why_not_fast(model)
+    assert "differs" in why_not(model)
 
 
 def test_hooks_are_not_passed_by():
     model = copy.deepcopy(made("llama"))
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert "hooks" in why_not_fast(model)
+    assert "hooks" in why_not(model)
     handle.remove()
-    assert why_not_fast(model) is None
+    assert why_not(model) is None
 
 
 @pytest.mark.parametrize("way", ["a bfloat16 model", "autocast"])
@@ -355,16 +359,16 @@ def test_bfloat16_goes_through_the_forward(way, monkeypatch):
     if way == "a bfloat16 model":
         model = model.to(torch.bfloat16)
     with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.bfloat16):
-        assert "float32" in why_not_fast(model)
-        responses = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "general", monkeypatch)
+        assert "float32" in why_not(model)
+        responses = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch)
         same(sample(model, PROMPTS, TABLE, HOW["plain"]), responses)
-    assert way == "a bfloat16 model" or why_not_fast(model) is None
+    assert way == "a bfloat16 model" or why_not(model) is None
 
 
 def test_a_model_of_few_positions_is_checked_within_them():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **{**_GPT2, "n_positions": 12})).eval()
-    assert why_not_fast(model, 12) is None
+    assert why_not(model, 12) is None
 
 
 # ------------------------------------------------------------------------------------------------ the draw

@@ -1,0 +1,139 @@
+"""Which decoder `rollout.decoder` chooses, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.ppo import DecoderName, PPOConfig
+from rlhf_cli.decoders import choose
+from rlhf_cli.decoders.base import UnsupportedError
+from rlhf_cli.decoders.choose import choose_decoder, decoder_notes
+from rlhf_cli.decoders.cpu import PagedDecoder
+from rlhf_cli.decoders.gpu import StaticDecoder
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.rollout import sampling as sampling_module
+from rlhf_cli.rollout.sampling import sample
+from support.decoders import HOW, PROMPTS, TABLE, made, same
+
+
+def on_device(device: str) -> Any:
+    """A model of which only the device is known."""
+    weight = SimpleNamespace(device=torch.device(device))
+    return SimpleNamespace(parameters=lambda: iter([weight]))
+
+
+def test_auto_takes_the_paged_decoder_where_it_can_and_the_plain_one_elsewhere() -> None:
+    assert isinstance(choose_decoder(made("llama"), 50, 2), PagedDecoder)
+    assert isinstance(choose_decoder(made("gpt_neox"), 50, 2), PlainDecoder)
+    assert decoder_notes(made("llama"), 50) == []
+    (note,) = decoder_notes(made("gpt_neox"), 50)
+    assert "no fast decoder supports the family gpt_neox" in note
+
+
+def test_auto_never_takes_the_static_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("needs a CPU")
+
+    monkeypatch.setattr(choose, "paged_decoder", refuse)
+    monkeypatch.setattr(choose, "static_decoder", lambda *_: asked.append("static"))
+    monkeypatch.setattr(choose, "PlainDecoder", lambda _: "plain")
+    assert choose_decoder(on_device("cuda"), 50, 2) == "plain"
+    assert asked == []
+
+
+def test_a_decoder_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose_decoder(made("llama"), 50, 2, "paged"), PagedDecoder)
+    assert isinstance(choose_decoder(made("llama"), 50, 2, "plain"), PlainDecoder)
+    monkeypatch.setattr(choose, "static_decoder", lambda *args: args[1:])
+    assert choose_decoder(on_device("cuda"), 50, 2, "static") == (50, 2)
+    assert decoder_notes(made("llama"), 50, "paged") == decoder_notes(made("llama"), 50, "plain") == []
+
+
+@pytest.mark.parametrize("call", [choose_decoder, decoder_notes])
+def test_a_named_decoder_that_cannot_sample_is_one_line(call: Any) -> None:
+    arguments = (2,) if call is choose_decoder else ()
+    with pytest.raises(ConfigError, match=r"^rollout.decoder: paged cannot .* GPTNeoXForCausalLM: .*Set it to auto or"):
+        call(made("gpt_neox"), 50, *arguments, "paged")
+    with pytest.raises(ConfigError, match=r"rollout.decoder: static cannot .* not on a GPU"):
+        call(made("llama"), 50, *arguments, "static")
+
+
+def test_a_named_decoder_whose_logits_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_cli.decoders.network.rotate", lambda x, _: x)
+    model = copy.deepcopy(made("llama"))
+    with pytest.raises(ConfigError, match=r"rollout.decoder: paged .* differs from a plain forward by"):
+        choose_decoder(model, 50, 2, "paged")
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The decoders that the sampler used."""
+    decoders: list[object] = []
+    monkeypatch.setattr(
+        sampling_module, "choose_decoder", lambda *args: decoders.append(choose_decoder(*args)) or decoders[-1]
+    )
+    return decoders
+
+
+def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(
+    used: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The static decoder's own check of the device, passed on this machine.
+    monkeypatch.setattr(choose, "_is_on_a_gpu", lambda _: True)
+    names: list[DecoderName] = ["auto", "paged", "static", "plain"]
+    assert set(names) == set(get_args(DecoderName))
+    responses = [sample(made("qwen2"), PROMPTS, TABLE, replace(HOW["plain"], decoder=name)) for name in names]
+    assert [type(decoder) for decoder in used] == [PagedDecoder, PagedDecoder, StaticDecoder, PlainDecoder]
+    for other in responses[1:]:
+        same(other, responses[0])
+
+
+@pytest.mark.parametrize("name", ["auto", "paged", "plain"])
+def test_the_config_names_the_decoder_of_a_run(
+    name: str, pipeline: Any, run_stage: Any, tmp_path: Path, used: list[object]
+) -> None:
+    run_stage("ppo", tmp_path, **models(pipeline("llama")), rollout={"max_new_tokens": 8, "decoder": name})
+    assert {type(decoder) for decoder in used} == {PlainDecoder if name == "plain" else PagedDecoder}
+
+
+def test_a_run_that_asks_for_the_static_decoder_without_a_gpu_is_refused(
+    pipeline: Any, run_stage: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.decoder: static cannot .* the model is not on a GPU"):
+        run_stage("ppo", tmp_path, **models(pipeline("llama")), rollout={"max_new_tokens": 8, "decoder": "static"})
+
+
+def models(root: Path) -> dict[str, Any]:
+    judge = {"path": str(root / "rm" / "model")}
+    return {
+        "policy": {"path": str(root / "sft" / "model")},
+        "value_model": judge,
+        "rewards": [{"type": "reward_model", **judge}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("decoder", "settings", "message"),
+    [
+        ("static", ["device=cpu"], "static needs a GPU, and device is cpu"),
+        ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
+        ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
+    ],
+)
+def test_a_decoder_that_can_never_run_is_refused_by_the_config(
+    decoder: str, settings: list[str], message: str, write_config: Any, tmp_path: Path
+) -> None:
+    path = write_config("ppo", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, PPOConfig, [f"rollout.decoder={decoder}", *settings])
