@@ -1,10 +1,11 @@
 """Attention over packed rows, through transformers' AttentionInterface.
 
-A model whose attention has one of the names here takes [1, N] ids with `position_ids` and `packed`, the PackedBatch,
-and each sequence attends to itself only, and to the prefix that stands under another sequence where it has one there.
-On a CPU that is one SDPA call a sequence, no padding and no N x N mask; on a GPU in 16 bits one call of flash attention
-for the row. Called without `packed` (padded batches, decoding with a cache) it computes what transformers' own SDPA
-attention does: a mask that is not given is made here, since only here is it known that the row is not packed.
+A model whose attention has one of the names below takes [1, N] ids with `position_ids` and `packed`, the PackedBatch.
+Each sequence attends only to itself, and to the shared prefix that another sequence holds for it, if it has one. On a
+CPU this is one SDPA call per sequence, without padding and without an N x N mask. On a GPU in 16 bits it is one call of
+flash attention for the row. Called without `packed` (padded batches, decoding with a cache), it computes what
+transformers' own SDPA attention computes. A missing mask is then built here, because only here is it known that the row
+is not packed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from transformers.masking_utils import sdpa_mask
 from rlhf_cli.packing import PackedBatch
 
 EACH, EACH_UNSHARED = "rlhf_packed", "rlhf_packed_unshared"
-"""One call a sequence; the same for a model that is given no shared prefixes: who packs for it reads the name."""
+"""One call per sequence; and the same for a model that cannot use shared prefixes. Code that packs reads the name."""
 ROW, ROW_UNSHARED = "rlhf_packed_row", "rlhf_packed_row_unshared"
-"""One call for the row, where that is possible: in 16 bits on a GPU."""
+"""One call for the row where that is possible: in 16 bits on a GPU. The second name is as above."""
 PACKED = {
-    ROW: "in one attention call a row",
+    ROW: "with one attention call per row",
     ROW_UNSHARED: "on packed rows that share no prompts",
-    EACH: "with one attention call a sequence",
+    EACH: "with one attention call per sequence",
     EACH_UNSHARED: "on packed rows that share no prompts",
 }
-"""From the fastest, with what a model does that runs on it."""
+"""All names, fastest first, with a phrase about how a model runs with it."""
 SHARED = (ROW, EACH)
+"""The names that use shared prefixes."""
 
 
 _watching: list[list[str]] = []
@@ -42,26 +44,26 @@ _watching: list[list[str]] = []
 
 @contextlib.contextmanager
 def watched_masks() -> Iterator[list[str]]:
-    """What packed rows leave out of a model's masks, in words, for what is computed meanwhile; empty for a model that
-    they compute whole.
+    """Collect, in words, what packed rows would ignore of the model's masks; empty if they ignore nothing.
 
-    A packed row has no mask: each sequence is causal, and a layer's window is what it hands to its attention. Whoever
-    keeps a window in the mask only, or makes masks of its own, loses them. So meanwhile a mask says in each place how
-    long the window is that it is for, 0 for none, and each layer's attention is asked if that is what it was handed.
+    A packed row has no mask. Each sequence is causal, and a layer's window is the one that it passes to its attention.
+    A model that keeps a window only in its mask, or that builds its own masks, would lose it. So inside this context
+    every entry of a mask holds the length of the window that it is for (0 for none), and each attention call checks
+    that it was passed the same window.
     """
-    found: list[str] = []
-    _watching.append(found)
+    losses: list[str] = []
+    _watching.append(losses)
     try:
-        yield found
+        yield losses
     finally:
-        _watching.remove(found)
+        _watching.remove(losses)
 
 
-def _compare(attention_mask: Tensor | None, sliding_window: int | None) -> None:
+def _check_window(attention_mask: Tensor | None, sliding_window: int | None) -> None:
     if attention_mask is not None:
         low, high = attention_mask.min().item(), attention_mask.max().item()
         if low != high or low < 0:
-            _watching[-1].append("its attention makes masks of its own")
+            _watching[-1].append("its attention builds its own masks")
         elif high != (sliding_window or 0):
             _watching[-1].append(f"its attention window of {high:.0f} tokens is in its masks only")
 
@@ -82,30 +84,31 @@ def packed_attention(
     if packed is None:
         num_queries, num_keys = query.shape[2], key.shape[2]
         window = min(sliding_window or num_keys, num_keys)
-        # `packed_mask` has made none where none was given. SDPA's own causal mask is for as many keys as queries.
+        # `packed_mask` builds none if none is given, and SDPA's own causal mask needs equally many keys and queries.
         if attention_mask is None and num_queries > 1 and (num_queries < num_keys or window < num_keys):
             attention_mask = causal_mask(num_queries, num_keys, window, query.dtype, query.device)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if _watching:
-        _compare(attention_mask, sliding_window)
-    assert kwargs.get("softcap") is None, "SDPA has no softcap; the equality check sends such models elsewhere"
+        _check_window(attention_mask, sliding_window)
+    assert kwargs.get("softcap") is None, "SDPA has no softcap; choose_attention excludes such models"
     shares_heads = query.shape[1] != key.shape[1]
     sizes = [run.num_sequences * run.length for run in packed.runs]
-    # Split, not sliced: the gradient of n slices is n tensors as long as the row.
+    # split, because the gradient of n slices is n tensors as long as the row.
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
     outputs = []
     for (count, length, prefix), q, k, v in zip(packed.runs, queries, keys, values, strict=True):
-        mask, before = None, 0
+        mask, prefix_length = None, 0
         if prefix is not None:
             run, begin, end = prefix
-            before = end - begin
+            prefix_length = end - begin
             k = torch.cat([keys[run][:, :, begin:end], k], 2)
             v = torch.cat([values[run][:, :, begin:end], v], 2)
-        if before or (sliding_window is not None and length > sliding_window):
-            mask = causal_mask(length, before + length, sliding_window, q.dtype, q.device)
+        if prefix_length or (sliding_window is not None and length > sliding_window):
+            mask = causal_mask(length, prefix_length + length, sliding_window, q.dtype, q.device)
         if count > 1:
+            # [1, H, count * length, D] -> [count, H, length, D]
             q, k, v = (x[0].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
         output = F.scaled_dot_product_attention(
             q, k, v, mask, dropout, mask is None and length > 1, scale=scaling, enable_gqa=shares_heads
@@ -117,16 +120,16 @@ def packed_attention(
 
 
 LARGEST_KEPT = 2048
-"""Keys of the largest mask that is kept: 16 MB in float32."""
+"""Keys of the largest mask that is cached: 16 MB in float32."""
 
 
 def causal_mask(
     num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What the last `num_queries` of `num_keys` tokens must not attend to: [num_queries, num_keys], -inf there, else 0.
+    """The additive mask of the last `num_queries` of `num_keys` tokens: [num_queries, num_keys], 0 or -inf.
 
-    A token attends to itself and those before it, `window` tokens in all where that is given. It is a view of a mask
-    that is made once: one for each sequence and layer would cost a tenth of their attention, or more.
+    A token attends to itself and to those before it, `window` tokens in total if that is given. The result is a view of
+    a cached mask: building one for each sequence and layer would cost a tenth of the attention's time, or more.
 
     >>> causal_mask(2, 3, None, torch.float32, torch.device("cpu"))
     tensor([[0., 0., -inf],
@@ -147,10 +150,10 @@ def _kept_mask(size: int, window: int | None, dtype: torch.dtype, device: torch.
 
 
 def _new_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    at = torch.arange(num_keys, device=device)
-    distance = at[num_keys - num_queries :, None] - at
-    unseen = (distance < 0) | (distance >= (window or num_keys))
-    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
+    position = torch.arange(num_keys, device=device)
+    distance = position[num_keys - num_queries :, None] - position  # [num_queries, num_keys]
+    unseen_mask = (distance < 0) | (distance >= (window or num_keys))
+    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(unseen_mask, -torch.inf)
 
 
 def row_attention(
@@ -165,10 +168,10 @@ def row_attention(
     packed: PackedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`packed_attention` by one call of flash attention, which takes 16 bits on a GPU and no dropout; it gets the rest.
+    """`packed_attention` as one call of flash attention, for 16 bits on a GPU without dropout; else `packed_attention`.
 
-    Queries are the tokens of the row, keys those of each whole sequence, its prefix fetched from where it stands: the
-    kernel aligns the causal mask of a sequence with its last key.
+    The queries are the tokens of the row. The keys are those of each complete sequence, its shared prefix copied to its
+    front, because the kernel aligns the causal mask of a sequence with its last key.
     """
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -185,11 +188,11 @@ def row_attention(
             packed=packed,
             **kwargs,
         )
-    assert kwargs.get("softcap") is None, "no softcap here; the equality check sends such models elsewhere"
-    # Late: a start on a CPU would pay for a module that it has no use for.
+    assert kwargs.get("softcap") is None, "no softcap here; choose_attention excludes such models"
+    # Imported here because a start on a CPU does not need it.
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     bounds = packed.bounds
     if bounds.key_indices is not None:
         k, v = k[bounds.key_indices], v[bounds.key_indices]
@@ -210,7 +213,7 @@ def row_attention(
 
 
 def packed_mask(**kwargs: Any) -> Tensor | None:
-    """No mask for a packed row; SDPA's own for a padded batch."""
+    """None for a packed row; SDPA's own mask for a padded batch."""
     if kwargs.get("attention_mask") is None:
         if _watching:
             shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]

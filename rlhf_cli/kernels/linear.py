@@ -1,11 +1,11 @@
-"""Products of linear layers on a CPU, by oneDNN where MKL is the slower of torch's two float32 libraries.
+"""Matrix products of linear layers on a CPU: by oneDNN, if MKL is the slower of torch's two float32 libraries.
 
-torch takes MKL for every float32 product, and MKL runs its AVX2 code on processors that are not Intel's: on an
-AMD EPYC with AVX-512 112 GFLOPS a core, where oneDNN, which torch brings along too, reaches 240
-(benchmarks/linear.py). Two thirds of a training step on a CPU are such products.
+torch uses MKL for every float32 product, and MKL runs its AVX2 code on processors that are not Intel's. On an AMD EPYC
+with AVX-512 that is 112 GFLOPS per core, where oneDNN, which also ships with torch, reaches 240 (benchmarks/linear.py).
+Two thirds of a training step on a CPU are such products.
 
-The choice is made from the processor's maker and never by a stopwatch: a run that goes on where it was stopped has
-to choose as it did before, or its bytes would differ in the last digit.
+The choice depends on the maker of the processor and never on a measurement: a resumed run must choose as it did before,
+or its bytes would differ in the last digit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_cli.kernels.swap import swap_class
+
 TOLERANCE = 1e-5
-"""Of the check at the first use, relative."""
+"""Relative tolerance of the check at the first use."""
 ROWS = 64
-"""For so many rows of x `fixed_linear` has oneDNN choose the order of the weight; any other number is right too."""
+"""Rows of x for which `fixed_linear` lets oneDNN choose the weight's memory order. Any other number works too."""
 FEWEST_OUTPUTS = 8
-"""A scalar head is a product of a matrix and a vector, which takes no time by either."""
+"""Layers with fewer outputs, such as a scalar head, keep torch's product: its time does not matter."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, as torch.nn.functional.linear; by oneDNN where that is the faster on this processor.
+    """``x @ weight.T + bias``, like torch.nn.functional.linear; by oneDNN if that is faster on this processor.
 
-    Only float32 on a CPU, outside of autocast and torch.compile, is taken from torch; gradients are given once (no
-    second derivatives).
+    Only float32 on a CPU, outside of autocast and torch.compile, uses oneDNN. First derivatives only.
 
     Args:
         x: [..., in].
@@ -60,10 +61,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """`linear` for a weight that is used many times and not trained meanwhile: no gradients.
+    """`linear` as a function of x, for a weight that is used many times without being trained. No gradients.
 
-    oneDNN orders a weight anew in each call, which is a third of the time where there are few rows. Here that is done
-    once, in a copy; what is made of the weight later is not seen.
+    oneDNN reorders a weight in each call, which is a third of the time if there are few rows. Here a copy is reordered
+    once, so later changes of the weight have no effect.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
@@ -76,9 +77,9 @@ def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor
 def rounded_up(rows: int) -> int:
     """The next of 1, 2, ..., 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., 128, 160, 192, and so on.
 
-    For work that comes with any number of rows: oneDNN writes code for each new number, which takes 0.3 to 0.6 ms a
-    product, where the product of 64 rows takes 0.03 in a small model. In a large one a row more costs more than the
-    code, hence no rounding of few rows, and at most 31 rows more.
+    For work whose number of rows varies. oneDNN generates code for each new number of rows, which takes 0.3 to 0.6 ms
+    per product; the product itself takes 0.03 ms for 64 rows of a small model. In a large model an extra row costs more
+    than the code. So few rows are not rounded, and at most 31 rows are added.
 
     >>> [rounded_up(n) for n in (1, 15, 17, 31, 33, 65, 1000)]
     [1, 15, 20, 32, 40, 80, 1024]
@@ -90,24 +91,24 @@ def rounded_up(rows: int) -> int:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Is this a processor on which oneDNN is the faster, and does this torch's oneDNN give what MKL gives?"""
+    """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _maker() in ("GenuineIntel", ""):
         return False
     x, weight = torch.arange(35.0).sin().view(5, 7), torch.arange(21.0).cos().view(3, 7)
     try:
-        found, transposed = _product(x, weight, None), _product(x.t(), x.t(), None)
-    except (AttributeError, RuntimeError):  # An operation of torch's own, which another release may not have.
+        product, transposed = _product(x, weight, None), _product(x.t(), x.t(), None)
+    except (AttributeError, RuntimeError):  # A private operation of torch, which another release may not have.
         return False
     return all(
         torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-        for ours, theirs in ((found, x @ weight.t()), (transposed, x.t() @ x))
+        for ours, theirs in ((product, x @ weight.t()), (transposed, x.t() @ x))
     )
 
 
 def _maker() -> str:
-    """`GenuineIntel`, `AuthenticAMD`, ...; empty where the system does not say."""
+    """`GenuineIntel`, `AuthenticAMD`, ...; empty if the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -115,43 +116,51 @@ def _maker() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
-def use_fast_linear(model: nn.Module) -> None:
-    """Let the model's linear layers compute by `linear`: their class changes, names and weights stay what they are."""
+def use_fast_linear(model: nn.Module) -> str | None:
+    """Let the model's linear layers compute by `linear`. Returns a line for the user if they keep their class."""
     if not prefers_onednn():
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and module.out_features >= FEWEST_OUTPUTS:
-            module.__class__ = FastLinear
-        elif type(module) is Conv1D:
-            module.__class__ = FastConv1D
+        return None
+    modules = list(model.modules())
+    linears = [m for m in modules if type(m) is nn.Linear and m.out_features >= FEWEST_OUTPUTS]
+    convolutions = [m for m in modules if type(m) is Conv1D]
+    lines = [swap_class(linears, FastLinear, _probe), swap_class(convolutions, FastConv1D, _probe)]
+    return "\n".join(filter(None, lines)) or None
+
+
+def _probe(layer: nn.Linear | Conv1D) -> Tensor:
+    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+    x = torch.arange(3.0 * weight.shape[1], device=weight.device).sin().view(3, -1)  # [3, in]
+    output: Tensor = layer(x.to(weight.dtype))
+    return output
 
 
 class FastLinear(nn.Linear):
-    """torch's layer with our product."""
+    """torch's layer with the product above."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class FastConv1D(Conv1D):
-    """GPT-2's linear layer, whose weight is [in, out], with our product."""
+    """GPT-2's linear layer, whose weight is [in, out], with the product above."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.t(), self.bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` by oneDNN."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a.T @ b`` of [n, i] and [n, j], a sum over tokens.
+    """``a.T @ b`` of [n, i] and [n, j], a sum over tokens -> [i, j].
 
-    oneDNN copies its first operand where that is transposed, so the narrower one goes there, and the small result is
-    turned back into rows: autograd keeps a gradient as it comes, and the optimizer reads it with the weight.
+    oneDNN copies its first operand if that is transposed, so the narrower operand goes first. The small result is made
+    contiguous again: autograd keeps a gradient as it comes, and the optimizer reads it together with the weight.
     """
-    # For a second operand whose rows have gaps between them it would take its slow code, 1,000 times as slow.
+    # oneDNN's code for a second operand with gaps between its rows is 1,000 times as slow.
     a, b = a.contiguous(), b.contiguous()
     if a.shape[1] <= b.shape[1]:
         return _product(a.t(), b.t(), None)
@@ -168,7 +177,7 @@ class _OneDNN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.reshape(-1, grad.shape[-1])  # [N, out]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
             _product(grad, weight.t(), None) if needs_x else None,

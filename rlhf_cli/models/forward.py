@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels import attention
-from rlhf_cli.kernels.head import LOGITS_AT_ONCE, linear_logprobs
+from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.tensor_ops import token_logprobs
 
@@ -68,7 +68,7 @@ def logprobs_at(
 
     Where [n, V] logits would be large they are never held at once (`linear_logprobs`).
     """
-    if len(ids) * vocabulary_rows(model) <= LOGITS_AT_ONCE or not _head_is_plain(model, batch):
+    if len(ids) * vocabulary_rows(model) <= MOST_LOGITS or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)

@@ -215,17 +215,17 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Move to the device, and choose the layers' arithmetic; returns a line to tell the user, or None.
+    """Move the model to the device and choose the fastest layers that compute the same.
 
-    Raises ArtifactError for a model whose numbers for one text would depend on the others in its batch.
+    Returns lines for the user if anything stays slower, else None. Raises ArtifactError for a classifier whose score of
+    a text depends on the other texts in its batch.
     """
     torch.nn.Module.to(model, device)
-    line = choose_attention(model)
+    lines = [choose_attention(model)]
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
         _require_no_padding_seen(model)
-    use_fast_linear(model)
-    use_fast_norm(model)
-    return "\n".join(filter(None, [line, use_fast_attention(model)])) or None
+    lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model)]
+    return "\n".join(filter(None, lines)) or None
 
 
 @torch.no_grad()

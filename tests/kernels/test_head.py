@@ -110,7 +110,7 @@ def test_a_model_gives_the_same_whichever_way(monkeypatch, kind: str):
     whole = token_logprobs(logits_at(model, batch, at), batch.ids[at + 1], temperature=0.8)
     assert torch.equal(logprobs_at(model, batch, at, batch.ids[at + 1], 0.8), whole), "a small vocabulary"
     assert not chunked
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 100)
+    monkeypatch.setattr(forward, "MOST_LOGITS", 100)
     parts = logprobs_at(other, batch, at, batch.ids[at + 1], 0.8)
     assert bool(chunked) == (kind not in ("scaled", "capped"))
     assert torch.allclose(parts, whole, atol=1e-5)

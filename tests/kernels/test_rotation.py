@@ -167,5 +167,5 @@ def test_a_layer_that_would_change_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])
     line = use_fast_attention(model)
     assert line is not None
-    assert line.startswith("LlamaAttention: rotated in place it differs by ")
+    assert line.startswith("LlamaAttention: FastLlamaAttention differs from it by ")
     assert not any(isinstance(layer, FastAttention) for layer in model.modules())

@@ -84,7 +84,7 @@ def close(found, wanted):
 
 IN_MASK_ONLY = {
     "phimoe": ("phimoe", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}, "its attention window of 12"),
-    "doge": ("doge", WINDOWED, "its attention makes masks of its own"),
+    "doge": ("doge", WINDOWED, "its attention builds its own masks"),
     "qwen2_moe": ("qwen2_moe", {**WINDOWED, **SHARED_EXPERT, **HALF}, "its attention window of 12"),
 }
 HANDED_ON = {
