@@ -42,6 +42,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
+from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import check_length, longest_input
 from rlhf_cli.models.load import (
     check_vocabulary,
@@ -50,7 +51,6 @@ from rlhf_cli.models.load import (
     load_tokenizer,
     new_reward_model,
     prepare,
-    reads_last_token,
     save,
     save_facts,
 )

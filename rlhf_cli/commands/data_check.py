@@ -32,6 +32,7 @@ from rlhf_cli.data.records import Record
 from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.views import Seen, StageRows, ppo_rows, probe_rows, ptx_rows, rm_purpose, rm_rows, see, sft_rows
 from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.models.heads import reads_last_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,8 +158,6 @@ def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a reward model on this backbone is causal. Its classifier is built without weights to find out."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    from rlhf_cli.models.load import reads_last_token
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.load import scalar_heads
+from rlhf_cli.models.heads import scalar_heads
 from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import seeded
 

@@ -1,7 +1,7 @@
-"""Forward passes over packed batches: logits or hidden states at the positions that count.
+"""Forward passes over packed batches: logits or hidden states at chosen positions.
 
-A model that honours AttentionInterface runs on the packed row. One that doesn't (its attention is its own:
-Bloom's ALiBi, an encoder) is found out by `choose_attention`, which compares the two, and runs padded.
+A model that uses transformers' AttentionInterface runs on the packed row. A model with its own attention (Bloom's
+ALiBi, an encoder) does not; `choose_attention` detects this by comparing the two, and the model runs on padded batches.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
-_plain_heads: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-
-
 BFLOAT16_TOLERANCE = 3e-2
+"""Largest difference that counts as rounding, relative to the largest number compared, in float32 and in bfloat16."""
+_has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Does this model take packed rows as they are?"""
+    """Whether this model runs on packed rows."""
     return model.config._attn_implementation in attention.PACKED
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Does this model take rows in which a prefix that several sequences share stands once?"""
+    """Whether this model runs on packed rows in which sequences share a prefix."""
     return model.config._attn_implementation in attention.SHARED
 
 
 def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
-    The head runs on these positions only, through the model's own `logits_to_keep`, so that what a family
-    does to its logits (scaling, soft-capping) is done here too. On padded batches it does where it does nothing.
+    The head runs on these positions only. On packed rows this is done by the model's own `logits_to_keep`, so the
+    scaling or soft-capping that some families apply to their logits is included. On padded batches it is done only for
+    families that apply none.
     """
     if is_packed(model):
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
@@ -55,9 +55,9 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
 
 def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """The logits at every token of a padded batch, end to end: [N, V]."""
-    ids, mask, position_ids = _padded_inputs(batch)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-    logits: torch.Tensor = output.logits[mask]
+    ids, real_mask, position_ids = _padded_inputs(batch)
+    output = model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
+    logits: torch.Tensor = output.logits[real_mask]
     return logits
 
 
@@ -66,7 +66,7 @@ def logprobs_at(
 ) -> torch.Tensor:
     """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32.
 
-    Where [n, V] logits would be large they are never held at once (`linear_logprobs`).
+    Large [n, V] logits are computed in chunks (`linear_logprobs`).
     """
     if len(ids) * vocabulary_rows(model) <= MOST_LOGITS or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
@@ -78,46 +78,46 @@ def logprobs_at(
 
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
-    """Are the model's logits its head's product and nothing else? Some families scale or cap them behind it.
+    """Whether the logits are the output of the head alone. Some families scale or cap them afterwards.
 
-    A model is asked once, by a few tokens of the batch.
+    A model is checked once, with a few tokens of the batch.
     """
-    if model not in _plain_heads:
+    if model not in _has_plain_head:
         head = model.get_output_embeddings()
-        some = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
-        at = torch.arange(len(some.ids), device=some.ids.device)
-        logits = logits_at(model, some, at) if is_packed(model) else _padded_logits(model, some)
-        _plain_heads[model] = isinstance(head, torch.nn.Linear) and bool(
-            (head(hidden_at(model, some, at)) - logits).abs().max() <= TOLERANCE * logits.abs().max().clamp_min(1.0)
-        )
-    return _plain_heads[model]
+        few = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
+        positions = torch.arange(len(few.ids), device=few.ids.device)
+        logits = logits_at(model, few, positions) if is_packed(model) else _padded_logits(model, few)
+        with_head = isinstance(head, torch.nn.Linear)
+        gap = (head(hidden_at(model, few, positions)) - logits).abs().max() if with_head else torch.tensor(torch.inf)
+        _has_plain_head[model] = bool(gap <= TOLERANCE * logits.abs().max().clamp_min(1.0))
+    return _has_plain_head[model]
 
 
 def target_logits(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits that predict each learnt token of some sequences, and those tokens: ([n, V], [n])."""
-    batch, at = _learnt(model, sequences, learnt)
-    return logits_at(model, batch, at - 1), batch.ids[at]
+    """The logits that predict each target token of some sequences, and those tokens: ([n, V], [n])."""
+    batch, targets = _pack_targets(model, sequences, target_mask)
+    return logits_at(model, batch, targets - 1), batch.ids[targets]
 
 
 def target_logprobs(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
 ) -> torch.Tensor:
-    """The log-probability of each learnt token of some sequences: [n] float32."""
-    batch, at = _learnt(model, sequences, learnt)
-    return logprobs_at(model, batch, at - 1, batch.ids[at])
+    """The log-probability of each target token of some sequences: [n] float32."""
+    batch, targets = _pack_targets(model, sequences, target_mask)
+    return logprobs_at(model, batch, targets - 1, batch.ids[targets])
 
 
-def _learnt(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+def _pack_targets(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
 ) -> tuple[PackedBatch, torch.Tensor]:
-    """The sequences packed, and where the learnt tokens stand.
+    """The packed sequences, and the indices [n] of the target tokens in the row.
 
-    The token at index j is predicted at j - 1; the first of a sequence is never learnt.
+    The token at index j is predicted at j - 1. The first token of a sequence is never a target.
     """
     batch = pack(sequences, next(model.parameters()).device)
-    return batch, send(end_to_end(learnt).nonzero()[:, 0], batch.ids.device)
+    return batch, send(end_to_end(target_mask).nonzero()[:, 0], batch.ids.device)
 
 
 def logits_and_hidden_at(
@@ -132,11 +132,11 @@ def logits_and_hidden_at(
         logits = logits_at(model, batch, positions)
     finally:
         handle.remove()
-    # The last: a model that is asked for the first time has been asked about its head before.
+    # The last capture: the first call for a model also checks its head.
     if is_packed(model):
         return logits, captured[-1][0][positions]
-    _, mask, _ = _padded_inputs(batch)
-    return logits, captured[-1][mask][positions]
+    _, real_mask, _ = _padded_inputs(batch)
+    return logits, captured[-1][real_mask][positions]
 
 
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -144,9 +144,9 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     if is_packed(model):
         output = model.base_model(**_packed_inputs(batch), use_cache=False)
         return output.last_hidden_state[0][positions]
-    ids, mask, position_ids = _padded_inputs(batch)
-    output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
-    return output.last_hidden_state[mask][positions]
+    ids, real_mask, position_ids = _padded_inputs(batch)
+    output = model.base_model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
+    return output.last_hidden_state[real_mask][positions]
 
 
 def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
@@ -158,24 +158,26 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 
 def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert sum(batch.lengths) == len(batch.ids), "padded rows share no prefix"
+    """Ids, mask of real tokens, and positions of the sequences, padded on the right: [B, T] each."""
+    assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
     position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
     lengths = torch.tensor(batch.lengths, device=ids.device)
-    mask = torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]
-    return ids, mask, position_ids
+    real_mask = torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]
+    return ids, real_mask, position_ids
 
 
 @torch.no_grad()
 def choose_attention(model: PreTrainedModel) -> str | None:
-    """Let the model run on packed rows if that gives what one plain forward a sequence gives.
+    """Let the model run on packed rows if that gives the results of one plain forward pass per sequence.
 
-    Returns None where it does as fast as its device allows, and else a line that says what it stays without: shared
-    prefixes, the faster attention of a GPU, or packed rows at all. Three short sequences of token ids, two with a
-    beginning in common, are compared, hidden state by hidden state, to 1e-4 of their size. They are shorter than any
-    real sliding window, so it is looked at, too, if a window reaches the attention (`attention.watched_masks`).
+    Compares the hidden states of three short sequences, two of them with a common prefix, to 1e-4 of their size. They
+    are shorter than any real sliding window, so `attention.watched_masks` checks separately that a window reaches the
+    attention.
 
-    Raises ArtifactError where the model's backbone can't be called on token ids alone.
+    Returns None if the model runs as fast as its device allows. Otherwise returns a line that names what it runs
+    without: shared prefixes, the faster attention of a GPU, or packed rows. Raises ArtifactError if the backbone cannot
+    be called with token ids alone.
     """
     was_training = model.training
     model.eval()
@@ -187,37 +189,39 @@ def choose_attention(model: PreTrainedModel) -> str | None:
     precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
     plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
     reason = ""
-    for name, how in attention.PACKED.items():
+    for name, manner in attention.PACKED.items():
         if device.type != "cuda" and name in (attention.ROW, attention.ROW_UNSHARED):
             continue
         model.set_attn_implementation(default)
-        found = _differs(model, name, sequences, plain)
-        if not found:
+        why_not = _why_not_packed(model, name, sequences, plain)
+        if not why_not:
             model.train(was_training)
-            return f"{type(model).__name__}: {reason}; it runs {how}, which is slower and as exact" if reason else None
-        reason = reason or found
+            return f"{type(model).__name__}: {reason}; it runs {manner} (slower, as exact)" if reason else None
+        reason = reason or why_not
     model.set_attn_implementation(default)
     model.train(was_training)
-    return f"{type(model).__name__}: {reason}; it runs on padded batches, which is slower and as exact"
+    return f"{type(model).__name__}: {reason}; it runs on padded batches (slower, as exact)"
 
 
 def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
-    """Hidden states of a plain forward a sequence, end to end: [sum of lengths, H]."""
+    """Hidden states of one plain forward pass per sequence, end to end: [sum of lengths, H]."""
     device = next(model.parameters()).device
     try:
         with autocast(device, precision):
             outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
         return torch.cat([output.last_hidden_state[0] for output in outputs])
     except (AttributeError, TypeError, ValueError) as error:
-        # An encoder-decoder that wants tokens for its decoder, a model that transformers finds no backbone in.
+        # For example an encoder-decoder that needs decoder tokens, or a model whose backbone transformers cannot find.
         raise ArtifactError(
-            f"{type(model).__name__}: its backbone gives no hidden states for token ids alone "
-            f"({type(error).__name__}: {str(error)[:100]}). Give a model of another family"
+            f"{type(model).__name__}: its backbone cannot be called with token ids alone "
+            f"({type(error).__name__}: {str(error)[:100]}). Use a model of another family"
         ) from None
 
 
-def _differs(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]) -> str:
-    """Why a model can't run on packed rows by this attention, "" where it can; it has that attention afterwards."""
+def _why_not_packed(
+    model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]
+) -> str:
+    """Why the model cannot run on packed rows with this attention, "" if it can. The model keeps that attention."""
     groups = [0, 1, 0] if name in attention.SHARED else None
     with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
         model.set_attn_implementation(name)
@@ -225,47 +229,33 @@ def _differs(model: PreTrainedModel, name: str, sequences: list[list[int]], plai
             raise ValueError("transformers keeps this model's own attention")
         batch = pack(sequences, next(model.parameters()).device, groups=groups, shortest_prefix=1)
         everywhere = batch.indices([0] * len(sequences), batch.lengths)
-        for precision, wanted in plain.items():
+        for precision, expected in plain.items():
             with autocast(batch.ids.device, precision):
-                packed = hidden_at(model, batch, everywhere)
-            gap = ((packed - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).item()
+                hidden = hidden_at(model, batch, everywhere)
+            gap = ((hidden - expected).abs().max() / expected.abs().max().clamp_min(1.0)).item()
             if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
-                what = "packed rows" if groups is None else "packed rows with a shared prompt"
-                return f"{what} differ from a plain forward by {gap:.1e} in {precision}"
-        with attention.watched_masks() as lost:
+                rows = "packed rows" if groups is None else "packed rows with a shared prompt"
+                return f"{rows} differ from a plain forward by {gap:.1e} in {precision}"
+        with attention.watched_masks() as losses:
             hidden_at(model, batch, everywhere)
-        return lost[0] if lost else ""
+        return losses[0] if losses else ""
     return "its attention does not take packed rows"
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:
-    """How many token ids the model has an embedding for."""
+    """The number of token ids that the model has an embedding for."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
 
 
-def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The linear head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
-    head = model.score
-    assert isinstance(head, torch.nn.Linear)
-    return scalar_head(head, hidden)
-
-
-def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """A linear head in float32, [n, H] -> [n, labels]: bfloat16 would round the differences of scores away."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
-    return scores
-
-
 def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
-    """Are forward passes in bfloat16: asked for, or found with `auto` on a GPU that has instructions for it?"""
+    """Whether forward passes run in bfloat16: on request, or with `auto` on a GPU with bfloat16 instructions."""
     if precision != "auto":
         return precision == "bfloat16"
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context of every forward pass."""
+    """The autocast context of every forward pass."""
     return torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bfloat16(device, precision))

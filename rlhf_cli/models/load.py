@@ -1,13 +1,12 @@
-"""Models and tokenizers from directories and from the hub, and back into the artifact directory.
+"""Load models and tokenizers from directories and from the hub, and save them to the artifact directory.
 
-Weights are read from safetensors only and no code that comes with a model is run. What is wrong with a
-directory is said in one line.
+Weights are read from safetensors only, and no code that comes with a model is run. An error about a directory is one
+line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -34,16 +33,16 @@ from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
-from rlhf_cli.models.dropout import set_dropout_off
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
+from rlhf_cli.models.heads import reads_last_token, require_scores_without_padding, scalar_heads
 from rlhf_cli.seeding import seeded
 
 MOST_LAYERS = 10_000
-PADDING_TOLERANCE = 1e-4
+"""Limit for the number of layers or experts in a config.json; no real model has as many."""
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
-"""Numbers of ours that a reward model's config.json has."""
+"""Keys that we add to a reward model's config.json: numbers to normalise its scores."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
-"""And what it says of how long texts were cut in its training."""
+"""Keys that we add to a reward model's config.json: how long texts were cut during its training."""
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -55,41 +54,43 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         )
         longest, template = tokenizer.model_max_length, tokenizer.chat_template
         texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-        # tokenizer_config.json may say anything, and these are first read where they are needed.
+        # tokenizer_config.json may contain anything, and transformers reads these values only when it needs them.
         if not _is_number(longest, above_zero=False):
-            raise ValueError(f"model_max_length is {str(longest)[:80]!r}, a number is needed")
+            raise ValueError(f"model_max_length is {str(longest)[:80]!r}, not a number")
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("chat_template is no text")
+            raise ValueError("chat_template is not a string")
         tokenizer("a")
     except Exception as error:
-        raise ArtifactError(f"{path}: no tokenizer can be loaded ({_reason(error)})") from None
+        raise ArtifactError(f"{path}: cannot load a tokenizer ({_reason(error)})") from None
     return tokenizer
 
 
 def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
-    """A causal language model in float32, dropout off; every weight must be in the file."""
+    """A causal language model in float32 with dropout off. Every weight must be in the file."""
     model = _load(AutoModelForCausalLM, path, revision)
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     if not all(end is None or isinstance(end, int) for end in ends):
-        raise ArtifactError(f"{path}: generation_config.json says eos_token_id: {str(ends)[:80]}, numbers are needed")
+        raise ArtifactError(f"{path}: generation_config.json has eos_token_id: {str(ends)[:80]}, not numbers")
     with contextlib.suppress(ValueError):
         generation.validate(strict=True)
         return model
-    # It would be found out when what was trained is saved. Some released models say a temperature and no do_sample.
+    # Saving the trained model would fail otherwise. Some released models set a temperature without do_sample.
     generation.do_sample = True
     try:
         generation.validate(strict=True)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ArtifactError(f"{path}: its generation_config.json could not be saved again ({reason})") from None
+        raise ArtifactError(
+            f"{path}: transformers refuses to save its generation_config.json ({reason}). Correct that file"
+        ) from None
     return model
 
 
 def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel:
-    """A sequence classifier as it was trained; one whose head is not in the file is refused.
+    """A trained sequence classifier. One whose head is not in the file is refused.
 
-    A missing head would be filled with random numbers, and PPO would follow them.
+    transformers would fill a missing head with random numbers, and PPO would optimise for them.
     """
     model = _load(AutoModelForSequenceClassification, path, revision)
     for key in FACTS:
@@ -97,14 +98,14 @@ def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel
         if value is not None and not _is_number(value, above_zero=key.endswith("_std")):
             kind = "a number above 0" if key.endswith("_std") else "a number"
             raise ArtifactError(
-                f"{path}: config.json says {key}: {str(value)[:80]!r}, {kind} is needed. Train the reward model again, "
-                "or remove the key"
+                f"{path}: config.json has {key}: {str(value)[:80]!r}, not {kind}. Train the reward model again, or "
+                "remove the key"
             )
     return model
 
 
 def _is_number(value: Any, *, above_zero: bool) -> bool:
-    """Is this a finite number that a float can hold?"""
+    """Whether the value is a finite number in the range of a float."""
     try:
         return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or not above_zero)
     except OverflowError:
@@ -112,10 +113,10 @@ def _is_number(value: Any, *, above_zero: bool) -> bool:
 
 
 def new_reward_model(path: str, revision: str | None, *, seed: int, head_std: float | None) -> PreTrainedModel:
-    """A sequence classifier with one label on the weights at `path`, its head drawn anew and small.
+    """A sequence classifier with one label on the weights at `path`, with a small random head.
 
-    The standard deviation is 1/sqrt(hidden_size + 1) (Stiennon et al. 2020), so that first scores are of
-    order one and their differences are near zero.
+    The head's standard deviation is 1/sqrt(hidden_size + 1) (Stiennon et al. 2020), so the first scores are of order
+    one and their differences are near zero. `head_std` sets another one.
     """
     with seeded(seed, "reward head"):
         model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
@@ -132,83 +133,31 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
     model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
     if not reads_last_token(model):
         raise ArtifactError(
-            f"{path}: a {type(model).__name__} has no value for each token. Set value_model.init: policy"
+            f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
         )
     for head in scalar_heads(model):
         torch.nn.init.zeros_(head.weight)
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
-    # It may come from a reward model, but its values are not scores to be normalised.
+    # A reward model's config says how to normalise its scores. That does not apply to values.
     for key in (*FACTS, *CUTS):
         vars(model.config).pop(key, None)
     return model
 
 
 def load_value_model(path: str) -> PreTrainedModel:
-    """A value model as it was saved, with its head."""
+    """A saved value model, with its head."""
     model = _load(AutoModelForSequenceClassification, path, None)
     if not reads_last_token(model) or model.config.num_labels != 1:
-        raise ArtifactError(f"{path}: a {type(model).__name__} has no value for each token. Give a `value_model`")
-    return model
-
-
-def check_shared_value_model(policy: PreTrainedModel) -> None:
-    """Raise ArtifactError where `shared_value_model` would fail, which is called when all is trained."""
-    config = copy.deepcopy(policy.config)
-    config.num_labels = 1
-    try:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        fits = reads_last_token(model) and model.base_model.state_dict().keys() == policy.base_model.state_dict().keys()
-    except ValueError:
-        fits = False
-    if not fits:
         raise ArtifactError(
-            f"value_model.init: shared: transformers has no sequence classifier on the backbone of a "
-            f"{type(policy).__name__} to save the values as. Choose a ppo.advantage_estimator without values"
+            f"{path}: a {type(model).__name__} does not give a value for each token. Give the `value_model` directory "
+            "of an earlier PPO run"
         )
-
-
-def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A sequence classifier with a copy of the policy's backbone and this head on it, to be saved."""
-    config = copy.deepcopy(policy.config)
-    config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    model.base_model.load_state_dict(policy.base_model.state_dict())
-    assert isinstance(model.score, torch.nn.Linear)
-    model.score.load_state_dict(head.state_dict())
     return model
-
-
-def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight [labels, H] of the head `score`."""
-    assert isinstance(model.score, torch.nn.Linear)
-    return model.score.weight
-
-
-def scalar_heads(model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """The linear layers outside the backbone that end in the labels."""
-    backbone = set(model.base_model.modules())
-    return [
-        module
-        for module in model.modules()
-        if module not in backbone
-        and isinstance(module, torch.nn.Linear)
-        and module.out_features == model.config.num_labels
-    ]
-
-
-def reads_last_token(model: PreTrainedModel) -> bool:
-    """Is this a causal backbone with a linear `score` head, read at the last real token?
-
-    transformers' decoders are (`LlamaForSequenceClassification` and its like); encoders pool in their own
-    way and have no `score`.
-    """
-    return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
-    """Was the model at `path` saved as one that predicts the next token?"""
+    """Whether the model at `path` was saved as a causal language model."""
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return any(name in causal for name in config.architectures or ())
@@ -223,47 +172,25 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     torch.nn.Module.to(model, device)
     lines = [choose_attention(model)]
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
-        _require_no_padding_seen(model)
+        require_scores_without_padding(model)
     lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model)]
     return "\n".join(filter(None, lines)) or None
 
 
-@torch.no_grad()
-def _require_no_padding_seen(model: PreTrainedModel) -> None:
-    """Raise ArtifactError where padding behind a text changes its score, as it does XLNet's, which is read at the end.
-
-    An encoder pools in a way of its own, and it is scored on padded batches (`sequence_scores`).
-    """
-    was_training = model.training
-    model.eval()
-    text = [(7 * i + 3) % vocabulary_rows(model) for i in range(5)]
-    ids = torch.tensor([text + [model.config.pad_token_id or 0] * 4], device=model.device)
-    mask = torch.tensor([[1] * 5 + [0] * 4], device=model.device)
-    padded = model(input_ids=ids, attention_mask=mask).logits.float()
-    alone = model(input_ids=ids[:, :5], attention_mask=mask[:, :5]).logits.float()
-    model.train(was_training)
-    gap = ((padded - alone).abs().max() / alone.abs().max().clamp_min(1.0)).item()
-    if not gap <= PADDING_TOLERANCE:
-        raise ArtifactError(
-            f"{type(model).__name__}: padding behind a text changes its score, by {gap:.1e}, so it would hang on what "
-            "else is scored with it. Give a reward model of another family"
-        )
-
-
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise ArtifactError where the tokenizer has ids that the model has no embedding for."""
+    """Raise ArtifactError if the tokenizer has ids for which the model has no embedding."""
     rows = vocabulary_rows(model)
     if len(tokenizer) > rows:
         raise ArtifactError(
-            f"{path}: the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}. "
-            "They are not of one model: give the directory that both were saved to"
+            f"{path}: the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}, so they belong to "
+            "different models. Give a directory to which both were saved"
         )
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Do equal texts give equal ids, so that ids may pass from one model to the other?
+    """Whether both give the same ids for a text, so that one model can read the other's ids.
 
-    `b` may have more special tokens than `a` (a padding token that its training added).
+    `b` may have more special tokens than `a`, such as a padding token that its training added.
     """
     vocab_a, vocab_b = a.get_vocab(), b.get_vocab()
     if any(vocab_b.get(token) != i for token, i in vocab_a.items()) or a.eos_token_id != b.eos_token_id:
@@ -303,7 +230,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
 
 
 def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
-    """Add facts to the config of a saved model, as attributes that `from_pretrained` gives back."""
+    """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
     path = directory / "config.json"
     for key, value in facts.items():
         setattr(model.config, key, value)
@@ -318,7 +245,7 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     _check_directory(path, revision, weights=True)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
-        # Its own choice of attention could be a kernel of the hub, which is code.
+        # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
         _refuse_endless(path, config.get_text_config())
         _refuse_pickles(path, revision, config)
@@ -336,17 +263,17 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     except ArtifactError:
         raise
     except Exception as error:
-        raise ArtifactError(f"{path}: no model can be loaded ({_reason(error)})") from None
+        raise ArtifactError(f"{path}: cannot load a model ({_reason(error)})") from None
     head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     missing = sorted(set(info["missing_keys"]) - (head if new_head else set()))
     wrong = sorted(str(key[0]) for key in info["mismatched_keys"] if not (new_head and key[0] in head))
     if missing:
         raise ArtifactError(
-            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file "
-            f"({', '.join(missing[:3])}), they would be random. Give a directory that was saved as this kind of model"
+            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file ({', '.join(missing[:3])}), "
+            "and would be random. Give a directory that was saved as this kind of model"
         )
     if wrong:
-        raise ArtifactError(f"{path}: weights have other shapes than config.json says ({', '.join(wrong[:3])})")
+        raise ArtifactError(f"{path}: weights differ in shape from config.json ({', '.join(wrong[:3])})")
     set_dropout_off(model)
     if not model.config.is_encoder_decoder:
         _try_out(model, path)
@@ -374,46 +301,62 @@ def _no_conversion() -> Iterator[None]:
 
 @torch.no_grad()
 def _try_out(model: PreTrainedModel, path: str) -> None:
-    """Raise ArtifactError where two tokens can't go through, as training would have them: config.json may say anything,
-    and what it says of heads, layers or dropout is first read here."""
+    """Raise ArtifactError if a forward pass of two tokens in training mode fails.
+
+    config.json may contain anything, and values for heads, layers or dropout are first used here.
+    """
     try:
         model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except Exception as error:
-        raise ArtifactError(f"{path}: its config.json describes no model that computes ({_reason(error)})") from None
+        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({_reason(error)})") from None
+
+
+def set_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout probability to zero, so that train() and eval() compute the same.
+
+    No stage uses dropout: PPO's ratio is then exactly 1 before the first step, and a run repeats to the last bit.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Other modules keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(module, name, 0.0)
 
 
 def _check_directory(path: str, revision: str | None, *, weights: bool) -> None:
-    place = Path(path)
-    if not place.exists():
+    directory = Path(path)
+    if not directory.exists():
         if is_local(path):
             raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
         require_hub_model(path, revision)
         return
-    if not place.is_dir():
-        raise ArtifactError(f"{path}: is a file, a Hugging Face model directory is needed")
-    if not (place / "config.json").is_file():
-        raise ArtifactError(f"{path}: no config.json, so it is no Hugging Face model directory")
-    if weights and not any(place.glob("*.safetensors")):
-        pickles = [p.name for p in place.glob("*.bin")]
-        found = f"found {pickles[0]}, a pickle is never read" if pickles else "no weights"
-        raise ArtifactError(f"{path}: {found}, *.safetensors is needed. Save it again with save_pretrained")
+    if not directory.is_dir():
+        raise ArtifactError(f"{path}: is a file. Give a Hugging Face model directory")
+    if not (directory / "config.json").is_file():
+        raise ArtifactError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
+    if weights and not any(directory.glob("*.safetensors")):
+        pickles = [p.name for p in directory.glob("*.bin")]
+        reason = f"{pickles[0]} is a pickle, and a pickle is never read" if pickles else "has no weights"
+        raise ArtifactError(f"{path}: {reason}. Save the model again with save_pretrained, as *.safetensors")
 
 
 def _refuse_endless(path: str, config: PreTrainedConfig) -> None:
-    """Raise ArtifactError for more layers or experts than any model has: they would be built one by one without end."""
+    """Raise ArtifactError for more layers or experts than any model has. Building them would not end."""
     for key, value in config.to_dict().items():
         if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
-            raise ArtifactError(f"{path}: config.json says {key}: {str(value)[:20]}, no model has so many")
+            raise ArtifactError(f"{path}: config.json has {key}: {str(value)[:20]}, more than any model")
 
 
 def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
-    """Raise ArtifactError where a model's own files send transformers to a pickle, or out of its directory.
+    """Raise ArtifactError if a model's files lead transformers to a pickle, or outside of the model's directory.
 
-    `use_safetensors` holds for the usual names only: config.json may name any file as the weights, an index any
-    file as a part of them, and an adapter's weights are read from a pickle where there is nothing else.
+    `use_safetensors` covers only the usual file names. config.json may name any file as the weights, an index may name
+    any file as a part of them, and an adapter's weights are read from a pickle if there is no other file.
     """
     if find_adapter_config_file(path, revision=revision) is not None:
-        raise ArtifactError(f"{path}: has the adapter_config.json of an adapter. Merge it into its model and save that")
+        raise ArtifactError(f"{path}: is an adapter (adapter_config.json). Merge it into its model and save the result")
     names = [getattr(config, "transformers_weights", None) or "model.safetensors"]
     with contextlib.suppress(OSError):
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
@@ -421,13 +364,13 @@ def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ArtifactError(
-                f"{path}: its files name {name!r} as weights, only *.safetensors beside config.json are read. "
-                "Save it again with save_pretrained"
+                f"{path}: its files name {name!r} as weights, and only *.safetensors beside config.json are read. Save "
+                "the model again with save_pretrained"
             )
 
 
 def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it asks for trust_remote_code, and no code that comes with a model is run here"
+        return "it asks for trust_remote_code, and code that comes with a model is never run"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

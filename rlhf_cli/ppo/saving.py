@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 from rlhf_cli.models.adapters import merged
-from rlhf_cli.models.load import save, shared_value_model
+from rlhf_cli.models.heads import shared_value_model
+from rlhf_cli.models.load import save
 from rlhf_cli.ppo.setup import Setup
 
 

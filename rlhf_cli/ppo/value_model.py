@@ -13,7 +13,8 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.forward import vocabulary_rows
-from rlhf_cli.models.load import check_shared_value_model, load_value_model, new_value_model, scalar_weight
+from rlhf_cli.models.heads import check_shared_value_model, scalar_weight
+from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 

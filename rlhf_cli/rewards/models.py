@@ -18,16 +18,10 @@ from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
-from rlhf_cli.models.forward import autocast, hidden_at, is_packed, scalar_scores, shares_prefixes
+from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
+from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.limits import longest_input
-from rlhf_cli.models.load import (
-    check_vocabulary,
-    load_reward_model,
-    load_tokenizer,
-    prepare,
-    reads_last_token,
-    same_tokenizer,
-)
+from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 

@@ -19,8 +19,9 @@ from rlhf_cli.data.encode import Skipped, encode_rows
 from rlhf_cli.data.formats_plain import first_words
 from rlhf_cli.data.records import Prompt, Ranking, Scored
 from rlhf_cli.data.views import answered
+from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.load import is_language_model, load_policy, load_tokenizer, reads_last_token, same_tokenizer
+from rlhf_cli.models.load import is_language_model, load_policy, load_tokenizer, same_tokenizer
 from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences
 from rlhf_cli.training.stage_run import StageRun
 

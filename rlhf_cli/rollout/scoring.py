@@ -14,16 +14,8 @@ from transformers import PreTrainedModel
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.adapters import adapters_off
-from rlhf_cli.models.forward import (
-    autocast,
-    hidden_at,
-    logits_and_hidden_at,
-    logits_at,
-    logprobs_at,
-    scalar_head,
-    scalar_scores,
-    shares_prefixes,
-)
+from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, logprobs_at, shares_prefixes
+from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs

@@ -25,8 +25,9 @@ from rlhf_cli.models.forward import (
     logits_at,
     target_logprobs,
 )
+from rlhf_cli.models.heads import check_shared_value_model, shared_value_model
 from rlhf_cli.models.limits import check_positions, positions
-from rlhf_cli.models.load import check_shared_value_model, prepare, shared_value_model
+from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Sampling
@@ -369,7 +370,7 @@ def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, conf
     model = tiny(family, auto, **config)
     with pytest.raises(ArtifactError) as error:
         prepare(model, CPU)
-    assert str(error.value).startswith(f"{type(model).__name__}: its backbone gives no hidden states")
+    assert str(error.value).startswith(f"{type(model).__name__}: its backbone cannot be called with token ids alone")
     assert str(error.value).endswith("Give a model of another family")
     assert "\n" not in str(error.value)
 
@@ -456,5 +457,5 @@ def test_a_classifier_that_scores_the_padding_is_refused(family):
         together = sequence_scores(model, SEQUENCES)
         close(together, torch.cat([sequence_scores(model, [one]) for one in SEQUENCES]))
         return
-    with pytest.raises(ArtifactError, match=r"padding behind a text changes its score, by .*another family"):
+    with pytest.raises(ArtifactError, match=r"padding after a text changes its score by .*another family"):
         prepare(model, CPU)

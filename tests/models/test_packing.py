@@ -266,7 +266,7 @@ def test_a_model_that_cannot_share_runs_packed_without(monkeypatch):
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EACH, without_prefixes)
     note = choose_attention(model)
     assert "LlamaForCausalLM: packed rows with a shared prompt differ from a plain forward by" in note
-    assert note.endswith("it runs on packed rows that share no prompts, which is slower and as exact")
+    assert note.endswith("it runs on packed rows that share no prompts (slower, as exact)")
     assert is_packed(model)
     assert not shares_prefixes(model)
     rows = [PromptRow("", PROMPT, Prompt("", ""))] * 2
@@ -286,7 +286,7 @@ def test_a_model_that_forgets_everything_runs_padded(monkeypatch):
 
     for name in attention.PACKED:
         monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, fails)
-    assert choose_attention(model).endswith("it runs on padded batches, which is slower and as exact")
+    assert choose_attention(model).endswith("it runs on padded batches (slower, as exact)")
     assert not is_packed(model)
 
 

@@ -1,0 +1,107 @@
+"""Scalar heads: the `score` layer of reward and value models, and models that share the policy's backbone."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.forward import vocabulary_rows
+
+PADDING_TOLERANCE = 1e-4
+"""Largest change of a score by padding that counts as rounding, relative to the score or to 1."""
+
+
+def reads_last_token(model: PreTrainedModel) -> bool:
+    """Whether the model is a causal backbone with a linear `score` head, read at the last real token.
+
+    transformers' decoders are (`LlamaForSequenceClassification` and others). Encoders pool in their own way and have no
+    `score`.
+    """
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def scalar_heads(model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """The linear layers outside the backbone whose outputs are the labels."""
+    backbone = set(model.base_model.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in backbone
+        and isinstance(module, torch.nn.Linear)
+        and module.out_features == model.config.num_labels
+    ]
+
+
+def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [labels, H] of the head `score`."""
+    assert isinstance(model.score, torch.nn.Linear)
+    return model.score.weight
+
+
+def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
+    head = model.score
+    assert isinstance(head, torch.nn.Linear)
+    return scalar_head(head, hidden)
+
+
+def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """A linear head in float32, [n, H] -> [n, labels]. bfloat16 would round away the differences between scores."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
+    return scores
+
+
+def check_shared_value_model(policy: PreTrainedModel) -> None:
+    """Raise ArtifactError if `shared_value_model` would fail. That one is called only at the end of training."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        fits = reads_last_token(model) and model.base_model.state_dict().keys() == policy.base_model.state_dict().keys()
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ArtifactError(
+            f"value_model.init: shared: transformers has no sequence classifier on the backbone of a "
+            f"{type(policy).__name__}, so the value model could not be saved. Set value_model.init: policy, or choose "
+            "a ppo.advantage_estimator without a value model"
+        )
+
+
+def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
+    """A sequence classifier with a copy of the policy's backbone and of this head, for saving."""
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    assert isinstance(model.score, torch.nn.Linear)
+    model.score.load_state_dict(head.state_dict())
+    return model
+
+
+@torch.no_grad()
+def require_scores_without_padding(model: PreTrainedModel) -> None:
+    """Raise ArtifactError if padding after a text changes its score.
+
+    It does in XLNet, which reads the last position. Encoders pool in their own way and are scored on padded batches
+    (`sequence_scores`), so they are checked here.
+    """
+    was_training = model.training
+    model.eval()
+    text = [(7 * i + 3) % vocabulary_rows(model) for i in range(5)]
+    ids = torch.tensor([text + [model.config.pad_token_id or 0] * 4], device=model.device)  # [1, 9]
+    real_mask = torch.tensor([[1] * 5 + [0] * 4], device=model.device)
+    padded = model(input_ids=ids, attention_mask=real_mask).logits.float()
+    alone = model(input_ids=ids[:, :5], attention_mask=real_mask[:, :5]).logits.float()
+    model.train(was_training)
+    gap = ((padded - alone).abs().max() / alone.abs().max().clamp_min(1.0)).item()
+    if not gap <= PADDING_TOLERANCE:
+        raise ArtifactError(
+            f"{type(model).__name__}: padding after a text changes its score by {gap:.1e}, so the score would depend "
+            "on the other texts of the batch. Use a reward model of another family"
+        )
