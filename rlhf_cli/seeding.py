@@ -1,7 +1,7 @@
-"""Randomness is counted, not carried: every draw has a generator of its own.
+"""Random generators that are derived, not carried: each draw has its own.
 
-A generator is seeded from (seed, purpose, counters), so that step 700 draws the same numbers whether or not
-steps 1 to 699 ran in this process, and nothing has to be saved or restored.
+A generator is seeded from (seed, purpose, counters). So step 700 draws the same numbers whether or not steps 1 to 699
+ran in this process, and no random state is saved or restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def derived_seed(seed: int, purpose: str, *counters: int) -> int:
 
 
 def generator(seed: int, purpose: str, *counters: int) -> torch.Generator:
-    """A CPU generator of its own for one draw, the same on every device and process."""
+    """A CPU generator for one draw. It gives the same numbers on every device and process."""
     import torch  # here, so that `derived_seed` costs no import of torch
 
     return torch.Generator().manual_seed(derived_seed(seed, purpose, *counters))
@@ -30,8 +30,7 @@ def generator(seed: int, purpose: str, *counters: int) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, purpose: str, *counters: int) -> Iterator[None]:
-    """torch's global generators seeded for a while, for library code that draws from them on the CPU
-    (weight init)."""
+    """Within this context torch's global CPU generator is seeded, for library code that draws from it (weight init)."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
 """LoRA adapters inside a model (Hu et al. 2021, arXiv 2106.09685), by the library peft.
 
-They are put into the model in place, so that it stays the class that it was: everything that runs a model
-runs one with adapters, and what is saved is merged into plain weights.
+Adapters are injected in place, so the model keeps its class and runs like any other. When it is saved, they are merged
+into plain weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rlhf_cli.seeding import seeded
 
 
 def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> str:
-    """Freeze the model and give its linear layers adapters that add nothing yet; returns a line about them.
+    """Freeze the model and add adapters to its linear layers. Their initial contribution is zero.
 
-    The heads of a sequence classifier stay trainable as they are. Raises ConfigError, naming the config `key`,
-    where peft is missing or no layer has one of the names.
+    The heads of a sequence classifier stay trainable without adapters. Returns a line for the user. Raises ConfigError,
+    naming the config `key`, if peft is not installed or no layer has one of the names.
     """
     try:
         import peft
@@ -38,9 +38,9 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
         lora_alpha=config.alpha,
         lora_dropout=0.0,
         target_modules=config.target_modules or "all-linear",
-        # A head is trained as it is; "all-linear" would wrap it.
+        # A head is trained without an adapter; "all-linear" would wrap it.
         exclude_modules=[name for name, module in model.named_modules() if id(module) in heads] or None,
-        # GPT-2's layers are transposed ones; peft finds that out with a warning otherwise.
+        # GPT-2's layers are transposed. Without this, peft detects it and warns.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     with seeded(seed, f"lora {key}"):
@@ -56,9 +56,9 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before `add_lora`, for a while."""
+    """Within this context the model computes as before `add_lora`."""
     layers = [layer for _, _, layer in _adapted(model)]
-    assert layers, "without adapters the model would be its own reference"
+    assert layers, "a model without adapters cannot be its own reference"
     were_off = [layer.disable_adapters for layer in layers]
     for layer in layers:
         layer.enable_adapters(False)
@@ -70,7 +70,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A plain model with the adapters added to the weights (a copy), or the model itself where it has none."""
+    """A copy of the model with the adapters merged into plain weights; the model itself if it has none."""
     if not _adapted(model):
         return model
     plain = copy.deepcopy(model)
@@ -81,7 +81,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _adapted(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
-    """(parent, name, layer) of every layer with an adapter; none without peft, which alone can add one."""
+    """(parent, name, layer) of every layer with an adapter."""
     found = []
     for parent in model.modules():
         for name, child in parent.named_children():

@@ -1,4 +1,4 @@
-"""How the forward and backward passes of training are computed, by choice: with less memory, or compiled."""
+"""Options for the forward and backward passes of training: gradient checkpointing, torch.compile, precision."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def set_up_training(
 
 
 def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:
-    """Do for the models that are trained what `gradient_checkpointing`, `compile` and `precision` ask for.
+    """Apply `gradient_checkpointing`, `compile` and `precision` to the models that are trained.
 
-    Returns lines to tell the user, and how many seconds were spent on compiling. Raises ConfigError for a model that
-    can't be computed that way.
+    Returns lines for the user, and the seconds spent on compiling. Raises ConfigError for a model that does not support
+    one of the options.
     """
     lines, seconds = [], 0.0
     if computes_in_bfloat16(device, config.precision) and not has_bfloat16(device):
         lines.append(
-            f"precision: bfloat16 is slower than float32 on this {device.type}, which has no arithmetic for it"
+            f"precision: bfloat16 is slower than float32 on this {device.type}, which has no bfloat16 instructions"
         )
     for model in models:
         if config.gradient_checkpointing:
@@ -77,34 +77,34 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Has this processor or GPU instructions for bfloat16 products? Without them each is computed through float32."""
+    """Whether this processor or GPU has instructions for bfloat16 products. Otherwise each goes through float32."""
     if device.type == "cpu":
-        found = torch.cpu.get_capabilities()
-        return bool(found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16"))
+        has = torch.cpu.get_capabilities()
+        return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return True
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Keep of each layer its input only, and compute the rest again in the backward pass.
+    """Keep only the input of each layer, and recompute the rest in the backward pass (gradient checkpointing).
 
-    The gradient is the same. A layer does so only while it is in training mode (`recomputing`), since a cache of keys
-    and values would be dropped. Raises ConfigError for a family without it in transformers.
+    The gradient is the same. A layer recomputes only in training mode (`recomputing`), because otherwise it would drop
+    a cache of keys and values. Raises ConfigError for a family for which transformers does not implement this.
     """
     try:
-        # The lengths of the packed row are arguments of the layer, so they hold in the second computation too.
+        # The lengths of the packed row are arguments of the layer, so the recomputation has them too.
         model.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError:
         raise ConfigError(
-            f"gradient_checkpointing: transformers has none for a {type(model).__name__}. Remove the key, and lower "
-            "the microbatch size instead"
+            f"gradient_checkpointing: transformers does not support it for a {type(model).__name__}. Remove the key, "
+            "and lower the microbatch size instead"
         ) from None
 
 
 @contextmanager
 def recomputing(*models: PreTrainedModel | None) -> Iterator[None]:
-    """For a while the models' layers are in training mode, which those of `recompute_layers` ask for."""
+    """Within this context the layers of `recompute_layers` are in training mode, so that they recompute."""
     layers = [
         module
         for model in models
@@ -112,21 +112,21 @@ def recomputing(*models: PreTrainedModel | None) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
-    were = [layer.training for layer in layers]
+    were_training = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
     try:
         yield
     finally:
-        for layer, was in zip(layers, were, strict=True):
-            layer.training = was
+        for layer, was_training in zip(layers, were_training, strict=True):
+            layer.training = was_training
 
 
 def compile_passes(model: PreTrainedModel, device: torch.device, precision: str) -> float:
-    """Compile the passes of the backbone that have a backward pass; returns the seconds that it took.
+    """Compile the backbone's passes with gradients; return the seconds that it took.
 
-    Sampling and scoring stay as they are: their shapes differ with every token. Attention does too, one call a
-    sequence as it is. No module is wrapped, so weights keep their names. Raises ConfigError where torch.compile fails.
+    Sampling and scoring are not compiled, because their shapes change with every token. Neither is attention, which is
+    one call per sequence. No module is wrapped, so weights keep their names. Raises ConfigError if torch.compile fails.
     """
     backbone = model.base_model
     plain = backbone.forward
@@ -136,7 +136,7 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
 
-    _leave_attention_out()
+    _exclude_attention()
     backbone.forward = forward
     began = time.monotonic()
     try:
@@ -145,11 +145,11 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
             hidden = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
         hidden.float().sum().backward()
     except Exception as error:
-        # Anything may come from there: no compiler, a library that is missing, a graph that can't be traced.
+        # Many types of error are possible: no compiler, a missing library, a graph that cannot be traced.
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
         raise ConfigError(
-            f"compile: torch.compile fails for this {type(model).__name__} here ({reason}). It needs a C++ compiler "
-            "(g++), and Triton on a GPU; or remove compile: true"
+            f"compile: torch.compile fails for this {type(model).__name__} ({reason}). Install a C++ compiler (g++), "
+            "and Triton for a GPU, or remove compile: true"
         ) from None
     finally:
         model.zero_grad(set_to_none=True)
@@ -157,6 +157,7 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
 
 
 @functools.cache
-def _leave_attention_out() -> None:
+def _exclude_attention() -> None:
+    """Exclude the attention functions from torch.compile."""
     for name in attention.PACKED:
         AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))

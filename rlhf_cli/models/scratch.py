@@ -1,4 +1,4 @@
-"""A model and a tokenizer that start from nothing."""
+"""New models and tokenizers: random weights, and a byte-level BPE trained on the run's texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `texts`; ids 0, 1, 2 are <pad>, <bos>, <eos>, and any text can be written in it."""
+    """A byte-level BPE trained on `texts`. Ids 0, 1, 2 are <pad>, <bos>, <eos>, and it can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = (
@@ -39,8 +39,8 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrain
             show_progress=False,
         ),
     )
-    # Byte-level BPE never meets an unknown token, but for some families transformers loads a tokenizer of its
-    # own class, which would add one to a vocabulary that names none.
+    # Byte-level BPE has no unknown tokens. But for some families transformers loads a tokenizer class that adds an
+    # unknown token to a vocabulary without one.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
@@ -50,9 +50,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrain
 
 
 def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """A causal language model with random weights, its vocabulary that of the tokenizer.
+    """A causal language model with random weights and the tokenizer's vocabulary.
 
-    Raises ConfigError for an architecture or a setting that transformers does not know.
+    Raises ConfigError for an architecture or a setting that transformers does not have.
     """
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     where = "model.scratch"
@@ -62,18 +62,18 @@ def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: in
         raise ConfigError(f"{where}.architecture: transformers has no model type {config.architecture!r}") from None
     unknown = sorted(set(config.config) - known)
     if unknown:
-        raise ConfigError(f"{where}.config: {config.architecture} has no {', '.join(unknown)}")
+        raise ConfigError(f"{where}.config: {config.architecture} has no setting {', '.join(unknown)}")
     try:
         settings = {**config.config, **special, "vocab_size": len(tokenizer)}
         model_config = AutoConfig.for_model(config.architecture, **settings)
         with seeded(seed, "model init"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-        with torch.no_grad():  # Some settings that don't fit together are only met in the forward pass.
+        with torch.no_grad():  # Some settings that contradict each other fail only in a forward pass.
             model.eval()(torch.tensor([[0, 1, 2]]))
     except Exception as error:
-        # Everything in here is transformers building what the user described; its complaints have many types.
+        # transformers raises many types of error for settings that it cannot build.
         reason = str(error).strip().splitlines()
-        raise ConfigError(f"{where}: no such model can be built ({reason[-1] if reason else error!r})") from None
+        raise ConfigError(f"{where}: cannot build this model ({reason[-1] if reason else error!r})") from None
     set_dropout_off(model)
     model.generation_config.update(**special)
     return model

@@ -223,9 +223,9 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> 
 
 def test_unknown_architectures_and_settings_are_reported(project: Path) -> None:
     assert "no model type 'lama'" in fails(project, "sft", "--set", "model.scratch.architecture=lama")
-    assert "llama has no hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
+    assert "llama has no setting hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
     message = fails(project, "sft", "--set", "model.scratch.config.num_attention_heads=3")
-    assert "no such model can be built" in message
+    assert "cannot build this model" in message
 
 
 def test_a_missing_reward_function_is_reported(project: Path) -> None:
