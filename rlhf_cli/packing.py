@@ -25,8 +25,8 @@ import torch
 SHORTEST_PREFIX = 8
 """Minimum number of tokens in a shared prefix. Fewer save nothing."""
 FEWEST_EQUAL = 4
-"""Minimum number of neighbours of equal length that share one attention call. With ten tokens each this is twice as fast.
-Two or three neighbours lose as much in the backward pass as they gain."""
+"""Minimum number of neighbours of equal length that share one attention call. With ten tokens each this is twice as
+fast. Two or three neighbours lose as much in the backward pass as they gain."""
 
 
 class Segment(NamedTuple):
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds of the sequences among the queries (the tokens of the row) and the keys (each sequence with its prefix)."""
+    """Bounds of the sequences among queries (the tokens of the row) and keys (each sequence with its prefix)."""
 
     queries: torch.Tensor
     """[B + 1] int32: where each sequence's queries begin, and the end of the last one."""
