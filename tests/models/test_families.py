@@ -371,7 +371,7 @@ def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, conf
     with pytest.raises(ArtifactError) as error:
         prepare(model, CPU)
     assert str(error.value).startswith(f"{type(model).__name__}: its backbone cannot be called with token ids alone")
-    assert str(error.value).endswith("Give a model of another family")
+    assert str(error.value).endswith("Use a model of another family")
     assert "\n" not in str(error.value)
 
 

@@ -339,7 +339,7 @@ def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: 
         path.write_text(json.dumps(config | {key: value}))
         if value in (None, 1.5) or value is True or (value == -1 and key == "score_mean"):
             continue
-        assert f"config.json says {key}: " in fails(project, "ppo", "--restart"), value
+        assert f"config.json has {key}: " in fails(project, "ppo", "--restart"), value
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "", "null", "3", "[]", '"x"', "{}", "\xff"])
