@@ -244,12 +244,8 @@ def data_generate(
         from rlhf_cli.commands.data_generate import generate
         from rlhf_cli.commands.writer import WriterOptions
 
-        options = WriterOptions(
-            *(model, server, api_key_env, temperature, top_p, max_new_tokens, seed, batch_size, concurrency),
-            timeout_s=timeout,
-            retries=retries,
-            device=device,
-        )
+        sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
+        options = WriterOptions(model, server, api_key_env, *sampling, timeout, retries, device=device)
         generate(
             _source(path, overrides, format, keys),
             task,
@@ -310,12 +306,8 @@ def data_score(
         from rlhf_cli.commands.data_score import score
         from rlhf_cli.commands.writer import WriterOptions
 
-        options = WriterOptions(
-            *(model, server, api_key_env, temperature, top_p, max_new_tokens, seed, batch_size, concurrency),
-            timeout_s=timeout,
-            retries=retries,
-            device=device,
-        )
+        sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
+        options = WriterOptions(model, server, api_key_env, *sampling, timeout, retries, device=device)
         score(
             _source(path, overrides, format, keys),
             out,

@@ -1,4 +1,4 @@
-"""`rlhf config`: check, show and describe config files, without importing torch."""
+"""`rlhf config check`, `show` and `schema`, without importing torch. `config_docs` has `rlhf config docs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_cli.errors import ConfigError
 
 
 def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
-    """Print a line for each good file; every mistake of all files is raised as one ConfigError."""
+    """Print a line for each valid file. Raise one ConfigError with every mistake of all files."""
     problems = []
     for file in _expand(files):
         try:
@@ -21,18 +21,18 @@ def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) ->
         except ConfigError as error:
             problems.append(str(error))
         else:
-            print(f"{file}: a good {name} config")
+            print(f"{file}: valid {name} config")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
-    """Print the resolved config."""
+    """Print the resolved config as YAML."""
     print(dump_config(load_stage_config(stage_of(file, stage), file, overrides)), end="")
 
 
 def schema(stage: str | None) -> None:
-    """Print the JSON Schema of a stage, or of all by name."""
+    """Print the JSON Schema of a stage, or of all stages by name."""
     if stage is not None:
         print(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
     else:
@@ -44,6 +44,6 @@ def _expand(files: Sequence[Path]) -> list[Path]:
     for file in files:
         inside = (sorted(file.glob("*.yaml")) or sorted(file.glob("*/*.yaml"))) if file.is_dir() else []
         if file.is_dir() and not inside:
-            raise ConfigError(f"{file}: no .yaml file in it")
+            raise ConfigError(f"{file}: contains no .yaml file")
         found += inside or [file]
     return found

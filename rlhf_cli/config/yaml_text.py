@@ -70,7 +70,7 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path}: is a directory, must be a YAML config") from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"{path}: can't be read ({reason})") from None
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: more than {MAX_BYTES // 1024} kB, too large for a config")
     try:

@@ -180,8 +180,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
     assert error_for(tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: no such file, must be a YAML config"
     assert error_for(tmp_path) == f"{tmp_path}: is a directory, must be a YAML config"
-    assert error_for("a\0b.yaml").endswith("can't be read (embedded null byte)")
-    assert error_for("a" * 5000).endswith("can't be read (File name too long)")
+    assert error_for("a\0b.yaml").endswith("cannot be read (embedded null byte)")
+    assert error_for("a" * 5000).endswith("cannot be read (File name too long)")
     assert error_for("/dev/zero") == "/dev/zero: more than 256 kB, too large for a config"
     assert error_lines(tmp_path, b"model: m\ndata: \xff\n") == ["x.yaml:2: byte 0xff, must be UTF-8 text"]
     assert error_lines(tmp_path, GOOD.encode("utf-16")) == ["x.yaml:1: byte 0xff, must be UTF-8 text"]

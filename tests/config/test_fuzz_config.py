@@ -479,7 +479,7 @@ def check_by_command(number: int, folder: Path) -> None:
     except ConfigError as error:
         expected, code, message = "", 2, f"error: {error}\n"
     else:
-        expected, code, message = f"{path}: a good {stage} config\n", 0, ""
+        expected, code, message = f"{path}: valid {stage} config\n", 0, ""
     options = [part for text in sets for part in ("--set", text)]
     command = [sys.executable, "-m", "rlhf_cli", "config", "check", str(path), "--stage", stage, *options]
     # An ASCII environment: a character that it cannot encode must not end in a traceback.
