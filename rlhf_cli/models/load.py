@@ -221,7 +221,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     except Exception as error:
-        # safetensors and tokenizers write from Rust and tell of a full disk in errors of their own.
+        # safetensors and tokenizers write from Rust and report a full disk by their own errors.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
             raise ArtifactError(f"{directory}: cannot be written ({_reason(error)}). Make room") from None
         raise

@@ -61,7 +61,7 @@ def sampled_by(model, prompts, table, sampling, name, monkeypatch, **settings):
     return responses
 
 
-def test_the_examples_run():
+def test_doctests():
     assert doctest.testmod(base).failed == 0
     assert doctest.testmod(base).attempted > 2
 
@@ -72,8 +72,8 @@ def test_the_examples_run():
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("read_tokens", [1024, 40])
 @torch.no_grad()
-def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, read_tokens, monkeypatch):
-    """Rows of unequal length over several pages; some leave, and others come when pages have been given back."""
+def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, monkeypatch):
+    """Rows of different lengths over several pages. Some leave, and others enter once pages have been freed."""
     monkeypatch.setattr(paged_module, "READ_TOKENS", read_tokens)
     model, later = made(name), random_ids(3, 66, 20, seed=8)
     texts = [list(prompt) for prompt in PROMPTS]
@@ -101,15 +101,15 @@ def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, read_tokens
     assert compared > 60
     decoder.keep(torch.tensor([], dtype=torch.int64))
     assert sorted(decoder.cache.clean + decoder.cache.unused) == list(range(len(decoder.cache.users))), (
-        "every page came back"
+        "every page is free again"
     )
     assert set(decoder.cache.users) == {0}
 
 
 @pytest.mark.parametrize("name", ["llama one key head", "qwen3", "gpt2"])
 @torch.no_grad()
-def test_a_step_of_more_rows_than_there_are_gives_the_same_logits(name):
-    """Nineteen rows are computed as twenty and seventeen too: the last ones are nobody's."""
+def test_surplus_rows_do_not_change_the_logits(name):
+    """Nineteen rows, and later seventeen, are computed as twenty; the surplus rows belong to no response."""
     model = made(name)
     texts = [list(prompt) for prompt in (*PROMPTS, *random_ids(*range(25, 70, 5), seed=9))]
     decoder = PagedDecoder(model, 160)
@@ -129,7 +129,7 @@ def test_a_step_of_more_rows_than_there_are_gives_the_same_logits(name):
         logits = decoder.step(new if step != 4 else new[1:18])
 
 
-def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
+def test_rows_with_the_same_prompt_share_its_full_pages_only():
     cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
     prompt = list(range(2 * PAGE + 3))
     cache.open_rows([prompt, [1, 2]], [[0, 2, 3], [1]])
@@ -142,8 +142,8 @@ def test_full_pages_of_equal_prompts_are_shared_and_their_rest_is_not():
     assert cache.pages == [second, other]
 
 
-def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
-    """A row of nan, whose pages are used again: what is not yet written has weight 0, and 0 * nan is nan."""
+def test_a_new_row_does_not_read_values_of_an_old_one(monkeypatch):
+    """The pages of a row of NaN are used again. Slots not written yet have weight 0, and 0 * NaN is NaN."""
     monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
     cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
     cache.open_rows([[1] * 40], [[0]])
@@ -158,7 +158,7 @@ def test_what_a_row_left_behind_is_not_read_by_the_next(monkeypatch):
     assert cache.attend(0, query, key, key, 1.0).isfinite().all()
 
 
-def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
+def test_a_growing_pool_keeps_its_values(monkeypatch):
     monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
     cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
     (place,) = cache.open_rows([[1] * 40], [[0]])
@@ -172,13 +172,13 @@ def test_a_pool_that_grows_keeps_what_was_written(monkeypatch):
         assert torch.equal(pool[cache.pages[0]], written)
 
 
-# ------------------------------------------------------------------------------------------- the two tiers
+# ---------------------------------------------------------------------------------- against the plain decoder
 
 
 @pytest.mark.parametrize(
     ("name", "how"), [(name, "plain") for name in FAST] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
 )
-def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
+def test_the_plain_decoder_draws_the_same_tokens(name, how, monkeypatch):
     model = made(name)
     fast = sampled_by(model, PROMPTS, TABLE, HOW[how], "paged", monkeypatch)
     same(fast, sampled_by(model, PROMPTS, TABLE, HOW[how], "plain", monkeypatch))
@@ -188,7 +188,7 @@ def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"])
-def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
+def test_the_batch_size_changes_no_token(name, monkeypatch):
     tier = "plain" if name in GENERAL else "paged"
     model = made(name)
     whole = sampled_by(model, PROMPTS, TABLE, HOW["plain"], tier, monkeypatch)
@@ -203,7 +203,7 @@ def test_how_the_batch_is_cut_changes_no_token(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("how", ["plain", "filters", "min_new_tokens"])
 @pytest.mark.parametrize("max_live_rows", [1, 3, 7])
-def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, monkeypatch):
+def test_a_limit_on_live_rows_changes_no_response(name, how, max_live_rows, monkeypatch):
     tier = "plain" if name in GENERAL else "paged"
     model, most = made(name), []
     whole = sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch)
@@ -214,12 +214,12 @@ def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, mon
     assert max(most) <= max_live_rows
     if tier == "paged" and max_live_rows == 3:
         waves = -(-len(PROMPTS) // 3) * max(len(r.ids) for r in whole)
-        assert len(most) < waves, "rows come in while others go on"
+        assert len(most) < waves, "rows enter while others continue"
 
 
 @pytest.mark.parametrize("tier", ["paged", "plain"])
-def test_tokens_come_as_often_as_the_model_says(tier, monkeypatch):
-    """Two tokens a row, over all pairs of a small vocabulary."""
+def test_token_frequencies_match_the_models_probabilities(tier, monkeypatch):
+    """Two tokens per row: all pairs of a small vocabulary."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **{**_LLAMA, "vocab_size": 7})
     model, n = AutoModelForCausalLM.from_config(config).eval(), 20_000
@@ -234,12 +234,12 @@ def test_tokens_come_as_often_as_the_model_says(tier, monkeypatch):
         counts[tuple(response.ids)] += 1
     assert wanted.min() > 5
     chi_square = ((counts - wanted).square() / wanted).sum()
-    assert chi_square < 86, "48 degrees of freedom: once in 1,600 times by chance, and the seed is fixed"
+    assert chi_square < 86, "48 degrees of freedom: exceeded by chance once in 1,600 times; the seed is fixed"
     assert chi_square > 20
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
-def test_new_weights_are_sampled_from_at_once(name, monkeypatch):
+def test_a_new_decoder_samples_from_the_new_weights(name, monkeypatch):
     model = copy.deepcopy(made(name))
     before = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
     for number in range(len(list(model.parameters()))):
@@ -253,7 +253,7 @@ def test_new_weights_are_sampled_from_at_once(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("targets", ["all", "some"])
-def test_adapters_are_sampled_through_and_can_be_off(name, targets, monkeypatch):
+def test_adapters_count_and_can_be_disabled(name, targets, monkeypatch):
     pytest.importorskip("peft")
     model = copy.deepcopy(made(name))
     plain = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
@@ -271,7 +271,7 @@ def test_adapters_are_sampled_through_and_can_be_off(name, targets, monkeypatch)
         same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), plain)
 
 
-def test_without_onednn_it_is_the_same(monkeypatch):
+def test_responses_are_the_same_without_onednn(monkeypatch):
     for name in ("llama biases", "gpt2"):
         model = made(name)
         usual = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
@@ -284,12 +284,12 @@ def test_without_onednn_it_is_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_the_fast_families_are_fast(name):
+def test_the_paged_decoder_supports_these_families(name):
     assert why_not(made(name), 200) is None
 
 
 @pytest.mark.parametrize("name", GENERAL)
-def test_other_families_say_why_not(name):
+def test_other_families_are_refused_with_a_reason(name):
     model, reason = made(name), GENERAL[name][2]
     assert reason in why_not(model)
     (line,) = choose.decoder_notes(model, 1)
@@ -298,8 +298,8 @@ def test_other_families_say_why_not(name):
     assert sample(model, PROMPTS[:2], TABLE[:2, :3], Sampling())
 
 
-def test_a_text_beyond_the_sliding_window_goes_through_the_forward(monkeypatch):
-    """Up to the window all is seen, and one token more would not be."""
+def test_texts_longer_than_the_sliding_window_use_the_plain_decoder(monkeypatch):
+    """Up to the window every token attends to all others; one token more would not."""
     config = AutoConfig.for_model("mistral", **{**_LLAMA, "sliding_window": 48})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -314,8 +314,8 @@ def test_a_text_beyond_the_sliding_window_goes_through_the_forward(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["rotate", "causal_attention", "_gated"])
-def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
-    """As it would be with a transformers that computes something else."""
+def test_a_decoder_that_differs_from_the_model_is_refused(wrong, monkeypatch):
+    """As with a release of transformers that computes something else."""
     model = copy.deepcopy(made("llama"))
     right = {
         "rotate": lambda x, _: x,
@@ -328,24 +328,24 @@ def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
     assert isinstance(choose_decoder(model, 100, 1), PlainDecoder)
 
 
-def test_modules_that_are_not_there_are_no_traceback():
+def test_missing_modules_are_a_reason_and_not_a_traceback():
     model = copy.deepcopy(made("llama"))
     model.model.layers[1].mlp = torch.nn.Identity()
     assert "AttributeError" in why_not(model)
 
 
-def test_a_model_that_is_changed_is_checked_again():
+def test_a_model_with_replaced_modules_is_checked_again():
     model = copy.deepcopy(made("llama"))
     assert why_not(model) is None
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Tanh())
-    assert why_not(model) is None, "called as it is"
+    assert why_not(model) is None, "another module is called as it is"
     block = model.model.layers[0]
     block.forward = lambda hidden, *_, **__: 2 * hidden
     block.extra = torch.nn.Identity()
     assert "differs" in why_not(model)
 
 
-def test_hooks_are_not_passed_by():
+def test_a_model_with_hooks_is_refused():
     model = copy.deepcopy(made("llama"))
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert "hooks" in why_not(model)
@@ -354,7 +354,7 @@ def test_hooks_are_not_passed_by():
 
 
 @pytest.mark.parametrize("way", ["a bfloat16 model", "autocast"])
-def test_bfloat16_goes_through_the_forward(way, monkeypatch):
+def test_bfloat16_uses_the_plain_decoder(way, monkeypatch):
     model = copy.deepcopy(made("llama"))
     if way == "a bfloat16 model":
         model = model.to(torch.bfloat16)
@@ -365,7 +365,7 @@ def test_bfloat16_goes_through_the_forward(way, monkeypatch):
     assert way == "a bfloat16 model" or why_not(model) is None
 
 
-def test_a_model_of_few_positions_is_checked_within_them():
+def test_the_check_stays_within_the_models_positions():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **{**_GPT2, "n_positions": 12})).eval()
     assert why_not(model, 12) is None
@@ -376,7 +376,7 @@ def test_a_model_of_few_positions_is_checked_within_them():
 
 @pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 1000, 50_257])
 @pytest.mark.parametrize("temperature", [0.4, 1.0])
-def test_a_draw_is_the_first_token_whose_cumulative_probability_is_above_u(vocabulary, temperature):
+def test_a_draw_is_the_first_token_whose_cumulative_probability_exceeds_u(vocabulary, temperature):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(40, vocabulary, generator=generator)
     logits[:, ::5] = -math.inf

@@ -1,7 +1,7 @@
-"""The GPU's tier of sampling, on a CPU: its step without a graph, and recorded by torch.fx in the place of a graph.
+"""The static decoder on a CPU: its step without a graph, and recorded by torch.fx instead of a CUDA graph.
 
-What torch.fx records has, as a CUDA graph has, every shape, every number of Python's and every tensor's memory burned
-in. The capture itself needs a GPU; those tests are skipped without one.
+Like a CUDA graph, a torch.fx recording fixes every shape, every Python number and every tensor's memory. The capture
+itself needs a GPU; its tests are skipped without one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def autocast(dtype):
 
 
 class Recorded:
-    """What torch.fx saw of one step."""
+    """One step as torch.fx recorded it."""
 
     def __init__(self, decoder, num_rows, num_keys):
         decoder._step(num_rows, num_keys)
@@ -49,7 +49,7 @@ class Recorded:
 
 
 def record(monkeypatch):
-    """Let every decoder replay its steps."""
+    """Make every decoder replay recorded steps."""
     monkeypatch.setattr(StaticDecoder, "_record", lambda *args: Recorded(*args))
     start = StaticDecoder.__init__
 
@@ -61,7 +61,7 @@ def record(monkeypatch):
 
 
 def sampled_by(tier, model, prompts, table, how, monkeypatch, **settings):
-    """By the static decoder or the general tier, and certainly by it."""
+    """Responses that were certainly sampled by the static or the plain decoder."""
     made_decoders = []
 
     def chosen(model, longest, rows, _name):
@@ -91,7 +91,7 @@ def why_not(model, longest=1):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    """So that these short texts cross some."""
+    """Small buckets, so that these short texts cross some."""
     monkeypatch.setattr(static_module, "BUCKET", 16)
     monkeypatch.setattr(static_module, "READ_TOKENS", 60)
 
@@ -100,7 +100,7 @@ def small_buckets(monkeypatch):
 
 
 def walk(decoder, num_steps):
-    """Rows of unequal length; some leave, others come beside them. Yields each step's texts and logits."""
+    """Rows of different lengths. Some leave, others enter. Yields the texts and logits of each step."""
     texts, later = [list(prompt) for prompt in PROMPTS], random_ids(3, 66, 20, seed=8)
     logits = decoder.admit(PROMPTS)
     drawn = torch.Generator().manual_seed(5)
@@ -124,7 +124,7 @@ def walk(decoder, num_steps):
     ("name", "way"), [(name, "directly") for name in FAST] + [(name, "recorded") for name in ("llama", "qwen3", "gpt2")]
 )
 @torch.no_grad()
-def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, way, monkeypatch):
+def test_the_logits_of_every_step_equal_a_plain_forward(name, way, monkeypatch):
     if way == "recorded":
         record(monkeypatch)
     model, compared = made(name), 0
@@ -146,8 +146,8 @@ def test_the_logits_of_every_step_are_those_of_a_plain_forward(name, way, monkey
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("name", FAST)
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float32_as_the_forward_is(name):
-    """On average over many logits, where its own copies of weights and its own order of sums make the only gap."""
+def test_bfloat16_is_as_close_to_float32_as_a_plain_forward(name):
+    """On average over many logits. Only its copies of the weights and its order of sums may differ."""
     model, ours, theirs, size = made(name), 0.0, 0.0, 0.0
     decoder = StaticDecoder(model, 150, 12, torch.bfloat16)
     for step, (texts, logits) in enumerate(walk(decoder, 45)):
@@ -160,7 +160,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_forward_is(name):
                 theirs += (plain - exact).square().sum().item()
                 size += exact.square().sum().item()
     assert 0 < ours <= 1.3**2 * theirs
-    assert theirs < 0.03**2 * size, "or anything would do"
+    assert theirs < 0.03**2 * size, "otherwise any result would pass"
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -195,8 +195,8 @@ def test_equal_prompts_are_read_once(monkeypatch):
 
 
 @torch.no_grad()
-def test_what_a_row_left_behind_is_not_read_by_the_next():
-    """A row of nan: what is not yet written has weight 0, and 0 * nan is nan."""
+def test_a_new_row_does_not_read_values_of_an_old_one():
+    """The slot of a row of NaN is used again. Places not written yet have weight 0, and 0 * NaN is NaN."""
     decoder = StaticDecoder(made("llama"), 60, 2, torch.float32)
     decoder.admit(random_ids(30, 5))
     for pool in (*decoder.keys, *decoder.values):
@@ -207,8 +207,8 @@ def test_what_a_row_left_behind_is_not_read_by_the_next():
 
 
 @torch.no_grad()
-def test_a_row_that_is_full_goes_on_for_nothing():
-    """With a table of positions that ends there (GPT-2)."""
+def test_a_full_row_does_not_disturb_the_others():
+    """Also if the model has a table of positions that ends there (GPT-2)."""
     decoder = StaticDecoder(made("gpt2"), 256, 2, torch.float32)
     text = random_ids(250, 100)
     decoder.admit(text)
@@ -218,14 +218,14 @@ def test_a_row_that_is_full_goes_on_for_nothing():
         assert (logits[1] - plain_logits(made("gpt2"), text[1])[-1]).abs().max() < 1e-3, step
 
 
-# -------------------------------------------------------------------------------------- against the general tier
+# ---------------------------------------------------------------------------------- against the plain decoder
 
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
     ("name", "how"), [(name, "plain") for name in NAMES] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
 )
-def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
+def test_the_plain_decoder_draws_the_same_tokens(name, how, monkeypatch):
     model = made(name)
     found = sampled_by("static", model, PROMPTS, TABLE, HOW[how], monkeypatch)
     same(found, sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch))
@@ -234,7 +234,7 @@ def test_both_tiers_draw_the_same_tokens(name, how, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_too(name, monkeypatch):
+def test_greedy_sampling_draws_the_same_tokens(name, monkeypatch):
     model, how = made(name), Sampling(top_k=1, stop=HOW["plain"].stop)
     found = sampled_by("static", model, PROMPTS, TABLE, how, monkeypatch)
     same(found, sampled_by("general", model, PROMPTS, TABLE, how, monkeypatch))
@@ -247,8 +247,8 @@ def test_greedy_too(name, monkeypatch):
     [(how, n, "directly") for how in ("plain", "min_new_tokens", "endless") for n in (1, 3, 7)]
     + [("plain", 7, "recorded"), ("endless", 3, "recorded")],
 )
-def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, way, monkeypatch):
-    """A row that has ended goes on for a step or more, and no neighbour of it sees that."""
+def test_a_limit_on_live_rows_changes_no_response(name, how, max_live_rows, way, monkeypatch):
+    """An ended row continues for a step or more, without an effect on its neighbours."""
     model, most = made(name), []
     whole = sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch)
     if way == "recorded":
@@ -260,7 +260,7 @@ def test_prompts_that_wait_give_the_same_responses(name, how, max_live_rows, way
     assert max(most) <= max_live_rows
 
 
-def test_as_many_rows_as_fit_give_the_same_responses(monkeypatch):
+def test_limited_memory_changes_no_response(monkeypatch):
     model = made("qwen2")
     whole = sampled_by("static", model, PROMPTS, TABLE, HOW["plain"], monkeypatch)
     monkeypatch.setattr(static_module, "_rows_that_fit", lambda _bytes, rows, _device: min(rows, 4))
@@ -270,7 +270,7 @@ def test_as_many_rows_as_fit_give_the_same_responses(monkeypatch):
     assert max(most) == 4
 
 
-def test_rows_are_counted_from_what_the_gpu_has_free(monkeypatch):
+def test_the_number_of_rows_follows_from_the_free_memory(monkeypatch):
     gpu = torch.device("cuda")
     for name, number in {"memory_reserved": 500, "memory_allocated": 300}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, number=number: number)
@@ -283,7 +283,7 @@ def test_rows_are_counted_from_what_the_gpu_has_free(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_row_takes_the_memory_that_is_reckoned(monkeypatch):
+def test_a_row_takes_the_computed_memory(monkeypatch):
     reckoned = []
     monkeypatch.setattr(static_module, "_rows_that_fit", lambda size, rows, _: reckoned.append(size) or rows)
     for dtype in PRECISIONS:
@@ -293,8 +293,8 @@ def test_a_row_takes_the_memory_that_is_reckoned(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_responses_in_bfloat16_have_the_log_probabilities_of_the_model(name, monkeypatch):
-    """As nearly as those of the general tier under the same autocast have."""
+def test_log_probabilities_in_bfloat16_are_close_to_the_models(name, monkeypatch):
+    """As close as those of the plain decoder under the same autocast."""
     model, gaps = made(name), {}
     for tier in ("static", "general"):
         with autocast(torch.bfloat16):
@@ -308,8 +308,8 @@ def test_responses_in_bfloat16_have_the_log_probabilities_of_the_model(name, mon
     assert 1e-4 < gaps["static"] <= 1.3 * gaps["general"] < 0.2
 
 
-def test_ppo_in_bfloat16_learns_from_what_it_sampled(pipeline, run_stage, tmp_path, monkeypatch):
-    """The old log-probabilities are those of the training's forward, so that of the sampler need only be near."""
+def test_ppo_in_bfloat16_has_a_first_ratio_of_exactly_1(pipeline, run_stage, tmp_path, monkeypatch):
+    """The old log-probabilities are recomputed by the training forward, so those of the sampler need only be close."""
     root, steps, step = pipeline("llama"), [], StaticDecoder.step
     on_a_gpu(monkeypatch)
     record(monkeypatch)
@@ -336,7 +336,7 @@ def test_ppo_in_bfloat16_learns_from_what_it_sampled(pipeline, run_stage, tmp_pa
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 @torch.no_grad()
-def test_new_weights_are_sampled_from_at_once(name, dtype):
+def test_a_new_decoder_samples_from_the_new_weights(name, dtype):
     model = copy.deepcopy(made(name))
     with autocast(dtype):
         before = static_decoder(model, 50, 10).admit(PROMPTS[:3])
@@ -349,7 +349,7 @@ def test_new_weights_are_sampled_from_at_once(name, dtype):
 
 
 @torch.no_grad()
-def test_bfloat16_copies_the_linear_layers_and_float32_nothing():
+def test_linear_layers_are_copied_in_bfloat16_and_not_in_float32():
     model = made("llama")
     addresses = {weight.data_ptr() for weight in model.parameters()}
     seen = []
@@ -374,7 +374,7 @@ def test_bfloat16_copies_the_linear_layers_and_float32_nothing():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("targets", ["all", "some"])
 @torch.no_grad()
-def test_adapters_are_sampled_through_and_can_be_off(name, targets, dtype, monkeypatch):
+def test_adapters_count_and_can_be_disabled(name, targets, dtype, monkeypatch):
     pytest.importorskip("peft")
     record(monkeypatch)
     model = copy.deepcopy(made(name))
@@ -403,14 +403,14 @@ def test_adapters_are_sampled_through_and_can_be_off(name, targets, dtype, monke
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", FAST)
-def test_the_fast_families_are_taken(name, dtype):
+def test_the_static_decoder_supports_these_families(name, dtype):
     with autocast(dtype):
         assert static_decoder(made(name), 200, 4).dtype == dtype
 
 
 @pytest.mark.parametrize("wrong", ["rotate", "packed_attention", "_rms_norm"])
-def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
-    """As it would be with a transformers that computes something else."""
+def test_a_decoder_that_differs_from_the_model_is_refused(wrong, monkeypatch):
+    """As with a release of transformers that computes something else."""
     on_a_gpu(monkeypatch)
     right = {
         "rotate": lambda x, _: x,
@@ -424,8 +424,8 @@ def test_a_decoder_that_differs_is_found_out(wrong, monkeypatch):
         assert isinstance(choose_decoder(model, 100, 2), PlainDecoder)
 
 
-def test_a_bfloat16_that_differs_is_found_out(monkeypatch):
-    """What float32 does not show: copies that are off by a fiftieth."""
+def test_wrong_bfloat16_copies_are_refused(monkeypatch):
+    """An error that float32 does not show: copies that are off by 2 %."""
     on_a_gpu(monkeypatch)
     linear_in = static_module._linear_in
 
@@ -440,7 +440,7 @@ def test_a_bfloat16_that_differs_is_found_out(monkeypatch):
         assert "in bfloat16 the static decoder is" in why_not(model, 100)
 
 
-def test_a_model_that_is_changed_is_checked_again(monkeypatch):
+def test_a_model_with_replaced_modules_is_checked_again(monkeypatch):
     on_a_gpu(monkeypatch)
     model = copy.deepcopy(made("llama"))
     assert why_not(model) is None
@@ -453,7 +453,7 @@ def test_a_model_that_is_changed_is_checked_again(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["a bfloat16 model", "float16"])
-def test_other_precisions_go_through_the_forward(way, monkeypatch):
+def test_other_precisions_are_refused(way, monkeypatch):
     on_a_gpu(monkeypatch)
     model = copy.deepcopy(made("llama"))
     if way == "a bfloat16 model":
@@ -462,7 +462,7 @@ def test_other_precisions_go_through_the_forward(way, monkeypatch):
         assert "weights in float32" in why_not(model)
 
 
-def test_a_capture_that_fails_is_no_traceback(monkeypatch):
+def test_a_failing_capture_is_a_reason_and_not_a_traceback(monkeypatch):
     on_a_gpu(monkeypatch)
     record(monkeypatch)
 
@@ -476,8 +476,8 @@ def test_a_capture_that_fails_is_no_traceback(monkeypatch):
 # --------------------------------------------------------------------------------------------- the recording
 
 
-def test_a_graph_is_recorded_as_torch_shows_it(monkeypatch):
-    """Warm-up on a stream of its own, then the capture, of the same step, with arguments that torch has."""
+def test_a_graph_is_recorded_as_torch_documents(monkeypatch):
+    """Warm-up on a side stream, then the capture of the same step, with arguments that torch accepts."""
     log, takes = [], inspect.signature(torch.cuda.graph)
 
     @contextmanager
@@ -509,8 +509,8 @@ def test_a_graph_is_recorded_as_torch_shows_it(monkeypatch):
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @torch.no_grad()
-def test_neither_a_step_nor_reading_prompts_asks_the_device_for_a_number(name, dtype, monkeypatch):
-    """Tensors without numbers refuse that, and to be mixed with tensors of the host."""
+def test_the_host_never_waits_for_the_device(name, dtype, monkeypatch):
+    """Meta tensors raise if their values are read, or if they are mixed with tensors of the host."""
     monkeypatch.setattr(StaticDecoder, "_autocast", lambda _: nullcontext())
     model = copy.deepcopy(made(name)).to("meta")
     decoder = StaticDecoder(model, 60, 4, dtype)
@@ -519,7 +519,7 @@ def test_neither_a_step_nor_reading_prompts_asks_the_device_for_a_number(name, d
         assert decoder.step(torch.zeros(3, dtype=torch.int64, device="meta")).shape == (3, VOCAB)
 
 
-def test_a_step_of_the_sampler_reads_one_number_and_that_a_step_late(monkeypatch):
+def test_the_sampler_reads_one_number_per_step_one_step_late(monkeypatch):
     asked, steps, read = [], [], []
 
     class Asked(TorchDispatchMode):
@@ -534,8 +534,8 @@ def test_a_step_of_the_sampler_reads_one_number_and_that_a_step_late(monkeypatch
     monkeypatch.setattr(static_module, "_why_not", lambda *_: "")
     with Asked():
         sampled_by("static", copy.deepcopy(model), PROMPTS, TABLE, Sampling(), monkeypatch)
-    assert len(steps) == LONGEST, "the last of them is for nothing"
-    assert steps[:4] == [0, 1, 2, 3], "before a step those of all steps but the last are read"
+    assert len(steps) == LONGEST, "the last step is wasted"
+    assert steps[:4] == [0, 1, 2, 3], "before a step, the counts of all steps but the last have been read"
     assert len(asked) == len(read) + 2, "the tokens of all prompts, which the host has, and who stays at the end"
 
 
@@ -546,7 +546,7 @@ def test_a_step_of_the_sampler_reads_one_number_and_that_a_step_late(monkeypatch
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @torch.no_grad()
-def test_a_replayed_graph_gives_what_the_step_gives(name, dtype):
+def test_a_replayed_graph_equals_the_step(name, dtype):
     model = copy.deepcopy(made(name)).to("cuda")
     direct, replayed = (StaticDecoder(model, 200, 4, dtype) for _ in range(2))
     direct.uses_graphs = False
@@ -566,7 +566,7 @@ def test_a_replayed_graph_gives_what_the_step_gives(name, dtype):
 @no_gpu
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_it_is_the_tier(name, dtype):
+def test_the_static_decoder_samples_on_a_gpu(name, dtype):
     model = copy.deepcopy(made(name)).to("cuda")
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         assert why_not(model, 200) is None

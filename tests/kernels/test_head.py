@@ -1,4 +1,4 @@
-"""Log-probabilities without the logits are those with them, in value and gradient."""
+"""Log-probabilities in chunks equal those from full logits, in value and gradient."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_of(kind: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, temperature: float, has_bias: bool):
+def test_values_and_gradients_equal_those_of_full_logits(monkeypatch, temperature: float, has_bias: bool):
     monkeypatch.setattr(head, "CHUNK", 3 * 11)  # three tokens at a time
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, temperature
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_under_autocast_the_products_are_in_bfloat16():
+def test_autocast_computes_the_products_in_bfloat16():
     torch.manual_seed(0)
     hidden, weight, ids = torch.randn(4, 64), torch.randn(11, 64, requires_grad=True), torch.arange(4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -84,8 +84,8 @@ def test_under_autocast_the_products_are_in_bfloat16():
     assert torch.allclose(a, b, atol=2e-2 * b.abs().max())
 
 
-def test_many_chunks_in_bfloat16_add_up_as_well_as_one(monkeypatch):
-    """A thousand small gradients, one a chunk: their sum in bfloat16 would stop growing at 256 of them."""
+def test_gradients_of_many_chunks_in_bfloat16_are_not_rounded_away(monkeypatch):
+    """A thousand small gradients, one per chunk. Summed in bfloat16 they would stop growing after 256."""
     hidden, weight = torch.ones(1000, 8), torch.zeros(4, 8, requires_grad=True)
     ids = torch.zeros(1000, dtype=torch.int64)
     monkeypatch.setattr(head, "CHUNK", 4)
@@ -96,8 +96,8 @@ def test_many_chunks_in_bfloat16_add_up_as_well_as_one(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "gpt2", "gpt-neox", "mixtral", "scaled", "capped"])
-def test_a_model_gives_the_same_whichever_way(monkeypatch, kind: str):
-    """A family that does something to its logits behind the head keeps them whole."""
+def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind: str):
+    """A family that changes its logits after the head keeps full logits."""
     chunked = []
     real = forward.linear_logprobs
     monkeypatch.setattr(forward, "linear_logprobs", lambda *a, **k: chunked.append(1) or real(*a, **k))

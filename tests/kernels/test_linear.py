@@ -1,4 +1,4 @@
-"""Products by oneDNN are torch's own, in value and gradient, and only where they are meant to be."""
+"""Products by oneDNN equal torch's, in value and gradient, and are used only where intended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast o
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (1, 700, 7)])
 @pytest.mark.parametrize("outputs", [3, 11])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
+def test_values_and_gradients_equal_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
     torch.manual_seed(0)
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(outputs, 7, requires_grad=True)
     bias = torch.randn(outputs, requires_grad=True) if has_bias else None
@@ -32,7 +32,7 @@ def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], outputs
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-def test_views_in_any_strides():
+def test_any_strides_are_accepted():
     torch.manual_seed(0)
     x, weight = torch.randn(7, 9).t(), torch.randn(7, 5).t()
     assert torch.allclose(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
@@ -41,7 +41,7 @@ def test_views_in_any_strides():
 
 
 @needs_onednn
-def test_only_plain_float32_goes_there(monkeypatch: pytest.MonkeyPatch):
+def test_only_float32_without_autocast_uses_onednn(monkeypatch: pytest.MonkeyPatch):
     def never(*_args: object) -> None:
         raise AssertionError("oneDNN was asked")
 
@@ -56,7 +56,7 @@ def test_only_plain_float32_goes_there(monkeypatch: pytest.MonkeyPatch):
 
 @needs_onednn
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_model_is_the_same_but_for_rounding(kind: str):
+def test_a_model_changes_by_rounding_only(kind: str):
     torch.manual_seed(0)
     plain: torch.nn.Module
     if kind == "llama":
@@ -85,7 +85,7 @@ def test_a_model_is_the_same_but_for_rounding(kind: str):
 @pytest.mark.parametrize(
     ("maker", "capability"), [("GenuineIntel", "AVX512"), ("", "AVX512"), ("AuthenticAMD", "AVX2")]
 )
-def test_elsewhere_torch_multiplies(maker: str, capability: str, monkeypatch: pytest.MonkeyPatch):
+def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_maker", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert not prefers_onednn.__wrapped__()

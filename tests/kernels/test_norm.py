@@ -1,4 +1,4 @@
-"""RMSNorm in few passes is transformers' own, in value and gradient, and Gemma's is left alone."""
+"""The fast RMSNorm equals that of transformers, in value and gradient, and does not replace Gemma's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlhf_cli.kernels.norm import KINDS, FastRMSNorm, rms_norm, use_fast_norm
 ALL = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
-def test_all_kinds_are_looked_at_here():
+def test_all_kinds_are_tested_here():
     assert {kind.__name__ for kind in ALL} == KINDS
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
-def test_values_and_gradients_are_those_of_transformers(kind: type, shape: tuple[int, ...]):
+def test_values_and_gradients_equal_those_of_transformers(kind: type, shape: tuple[int, ...]):
     torch.manual_seed(0)
     layer = kind(6, eps=1e-3)
     torch.nn.init.normal_(layer.weight)
@@ -41,14 +41,14 @@ def test_values_and_gradients_are_those_of_transformers(kind: type, shape: tuple
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_by_differences():
+def test_the_gradient_equals_finite_differences():
     torch.manual_seed(0)
     x, weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
     weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (x, weight))
 
 
-def test_other_types_and_other_layers_stay_as_they_are():
+def test_other_types_and_layers_do_not_change():
     x = torch.randn(2, 4, dtype=torch.bfloat16)
     layer = LlamaRMSNorm(4)
     expected = layer(x)

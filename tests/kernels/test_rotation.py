@@ -1,4 +1,4 @@
-"""Rotations in few passes, and the attention layers that make them, are transformers' own, in value and gradient."""
+"""The fast rotation and its attention layers equal those of transformers, in value and gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROWS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 7]
 
 
 def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A random model as transformers has it, and the same prepared."""
+    """A random model of transformers, and a prepared copy."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
     for parameter in plain.parameters():  # Biases start at zero and norms at one, which would hide their loss.
@@ -54,7 +54,7 @@ def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def of_rows(model: PreTrainedModel) -> torch.Tensor:
-    """Hidden states of ROWS, one plain forward each; with a mask, or packed attention would drop the window."""
+    """Hidden states of ROWS, one plain forward each. With a mask, because packed attention would drop the window."""
     inputs = [torch.tensor([row]) for row in ROWS]
     outputs = [model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in inputs]
     return torch.cat([output.last_hidden_state[0] for output in outputs])
@@ -81,12 +81,12 @@ def assert_same(ours: PreTrainedModel, found: torch.Tensor, theirs: PreTrainedMo
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-4 * b[name].abs().max().item()), name
 
 
-def test_all_families_are_looked_at_here():
+def test_all_families_are_tested_here():
     assert set(CONFIGS) == set(WINDOWS)
 
 
 @pytest.mark.parametrize("heads", [2, 3])
-def test_a_rotation_is_that_of_transformers(heads: int):
+def test_a_rotation_equals_that_of_transformers(heads: int):
     torch.manual_seed(0)
     x, grad = torch.randn(2, 5, heads, 8).transpose(1, 2), torch.randn(2, heads, 5, 8)
     angles = torch.randn(2, 5, 4)
@@ -102,7 +102,7 @@ def test_a_rotation_is_that_of_transformers(heads: int):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_is_the_same_but_for_rounding(family: str):
+def test_a_model_changes_by_rounding_only(family: str):
     plain, fast = two(family)
     wanted = of_rows(plain)
     assert_same(fast, packed(fast), plain, wanted)
@@ -112,14 +112,14 @@ def test_a_model_is_the_same_but_for_rounding(family: str):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_with_recomputed_layers(family: str):
+def test_recomputed_layers_change_by_rounding_only(family: str):
     plain, fast = two(family)
     recompute_layers(fast)
     assert_same(fast, packed(fast), plain, of_rows(plain))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_with_adapters(family: str):
+def test_adapters_change_by_rounding_only(family: str):
     pytest.importorskip("peft")
     plain, fast = two(family)
     for model in (plain, fast):
@@ -132,7 +132,7 @@ def test_with_adapters(family: str):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_with_a_cache(family: str):
+def test_a_cache_changes_by_rounding_only(family: str):
     plain, fast = two(family)
     ids = torch.tensor([ROWS[0]])
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_with_a_cache(family: str):
     assert torch.allclose(torch.cat([first.logits, rest], 1), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_elsewhere_the_layer_is_transformers_own(monkeypatch: pytest.MonkeyPatch):
+def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypatch: pytest.MonkeyPatch):
     def never(*_args: object) -> None:
         raise AssertionError("rotated here")
 
@@ -161,7 +161,7 @@ def test_elsewhere_the_layer_is_transformers_own(monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(of_rows(fast.double()), of_rows(plain.double()))
 
 
-def test_a_layer_that_would_change_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_whose_output_would_change_keeps_its_class(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["LlamaAttention"]))
     monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])

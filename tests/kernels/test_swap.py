@@ -60,7 +60,7 @@ def test_no_layer_gets_the_class_if_the_first_computes_something_else(
     assert {type(layer) for layer in kept} == {torch.nn.Linear}
 
 
-def test_no_layers_are_nothing_to_do() -> None:
+def test_an_empty_list_is_accepted() -> None:
     assert swap_class([], Scaled, probe) is None
 
 

@@ -39,7 +39,7 @@ def page() -> ModuleType:
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_a_model_without_weights_costs_about_what_the_same_model_with_weights_costs(family: str) -> None:
+def test_costs_on_the_meta_device_are_close_to_those_on_a_cpu(family: str) -> None:
     config = AutoConfig.for_model(family, vocab_size=50, **SETTINGS[family])
     real = AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def test_a_model_without_weights_costs_about_what_the_same_model_with_weights_co
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_the_cache_takes_the_bytes_that_a_forward_pass_writes(family: str) -> None:
+def test_cache_bytes_equal_those_that_a_forward_pass_writes(family: str) -> None:
     config = AutoConfig.for_model(family, vocab_size=50, **SETTINGS[family])
     model, cache = AutoModelForCausalLM.from_config(config), DynamicCache(config=config)
     model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache)
@@ -60,7 +60,7 @@ def test_the_cache_takes_the_bytes_that_a_forward_pass_writes(family: str) -> No
     assert cache_bytes(model, 5, 2) == written / 2
 
 
-def test_a_run_needs_what_its_models_need(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_run_follows_from_its_models(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"hidden": 64, "mlp": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 500}
     monkeypatch.setattr(page, "MODELS", {"small": ("llama", size)})
     gigabytes = {method: page.needed(make("small")) for method, make in page.METHODS.items() if "LoRA" not in method}
@@ -72,7 +72,7 @@ def test_a_run_needs_what_its_models_need(page: ModuleType, monkeypatch: pytest.
     assert static_bytes(run.trained, run.frozen) == 20 * (weights + head)
 
 
-def test_adapters_leave_the_moments_of_the_weights_out(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_need_no_moments_of_the_frozen_weights(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     size = {"hidden": 64, "mlp": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 5000}
     monkeypatch.setattr(page, "MODELS", {"small": ("llama", size)})
@@ -89,7 +89,7 @@ def test_the_largest_model_is_the_last_that_fits(page: ModuleType) -> None:
     assert page.largest(needs, "SFT", 4) == "none of these"
 
 
-def test_the_page_was_written_by_the_script_as_it_is(page: ModuleType) -> None:
+def test_the_page_matches_its_script(page: ModuleType) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert page.MEASUREMENT in text
     assert f"{page.TOKENS:,} tokens" in text

@@ -1,4 +1,4 @@
-"""Packed rows with shared prefixes, against one plain forward a sequence: what stands where, and what comes out."""
+"""Packed rows with shared prefixes against one plain forward per sequence: indices, values and gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHARED = [0, 19, 0, 0, 19, 9, 0, 11]
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request):
-    """(a model as transformers makes it, the same on packed rows)."""
+    """(a model of transformers, the same model on packed rows)."""
     return made(request.param)
 
 
@@ -105,14 +105,14 @@ def same_gradients(model, plain, tolerance=1e-4):
         m.zero_grad()
 
 
-# --------------------------------------------------------------------------------- what stands where
+# ------------------------------------------------------------------------------- places in the row
 
 
 def everywhere(batch):
     return batch.indices([0] * len(batch.segments), batch.lengths)
 
 
-def test_every_token_is_found_where_the_sequence_says():
+def test_indices_find_every_token_of_a_sequence():
     batch = pack(SEQUENCES, groups=GROUPS)
     at = everywhere(batch)
     assert batch.ids[at].tolist() == [i for sequence in SEQUENCES for i in sequence]
@@ -122,7 +122,7 @@ def test_every_token_is_found_where_the_sequence_says():
     assert [segment.prefix_length for segment in batch.segments] == SHARED
     assert batch.ids[batch.last].tolist() == [sequence[-1] for sequence in SEQUENCES]
     assert len(set(batch.last.tolist())) == len(SEQUENCES)
-    assert sorted(set(at.tolist())) == list(range(len(batch.ids))), "nothing stands in the row for nobody"
+    assert sorted(set(at.tolist())) == list(range(len(batch.ids))), "every place in the row belongs to a sequence"
 
 
 def test_without_groups_nothing_is_shared():
@@ -133,8 +133,8 @@ def test_without_groups_nothing_is_shared():
     assert batch.bounds.key_indices is None
 
 
-def test_positions_of_responses_reach_into_the_shared_prefix():
-    """A response's first token is predicted at the prompt's last, which stands under another sequence."""
+def test_response_positions_include_the_shared_prefix():
+    """A response's first token is predicted at the prompt's last token, which another sequence holds."""
     prompts = [4, 19, 1, 9, 19, 8, 1, 3]
     batch = pack(SEQUENCES, groups=GROUPS)
     at = response_positions(batch, prompts)
@@ -144,7 +144,7 @@ def test_positions_of_responses_reach_into_the_shared_prefix():
     assert batch.position_ids[at].tolist() == wanted.position_ids[whole].tolist()
 
 
-def test_what_is_not_shared():
+def test_short_and_complete_prefixes_are_not_shared():
     a = ids(20, 1)
     equal = pack([a, a, a[:12]], groups=[0, 0, 0])
     assert [s.prefix_length for s in equal.segments] == [0, 0, 0], "equal scores stay equal to the last bit"
@@ -156,7 +156,7 @@ def test_what_is_not_shared():
 
 
 def test_runs_of_equal_length():
-    """Four or more whole neighbours of one length are a run; what has a prefix is a run of its own."""
+    """Four or more complete neighbours of equal length form a run. A sequence with a prefix is a run by itself."""
     batch = pack(
         [*([[1, 2, 3]] * FEWEST_EQUAL), [4, 5], [4, 6], *SEQUENCES], groups=[*range(FEWEST_EQUAL + 2), *GROUPS]
     )
@@ -176,7 +176,7 @@ def plain_hidden(plain, sequences):
 
 
 @pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
-def test_hidden_states_logits_and_gradients_are_those_of_a_plain_forward(pair, groups):
+def test_hidden_states_logits_and_gradients_equal_a_plain_forward(pair, groups):
     plain, model = pair
     batch = pack(SEQUENCES, groups=groups)
     at = everywhere(batch)
@@ -190,8 +190,8 @@ def test_hidden_states_logits_and_gradients_are_those_of_a_plain_forward(pair, g
     same_gradients(model, plain)
 
 
-def test_many_of_one_length_in_one_call(pair):
-    """With and without a window, and continued by one that shares a prefix with the third of them."""
+def test_sequences_of_equal_length_share_one_attention_call(pair):
+    """With and without a window, followed by a sequence that shares a prefix with the third one."""
     plain, model = pair
     sequences = [ids(9, n) for n in range(5)]
     sequences.append(sequences[2][:8] + ids(4, 30))
@@ -205,7 +205,7 @@ def test_many_of_one_length_in_one_call(pair):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_and_their_gradients(name):
+def test_scores_and_their_gradients_equal_a_plain_forward(name):
     plain, model = made(name, AutoModelForSequenceClassification, num_labels=1)
     torch.nn.init.normal_(plain.score.weight)
     model.score.load_state_dict(plain.score.state_dict())
@@ -220,8 +220,8 @@ def test_scores_and_their_gradients(name):
     same_gradients(model, plain)
 
 
-def test_gradient_checkpointing_computes_the_same_row_again(pair):
-    """The recomputation has to know the sequences' ends and prefixes too."""
+def test_gradient_checkpointing_recomputes_the_same_row(pair):
+    """The recomputation also needs the ends and prefixes of the sequences."""
     plain, model = pair
     model = copy.deepcopy(model).train()
     model.activation_checkpointing_enable()
@@ -232,7 +232,7 @@ def test_gradient_checkpointing_computes_the_same_row_again(pair):
     same_gradients(model, plain)
 
 
-def test_masks_of_long_sequences_are_made_anew(pair, monkeypatch):
+def test_masks_of_long_sequences_are_not_cached(pair, monkeypatch):
     plain, model = pair
     monkeypatch.setattr(attention, "LARGEST_KEPT", 16)
     batch = pack(SEQUENCES, groups=GROUPS)
@@ -240,7 +240,7 @@ def test_masks_of_long_sequences_are_made_anew(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
-def test_bfloat16_is_no_worse_than_a_plain_forward_in_it(pair, groups):
+def test_bfloat16_is_as_accurate_as_a_plain_forward(pair, groups):
     plain, model = pair
     batch = pack(SEQUENCES, groups=groups)
     with torch.no_grad():
@@ -254,14 +254,14 @@ def test_bfloat16_is_no_worse_than_a_plain_forward_in_it(pair, groups):
 
 
 def without_prefixes(*args, packed=None, **kwargs):
-    """Attention that forgets the prefix."""
+    """Attention that ignores the prefix."""
     if packed is not None:
         own = [Segment(segment.start, segment.length) for segment in packed.segments]
         packed = PackedBatch(packed.ids, packed.position_ids, own)
     return attention.packed_attention(*args, packed=packed, **kwargs)
 
 
-def test_a_model_that_cannot_share_runs_packed_without(monkeypatch):
+def test_a_model_that_cannot_share_prefixes_runs_packed_without_them(monkeypatch):
     plain, model = made("llama")
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EACH, without_prefixes)
     note = choose_attention(model)
@@ -278,7 +278,7 @@ def test_a_model_that_cannot_share_runs_packed_without(monkeypatch):
     )
 
 
-def test_a_model_that_forgets_everything_runs_padded(monkeypatch):
+def test_a_model_that_cannot_run_packed_runs_padded(monkeypatch):
     model, _ = made("llama")
 
     def fails(*args, **kwargs):  # noqa: ARG001
@@ -309,8 +309,8 @@ def varlen_by_hand(q, k, v, queries, keys, most_queries, most_keys, *, scale, wi
 
 
 @pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
-def test_a_row_in_one_call_of_flash_attention(pair, groups, monkeypatch):
-    """What a GPU is given in 16 bits, computed by hand: it can't be run here, its arguments can."""
+def test_the_arguments_of_flash_attention_describe_the_row(pair, groups, monkeypatch):
+    """The call for 16 bits on a GPU, with a stand-in for the kernel that computes the result by hand."""
     import torch.nn.attention.varlen as varlen
 
     plain, model = pair
@@ -341,7 +341,7 @@ RESPONSES[3] = Response(RESPONSES[1].ids[:2] + [5], [0.0] * 3, True)
 DRAWN = Sampling(temperature=0.7, stop=frozenset(range(10, 20)))
 
 
-def test_ppo_scores_responses_to_one_prompt_as_if_each_were_alone(pair):
+def test_shared_prompts_change_no_score_in_ppo(pair):
     plain, model = pair
     _, ref_policy = made("llama")
     with torch.no_grad():
@@ -375,8 +375,8 @@ def test_ppo_scores_responses_to_one_prompt_as_if_each_were_alone(pair):
     same_gradients(model, plain)
 
 
-def test_prompts_are_shared_in_ppo(monkeypatch):
-    """Else the test above would say nothing."""
+def test_ppo_shares_prompts(monkeypatch):
+    """Otherwise the test above would prove nothing."""
     _, model = made("llama")
     lengths = []
     real = forward._packed_inputs
@@ -409,8 +409,8 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
         close(rollout.logprobs, rollout.sampled_logprobs)
 
 
-def test_the_full_kl_brings_ref_policys_log_probabilities_along(pair):
-    """Each model has one pass over what was sampled, and the numbers are those of a pass of their own."""
+def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
+    """One pass of each model over the responses gives the same numbers as separate passes."""
     _, model = pair
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -453,7 +453,7 @@ def ranked(seed, num_answers):
     return RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
 
 
-def test_the_rm_stage_shares_the_prompt_of_a_rows_answers(write_config, tmp_path, monkeypatch):
+def test_the_rm_stage_shares_the_prompt_of_a_row(write_config, tmp_path, monkeypatch):
     plain, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
     items = [ranked(seed, count) for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4))]
     config = load_config(write_config("rm", tmp_path), RMConfig)
@@ -473,8 +473,8 @@ def test_the_rm_stage_shares_the_prompt_of_a_rows_answers(write_config, tmp_path
     same_gradients(model, plain)
 
 
-def test_rm_figures_are_the_same_on_one_process_and_on_two(write_config, tmp_path):
-    """A process scores whole rows, so that it can share their prompts."""
+def test_rm_metrics_are_the_same_on_one_and_two_processes(write_config, tmp_path):
+    """A process scores complete rows, so that it can share their prompts."""
     _, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
     config = load_config(write_config("rm", tmp_path, training={"minibatch_size": 3}), RMConfig)
     rows = [ranked(seed, count).answers for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4), (5, 2))]

@@ -1,4 +1,4 @@
-"""Gradient checkpointing, compiled passes, and what is said of bfloat16."""
+"""Gradient checkpointing, compiled passes, and the warning about bfloat16."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(**settings) -> SFTConfig:
 
 
 def gradients(path: Path, *, lora: bool, scores: bool, **settings) -> tuple[dict[str, torch.Tensor], int]:
-    """Of each weight, and how often a decoder layer ran."""
+    """The gradient of each weight, and how often a decoder layer ran."""
     model = new_value_model(str(path), None) if scores else load_policy(str(path))
     if scores:
         torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
@@ -79,7 +79,7 @@ def test_recomputed_layers_give_the_same_gradient(architecture: str, lora: bool,
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_sampling_with_a_cache_is_not_touched(make_model) -> None:
+def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:
     """Outside of `recomputing` the layers keep keys and values."""
     model = load_policy(str(make_model("llama")))
     set_up_passes([model], config(gradient_checkpointing=True), CPU)
@@ -91,8 +91,8 @@ def test_sampling_with_a_cache_is_not_touched(make_model) -> None:
         torch.testing.assert_close(last, model(input_ids=ids).logits[0, -1], rtol=1e-5, atol=1e-6)
 
 
-def test_less_is_kept_for_the_backward_pass() -> None:
-    """Bytes of the tensors that autograd keeps, of a model deep enough to tell."""
+def test_recomputing_keeps_fewer_bytes_for_the_backward_pass() -> None:
+    """Bytes of the tensors that autograd keeps, for a deep model."""
     settings = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 2}
 
     def kept(**choice) -> int:
@@ -113,7 +113,7 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept(gradient_checkpointing=True) < kept() / 4
 
 
-def test_a_model_without_it_is_refused(make_model) -> None:
+def test_a_model_without_gradient_checkpointing_is_refused(make_model) -> None:
     model = load_policy(str(make_model("llama")))
     model.supports_gradient_checkpointing = False
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_model_without_it_is_refused(make_model) -> None:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_a_stage_ends_at_the_same_weights(stage: str, tmp_path: Path, make_model, run_stage) -> None:
+def test_a_stage_ends_with_the_same_weights(stage: str, tmp_path: Path, make_model, run_stage) -> None:
     path = str(make_model("llama"))
     length = {"rewards": [{"type": "length", "target": 5}], "value_model": {"init": "policy"}}
     changes = {"policy": {"path": path}, **length} if stage == "ppo" else {"model": {"path": path}}
@@ -140,7 +140,7 @@ def test_a_stage_ends_at_the_same_weights(stage: str, tmp_path: Path, make_model
         torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_the_two_choices_exclude_each_other() -> None:
+def test_gradient_checkpointing_and_compile_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="compile and gradient_checkpointing exclude each other"):
         config(compile=True, gradient_checkpointing=True)
 
@@ -148,7 +148,7 @@ def test_the_two_choices_exclude_each_other() -> None:
 # ------------------------------------------------------------------------------------------------ compile
 
 
-def test_what_torch_compile_can_not_do_is_one_line(make_model, monkeypatch) -> None:
+def test_a_torch_compile_error_is_one_line(make_model, monkeypatch) -> None:
     def broken(*_, **__):
         raise RuntimeError("\nno compiler\nmore lines")
 
@@ -180,7 +180,7 @@ def test_compiled_passes_give_the_same_gradient_and_names(tmp_path: Path, make_m
 # ------------------------------------------------------------------------------------------------ bfloat16
 
 
-def test_bfloat16_without_hardware_for_it_is_said(monkeypatch) -> None:
+def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
     assert not has_bfloat16(CPU)
     lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)
