@@ -1,7 +1,7 @@
-"""A judge of film-review sentences that no training sees: `data/sentiment/judge.py:judge`.
+"""A judge of film-review sentences that is not used in training: `data/sentiment/judge.py:judge`.
 
-It counts words of two small lists, so it knows no context and no irony. It is there to be independent of the
-reward model: a policy that only found the reward model's blind spots would raise the score and not this.
+It counts words of two small lists, without context or irony. Its purpose is to be independent of the reward model: a
+policy that only exploits the reward model's blind spots raises the score and not this.
 """
 
 import re
@@ -40,7 +40,7 @@ NEGATIONS = {"not", "isn't", "doesn't", "no", "never", "neither", "nor", "hardly
 def judge(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """For each sentence, prompt and response together: `good` and `bad`, 1 if it has such a word.
 
-    A good word within three words behind a negation counts as a bad one; a negated bad word counts as neither.
+    A good word within three words after a negation counts as a bad one; a negated bad word counts as neither.
 
     >>> judge(["a warm and"], [" funny film , never dull ."], [{}])
     [{'good': 1.0, 'bad': 0.0}]

@@ -1,7 +1,7 @@
 """Write the story openings: `python data/stories/generate.py [--out DIR]`.
 
 Every combination of an opening, a hero and a place or wish is drawn once; a shuffle with a fixed seed gives the
-order and the first 400 are kept. Standard library only, the same bytes every time.
+order and the first 400 are kept. Standard library only; the same bytes every time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ THINGS = ("a red ball", "a box", "a toy car", "an old hat", "a key", "a big tree
 
 
 def openings() -> list[str]:
-    """Every opening, in a fixed order; each ends in a full stop, so that the next sentence is the model's."""
+    """Every opening, in a fixed order. Each ends in a full stop, so that the model writes the next sentence."""
     heroes = [f"{start} {hero}." for start, hero in itertools.product(("Once upon a time, there was",), HEROES)]
     visits = [f"One day, {name} went to {place}." for name, place in itertools.product(NAMES, PLACES)]
     finds = [f"One day, {name} saw {thing}." for name, thing in itertools.product(NAMES, THINGS)]

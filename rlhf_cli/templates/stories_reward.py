@@ -1,11 +1,11 @@
 """Two rewards for stories, written as Python functions: `data/stories/reward.py:kindness` and `:dialogue`.
 
 A reward function is called with the prompts, the responses and the prompts' rows, each a list of the same length,
-and returns a number for each response. `row["ended"]` is false where the response was cut at its longest length;
-its last word is then half a word and is not counted.
+and returns a number for each response. `row["ended"]` is false if the response was cut at its maximum length; its last
+word may then be incomplete and is not counted.
 
-Both are bounded, and both take points off for saying things twice: without that a policy finds "happy happy
-happy" within a few iterations.
+Both are bounded, and both deduct points for repetition: without that a policy finds "happy happy happy" within a few
+iterations.
 """
 
 import itertools
@@ -32,25 +32,25 @@ KIND = {
 }
 STEM = {form: stem for stem, forms in KIND.items() for form in forms}
 MOST = 4
-"""Different kind words that count; a fifth one gives nothing more."""
+"""Maximum number of different kind words that count."""
 REPEAT_COST = 3.0
-"""Points for a response that is all repetition; in proportion for less."""
+"""Deduction for a response that is all repetition; proportional for less."""
 
 
 def words_of(text: str, ended: bool) -> list[str]:
-    """The lower-cased words; a cut text loses its last one where it stops inside it."""
+    """The words in lower case; a cut text loses its last word if it stops inside it."""
     words = re.findall(r"[a-z']+", text.lower())
     return words if ended or not text[-1:].isalpha() else words[:-1]
 
 
 def repeated(words: list[str]) -> float:
-    """The share of word pairs that came before in the same text, 0 to 1."""
+    """The share of word pairs that occurred before in the same text, 0 to 1."""
     pairs = list(itertools.pairwise(words))
     return 1.0 - len(set(pairs)) / len(pairs) if pairs else 0.0
 
 
 def kindness(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """How many different kind words a story has, 0 to 4, less 3 times its share of repeated word pairs.
+    """The number of different kind words in a story, 0 to 4, minus 3 times its share of repeated word pairs.
 
     >>> cut = [{"ended": False}]
     >>> kindness([""], [" They smiled and shared the cake. They were happ"], cut)
@@ -67,7 +67,7 @@ def kindness(prompts: list[str], responses: list[str], rows: list[dict[str, Any]
 
 
 def dialogue(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """How much of a story is spoken: 1 for each closed quotation of two words or more, 0 to 3, less repetition.
+    """1 for each closed quotation of two words or more, 0 to 3, minus the same deduction for repetition.
 
     >>> dialogue([""], [' Tom said, "Let us play." "No," said Ben. "Do not'], [{"ended": False}])
     [1.0]

@@ -1,10 +1,9 @@
 """Write the shop-support data: `python data/support/generate.py [--out DIR] [--seed 7]`.
 
-Everything is drawn from the grammar in gold.py. Each row has a random generator of its own, seeded by the
-file's name and the row's number, so the files do not depend on one another, a longer file begins with the
-shorter one, and the same seed always gives the same text. Training files are gzipped. The demonstrations
-are of deliberately mixed quality: supervised training on them learns to speak, and leaves something to
-improve.
+Everything is drawn from the grammar in gold.py. Each row has its own random generator, seeded by the file's name and
+the row's number. So the files do not depend on one another, a longer file begins with the shorter one, and the same
+seed always gives the same text. Training files are gzipped. The demonstrations are of deliberately mixed quality:
+supervised training on them learns the language and leaves room for improvement.
 """
 
 import argparse
@@ -28,8 +27,8 @@ ROWS = {
     "prompts_test": 256,
 }
 
-# How many held-out prompts each probe has. The wrong remedy is the defect that a reward model finds hard to
-# learn, and so the one worth a narrow interval.
+# Number of held-out prompts per probe. The wrong remedy is the defect that a reward model finds hardest to learn, so it
+# gets a narrower interval.
 PROBES = {
     "wrong_remedy": 150,
     "vague": 100,
@@ -43,24 +42,24 @@ PROBES = {
     "doubled_polite": 60,
 }
 
-# What differs in a near-miss pair, with its weight. No slot is ever wrong in one: a small reward model cannot
-# compare slots, and for it such pairs are label noise.
+# What differs in a near-miss pair, with its weight. No slot (name, product, order) is wrong in one: a small reward
+# model cannot compare slots, and such pairs would be label noise for it.
 NEAR_MISSES = {"wrong_remedy": 55, "vague": 12, "rude": 12, "no_polite": 12, "no_close": 12, "filler": 9}
 NEAR_MISS_SHARE = 0.6
 
-# The parts of a reply in the order they are said; each is a sentence or absent.
+# The parts of a reply in their order; each is a sentence or absent.
 PARTS = ("opener", "second", "rude", "filler", "remedy", "close", "again")
 LINE_END = b"\n"
 Reply = dict[str, str]
 
 
 def is_held_out(product: str, issue: str) -> bool:
-    """One pair in eight is for the test files only: for each product one issue."""
+    """Is this pair reserved for the test files? One pair in eight is: one issue per product."""
     return (gold.PRODUCTS.index(product) + 3 * list(gold.PHRASINGS).index(issue)) % 8 == 5
 
 
 def draw_slots(rng: random.Random, held_out: bool) -> dict[str, str]:
-    """The facts of one prompt, its (product, issue) pair from the asked side of the split."""
+    """The facts of one prompt; its (product, issue) pair is from the given side of the split."""
     while True:
         product, issue = rng.choice(gold.PRODUCTS), rng.choice(list(gold.PHRASINGS))
         if is_held_out(product, issue) == held_out:
@@ -85,7 +84,7 @@ def write_prompt(rng: random.Random, slots: dict[str, str]) -> str:
 
 
 def other(rng: random.Random, values: list[str], value: str) -> str:
-    """A draw from the values that is not the given one."""
+    """A random value other than the given one."""
     return rng.choice([one for one in values if one != value])
 
 
@@ -100,7 +99,7 @@ def wrong_remedy(rng: random.Random, slots: dict[str, str]) -> str:
 
 
 def spoil_slot(rng: random.Random, slots: dict[str, str], slot: str) -> dict[str, str]:
-    """The same facts with one of them wrong."""
+    """The facts with one of them changed."""
     values = {"name": gold.NAMES, "product": gold.PRODUCTS, "order": gold.ORDERS}[slot]
     return slots | {slot: other(rng, values, slots[slot])}
 
@@ -143,7 +142,7 @@ def mixed_reply(rng: random.Random, slots: dict[str, str]) -> Reply:
 
 
 def good_reply(rng: random.Random, slots: dict[str, str]) -> Reply:
-    """A reply with nothing wrong in it."""
+    """A faultless reply."""
     return {
         "opener": pick(rng, gold.POLITE, slots),
         "remedy": pick(rng, gold.REMEDIES[slots["issue"]], slots),
@@ -152,7 +151,7 @@ def good_reply(rng: random.Random, slots: dict[str, str]) -> Reply:
 
 
 def text_of(reply: Reply) -> str:
-    """The reply as text; the leading space keeps the token boundary at the end of the prompt clean."""
+    """The reply as text, with a leading space so that a token boundary falls at the end of the prompt."""
     return "".join(" " + reply[part] for part in PARTS if part in reply)
 
 
@@ -162,7 +161,7 @@ def gold_of(prompt: str, reply: Reply) -> float:
 
 
 def with_defect(rng: random.Random, reply: Reply, slots: dict[str, str], defect: str) -> Reply:
-    """The same reply with one part made worse."""
+    """The reply with one part made worse."""
     if defect == "wrong_remedy":
         return reply | {"remedy": wrong_remedy(rng, slots)}
     if defect == "vague":
@@ -204,7 +203,7 @@ def near_miss(rng: random.Random, prompt: str, slots: dict[str, str]) -> tuple[R
 
 
 def independent_pair(rng: random.Random, prompt: str, slots: dict[str, str]) -> tuple[Reply, Reply]:
-    """Two replies that have nothing to do with each other, and differ in quality by a whole point or more."""
+    """Two independent replies whose gold scores differ by one point or more."""
     while True:
         one, two = mixed_reply(rng, slots), mixed_reply(rng, slots)
         if abs(gold_of(prompt, one) - gold_of(prompt, two)) >= 1:
@@ -217,7 +216,7 @@ def sft_row(rng: random.Random, prompt: str, slots: dict[str, str], _test: bool)
 
 
 def pref_row(rng: random.Random, prompt: str, slots: dict[str, str], test: bool) -> dict:
-    """A comparison by a rater who mostly, not always, prefers the better reply."""
+    """A comparison by a rater who usually prefers the better reply."""
     draw = near_miss if rng.random() < NEAR_MISS_SHARE else independent_pair
     chosen, rejected = draw(rng, prompt, slots)
     gap = gold_of(prompt, chosen) - gold_of(prompt, rejected)
@@ -239,12 +238,12 @@ def scored_row(rng: random.Random, prompt: str, slots: dict[str, str], test: boo
 
 
 def prompt_row(_rng: random.Random, prompt: str, _slots: dict[str, str], _test: bool) -> dict:
-    """A prompt alone, for PPO to answer."""
+    """A prompt alone, for PPO."""
     return {"prompt": prompt}
 
 
 def draw_rows(seed: int, file: str, count: int, write_row: Callable[..., dict]) -> Iterator[dict]:
-    """The rows of one file, no prompt twice."""
+    """The rows of one file, without repeated prompts."""
     test = file.endswith("_test")
     seen: set[str] = set()
     number = 0
@@ -272,7 +271,7 @@ def draw_probes(seed: int) -> Iterator[dict]:
 
 
 def write_rows(path: Path, rows: Iterator[dict]) -> bytes:
-    """One compact JSON object a line, gzipped where the path says so; returns the text as bytes.
+    """Write one compact JSON object per line, gzipped if the path ends in .gz; returns the text as bytes.
 
     The gzip header holds no time and no file name, so the same rows give the same file every time.
     """
@@ -287,12 +286,12 @@ def write_rows(path: Path, rows: Iterator[dict]) -> bytes:
 
 
 def main() -> None:
-    """Write every file into the output folder and say how large it came out."""
+    """Write every file into the output folder and print its size."""
     parser = argparse.ArgumentParser(description="Write the shop-support data.")
     here = Path(__file__).resolve().parent
     parser.add_argument("--out", type=Path, default=here, help="folder to write into")
     parser.add_argument("--seed", type=int, default=7, help="another seed gives other rows of the same kind")
-    parser.add_argument("--scale", type=int, default=1, help="times the rows of every training file")
+    parser.add_argument("--scale", type=int, default=1, help="factor for the rows of every training file")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 

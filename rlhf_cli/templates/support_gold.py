@@ -1,9 +1,8 @@
 """The gold score of the shop-support task: the closed grammar of prompts and replies, and a judge over it.
 
-The learned reward model only ever sees noisy labels. This file is the thing those labels are a noisy view of,
-so it is what a trained policy is finally measured with. Every text of the task is built from the lists below,
-sentence by sentence, and the judge recognises a sentence by looking it up in the same lists: nothing is
-guessed, and a reply that leaves the grammar is seen to leave it.
+The reward model sees only noisy labels. This file is the truth behind them, so it measures the trained policy. Every
+text of the task is built from the lists below, sentence by sentence, and the judge recognises a sentence by looking it
+up in the same lists. Nothing is guessed, and a sentence outside the grammar is detected.
 
 Standard library only, and importable by path: `judge(prompts, responses, rows)` is the public function.
 """
@@ -25,8 +24,8 @@ PRODUCTS = [
 ]
 # fmt: on
 
-# An order code is one letter and one digit. A and I are words of their own ("A new tent", "I have") and O
-# looks like a nought, so none of the three starts a code.
+# An order code is one letter and one digit. A and I are words ("A new tent", "I have") and O looks like a zero, so none
+# of the three starts a code.
 ORDERS = [letter + digit for letter in "BCDEFGHJKLMNPQRSTUVWXYZ" for digit in "0123456789"]
 
 INTROS = [
@@ -37,7 +36,7 @@ INTROS = [
     "I am {name}, a customer of yours.",
 ]
 
-# What the customer may say. Every phrasing of an issue holds that issue's keyword, and no other issue does.
+# What the customer may say. Every phrasing of an issue contains its keyword, and no phrasing of another issue does.
 PHRASINGS = {
     "return": [
         "I want to return the {product}.",
@@ -84,7 +83,7 @@ PHRASINGS = {
 ORDER_LINES = ["My order is {order}.", "It is order {order}.", "The order code is {order}.", "Order {order}."]
 TAILS = ["Can you help?", "Please help me.", "I need an answer.", "Thank you."]
 
-# What the shop does about each issue. A remedy never repeats the keyword: which one fits has to be learned.
+# What the shop does about each issue. A remedy never repeats the keyword, so the match has to be learned.
 REMEDIES = {
     "return": [
         "We will pick up the {product} from order {order} on Thursday and refund you.",
@@ -174,7 +173,7 @@ CLOSE = [
 
 MAX_WORDS = 42
 
-# Template -> what it is: an issue for the remedies, else the name of its list.
+# Template -> its issue for remedies, otherwise the name of its list.
 KINDS = {
     **dict.fromkeys(POLITE, "polite"),
     **dict.fromkeys(NEUTRAL, "neutral"),
@@ -185,7 +184,7 @@ KINDS = {
     **{template: issue for issue, templates in REMEDIES.items() for template in templates},
 }
 ISSUE_OF = {template: issue for issue, templates in PHRASINGS.items() for template in templates}
-# Parts of which a reply needs one at most. A vague answer stands where a remedy would.
+# Parts that a reply needs at most once. A vague answer takes the place of a remedy.
 PART = {"polite": "opener", "neutral": "opener", "close": "close", "vague": "remedy"} | dict.fromkeys(
     REMEDIES, "remedy"
 )
@@ -196,18 +195,18 @@ SLOT = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of a text, each with its full stop or question mark."""
+    """The sentences of a text, each with its full stop or question mark."""
     return [sentence for sentence in re.split(r"(?<=[.?!])\s+", text.strip()) if sentence]
 
 
 def blank(text: str) -> tuple[str, dict[str, str]]:
-    """A text with its slots blanked ("I am so sorry, {name}."), and what stood in them."""
+    """A text with its slots blanked ("I am so sorry, {name}."), and their values."""
     slots = {match.lastgroup: match.group() for match in SLOT.finditer(text)}
     return SLOT.sub(lambda match: f"{{{match.lastgroup}}}", text), slots
 
 
 def read_prompt(prompt: str) -> dict[str, str]:
-    """The name, product, order and issue of a prompt: its grammar is closed, so no row need carry them."""
+    """The name, product, order and issue of a prompt, parsed from its text."""
     body = prompt.removeprefix("Human:").removesuffix("Assistant:")
     found: dict[str, str] = {}
     for sentence in split_sentences(body):
@@ -266,10 +265,10 @@ def judge_one(prompt: str, response: str, ended: bool = True) -> dict[str, float
 
 
 def judge(prompts: list[str], responses: list[str], rows: list[dict]) -> list[dict[str, float]]:
-    """Judge every reply; a row may carry `ended`: false when the reply was cut off before its end of text.
+    """Judge every reply. A row may have `ended`, which is false if the reply was cut before EOS.
 
-    `unique` is 1 for the first reply of its shape (the text with its slots blanked) within this call, so its
-    mean is the share of distinct shapes: the number that falls when a policy collapses onto one stock answer.
+    `unique` is 1 for the first reply of its shape (the text with its slots blanked) within this call. Its mean is the
+    share of distinct shapes, which falls when a policy collapses to one stock answer.
     """
     shapes: set[str] = set()
     judged = []
