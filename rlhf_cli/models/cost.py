@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -263,11 +264,12 @@ def work_of(model: PreTrainedModel) -> Work:
     return Work(weights, trained, head_weights, trained_head, width)
 
 
+@functools.cache
 def peak_flops(device: torch.device, precision: str) -> float:
     """The most operations per second that a matrix product reaches on this device, in the passes' precision.
 
     The best of ten square products, or of as many as fit into half a second. Their size is 1024 on a CPU (10 to 20 ms
-    each on one core) and 8192 on a GPU.
+    each on one core) and 8192 on a GPU. Measured once per process.
     """
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator().manual_seed(0)

@@ -352,7 +352,7 @@ def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: st
     ends("status", str(project / "run"))
 
 
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("stage", [pytest.param("sft", marks=pytest.mark.slow), "ppo"])
 def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path, stage: str) -> None:
     """Every value, nested ones included."""
     path = project / "run" / stage / "manifest.json"
