@@ -409,7 +409,7 @@ score: 5 pairs compared by judge-7b, ties dropped
     assert "agrees with the input rows        1 of 2 rows without ties (50.0%)" in biased
 
 
-# --------------------------------------------------------------------------------------------- going on
+# --------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("compare", [False, True])

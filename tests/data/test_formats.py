@@ -195,7 +195,7 @@ EXPECTED: dict[str, list[Seen]] = {
         (
             "Write a motto.",
             "Slow and steady.",
-            # "Onward, gently." has the same score as "Go.", which stands first.
+            # "Onward, gently." has the same score as "Go.", which comes first.
             ("Slow and steady.", "Go."),
             [("Go.", 5.0), ("Slow and steady.", 8.5), ("Onward, gently.", 5.0)],
         ),

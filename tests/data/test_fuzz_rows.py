@@ -36,7 +36,7 @@ SECONDS = 5.0
 NAMES = sorted({name for format_ in FORMATS.values() for name in format_.columns} | {"scores", "gap", "weird"})
 
 
-# What takes the place of a value; each is made anew, for a case may change it.
+# Replacement values. Each case builds its own, because it may change them.
 STRANGE: dict[str, Any] = {
     "null": lambda _: None,
     "wrong type": lambda draw: draw.choice([0, 1.5, True, False, [], {}, b"bytes", ("a",), {"a"}, object()]),

@@ -143,7 +143,7 @@ runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="_
         ({"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
     ],
 )
-def test_a_command_sets_up_its_process_before_torch_is_imported_and_keeps_what_the_user_has_set(
+def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_values(
     module: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
 ) -> None:
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})

@@ -336,7 +336,7 @@ def test_the_arguments_of_flash_attention_describe_the_row(pair, groups, monkeyp
 
 ROWS = [PromptRow("", prompt, Prompt("", "")) for prompt in (PROMPT, PROMPT, OTHER, PROMPT, OTHER, ids(5, 40))]
 RESPONSES = [Response(ids(n, 70 + n), [0.0] * n, True) for n in (3, 7, 1, 1, 12, 4)]
-# As two responses are that begin alike.
+# Like two responses with the same beginning.
 RESPONSES[3] = Response(RESPONSES[1].ids[:2] + [5], [0.0] * 3, True)
 DRAWN = Sampling(temperature=0.7, stop=frozenset(range(10, 20)))
 
