@@ -423,7 +423,7 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
     folder = tmp_path / "folder"
     folder.mkdir()
     module(folder, sprung).rename(folder / "folder.py")
-    with pytest.raises(DataError, match="without a data file"):
+    with pytest.raises(DataError, match="the folder has no data file"):
         list(read_rows(DataSource(path=str(folder))))
     with pytest.raises(DataError, match="not an ending that is known"):
         list(read_rows(DataSource(path=str(folder / "folder.py"))))
@@ -438,7 +438,7 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
 def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path: Path, sprung: Path, reader: str) -> None:
     """`pandas` reads pickles in some allowed versions; other readers read any file that `data_dir` names."""
     (tmp_path / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
-    with pytest.raises(DataError, match="no dataset"):
+    with pytest.raises(DataError, match="not a dataset"):
         list(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
 
 

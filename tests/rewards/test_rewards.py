@@ -120,13 +120,13 @@ def test_numbers_are_read_in_every_notation():
 
 
 def test_a_very_long_number_is_fast():
-    started = time.monotonic()
+    started = time.process_time()
     for text in ("9" * 200_000, "1," * 100_000, "9" * 200_000 + "e999", "-" * 100_000 + "1", "1/" * 50_000):
         rules.numeric_answer(text)
         rules.is_json(text)
     assert rules.last_number("9" * 5000) is None
     assert rules.is_json("9" * 5000)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(
