@@ -425,7 +425,7 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
     module(folder, sprung).rename(folder / "folder.py")
     with pytest.raises(DataError, match="the folder has no data file"):
         list(read_rows(DataSource(path=str(folder))))
-    with pytest.raises(DataError, match="not an ending that is known"):
+    with pytest.raises(DataError, match="unknown ending"):
         list(read_rows(DataSource(path=str(folder / "folder.py"))))
     write_rows(folder / "rows.jsonl", [{"prompt": "a"}])
     (folder / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
