@@ -327,10 +327,10 @@ def new_project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that rlhf printed as if you pasted it into a shell."""
+def in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that rlhf printed as if you pasted it into the same shell: in the same directory."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+    return subprocess.run(command, shell=True, capture_output=True, text=True, env=env, check=False)
 
 
 def test_the_advised_command_builds_the_missing_stage(new_project: Path) -> None:
@@ -342,7 +342,7 @@ def test_the_advised_command_builds_the_missing_stage(new_project: Path) -> None
     advice = refused.stderr.partition("Run: ")[2].strip()
     assert f"'artifacts={other}'" in advice
     assert "seed=5" in advice
-    assert in_shell(advice, new_project).returncode == 0
+    assert in_shell(advice).returncode == 0
     assert (other / "sft/manifest.json").is_file()
     assert rlhf("rm", "--config", *options).returncode == 0
 
