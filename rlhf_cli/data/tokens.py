@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -44,6 +45,11 @@ CHUNK = 1000
 """Rows encoded at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30
 """An entry that was not used for this many days is deleted."""
+FOLDER, MARKER = "rlhf-tokens", ".rlhf-token-cache"
+"""The folder in the cache directory that holds the entries, and the empty file that says that rlhf made the folder.
+Nothing outside such a folder is ever deleted, because the user may name a directory with other files in it."""
+ENTRY = re.compile(r"[0-9a-f]{32}(\.lock|\.partial)?")
+ENTRY_FILES = ("facts.json", *(f"{side}.arrow" for side in SIDES))
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,11 @@ def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokeni
 
 
 def cache_directory() -> Path:
-    """The folder of the cache: $RLHF_CACHE, or else `rlhf` in the user's cache directory."""
+    """The folder of the entries, in $RLHF_CACHE or else in `rlhf` in the user's cache directory."""
     chosen = os.environ.get("RLHF_CACHE")
     if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
+        return Path(chosen).expanduser() / FOLDER
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf" / FOLDER
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -160,7 +166,7 @@ def _entry(key: str) -> Iterator[Path]:
     """
     root = cache_directory()
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        _make_root(root)
         lock = (root / f"{key}.lock").open("w")
     except OSError:
         with tempfile.TemporaryDirectory(prefix="rlhf-tokens-") as folder:
@@ -186,12 +192,28 @@ def _is_intact(entry: Path) -> bool:
     return True
 
 
+def _make_root(root: Path) -> None:
+    """Create the folder of the cache and mark it; raises FileExistsError for a folder that rlhf did not make."""
+    root.mkdir(parents=True, exist_ok=True)
+    names = os.listdir(root)  # one listing: another process may be creating the folder
+    if names and MARKER not in names:
+        raise FileExistsError(f"{root}: holds files, but no {MARKER}")
+    (root / MARKER).touch()
+
+
 def _remove_old(root: Path) -> None:
+    """Delete the entries in `root` that were not used for KEPT_DAYS, and no file that rlhf did not write."""
     too_old = time.time() - KEPT_DAYS * 86400
-    for entry in root.iterdir():
+    for path in root.iterdir():
         with contextlib.suppress(OSError):
-            if entry.stat().st_mtime < too_old:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if not ENTRY.fullmatch(path.name) or path.is_symlink() or path.stat().st_mtime >= too_old:
+                continue
+            if path.suffix == ".lock":
+                path.unlink()
+                continue
+            for name in ENTRY_FILES:
+                (path / name).unlink(missing_ok=True)
+            path.rmdir()  # fails if the folder holds anything else
 
 
 # -------------------------------------------------------------------------------------------- the key

@@ -387,6 +387,11 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTraine
     return run
 
 
+def entries(tmp_path: Path) -> list[Path]:
+    """The folders of the cache entries."""
+    return [path for path in (tmp_path / "cache" / tokens.FOLDER).iterdir() if path.is_dir()]
+
+
 def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(2500)), test_fraction=0.1)
     first, encoded = cached(data)
@@ -431,7 +436,7 @@ def test_a_damaged_cache_entry_is_rebuilt(tmp_path: Path, cached: Any, damage: s
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
     first, _ = cached(data)
     rows = list(first.train)
-    (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    (entry,) = entries(tmp_path)
     arrow = entry / "train.arrow"
     if damage == "cut":
         arrow.write_bytes(arrow.read_bytes()[:-40])
@@ -448,7 +453,7 @@ def test_a_bad_row_leaves_no_cache_entry(tmp_path: Path, cached: Any) -> None:
     data = Rows(train=write(tmp_path / "a.jsonl", BAD), test_fraction=0)
     with pytest.raises(DataError):
         cached(data)
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert not entries(tmp_path)
 
 
 def test_an_unwritable_cache_does_not_stop_the_run(
@@ -468,13 +473,44 @@ def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: An
     cached(one)
     cached(other)
     cached(one)
-    entries = sorted(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert len(entries) == 2
-    old = time.time() - 31 * 86400
-    for path in (tmp_path / "cache").iterdir():
-        os.utime(path, (old, old))
+    assert len(entries(tmp_path)) == 2
+    make_old(tmp_path / "cache")
     assert cached(other)[1] == 6
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+def make_old(folder: Path) -> None:
+    old = time.time() - 31 * 86400
+    for path in sorted(folder.rglob("*")):
+        os.utime(path, (old, old))
+
+
+def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path: Path, cached: Any) -> None:
+    """Other files in the directory that RLHF_CACHE names, in our folder, and in an entry, all a month old."""
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
+    cached(data)
+    cache = tmp_path / "cache"
+    (entry,) = entries(tmp_path)
+    kept = [cache / "thesis.tex", cache / ("0" * 32) / "facts.json", cache / "photos" / "deep" / "one.jpg"]
+    kept += [entry.parent / "notes.txt", entry.parent / "work" / "facts.json", entry / "mine.txt"]
+    elsewhere = tmp_path / "elsewhere" / "facts.json"
+    for path in (*kept, elsewhere):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (entry.parent / ("1" * 32)).symlink_to(elsewhere.parent)
+    make_old(tmp_path)
+    cached(Rows(train=write(tmp_path / "b.jsonl", numbered(6)), test_fraction=0))
+    assert [path.read_text() for path in (*kept, elsewhere)] == ["mine"] * 7
+    assert not (entry / "facts.json").exists(), "the entry itself is deleted"
+
+
+def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path: Path, cached: Any) -> None:
+    other = tmp_path / "cache" / tokens.FOLDER / ("0" * 32) / "facts.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    make_old(tmp_path / "cache")
+    assert cached(Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0))[1] == 5
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [other]
 
 
 def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str) -> None:
