@@ -195,7 +195,7 @@ def _is_intact(entry: Path) -> bool:
 def _make_root(root: Path) -> None:
     """Create the folder of the cache and mark it; raises FileExistsError for a folder that rlhf did not make."""
     root.mkdir(parents=True, exist_ok=True)
-    names = os.listdir(root)  # one listing: another process may be creating the folder
+    names = {path.name for path in root.iterdir()}  # one listing: another process may be creating the folder
     if names and MARKER not in names:
         raise FileExistsError(f"{root}: holds files, but no {MARKER}")
     (root / MARKER).touch()
