@@ -89,6 +89,35 @@ def spearman(x: Tensor, y: Tensor) -> float:
     return pearson(_average_ranks(x), _average_ranks(y))
 
 
+def kendall(x: Tensor, y: Tensor) -> float:
+    """Kendall's tau-b: how much more often x and y order two rows alike than opposite, corrected for ties.
+
+    ``sum over i < j of sign(x[i] - x[j]) * sign(y[i] - y[j]) / sqrt(pairs untied in x * pairs untied in y)``
+
+    If x or y is constant, or there are fewer than two pairs, the quotient is 0 / 0 and the result is 0.
+
+    Args:
+        x: [n]; the time grows with n squared.
+        y: [n], in the same order.
+
+    Returns:
+        -1 to 1.
+
+    Kendall 1945, "The treatment of ties in ranking problems".
+
+    >>> kendall(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))  # two of three pairs alike
+    0.3333333333333333
+    """
+    x, y = x.detach().cpu().double(), y.detach().cpu().double()
+    alike = untied_x = untied_y = 0.0
+    for i in range(1, len(x)):
+        a, b = (x[i] - x[:i]).sign(), (y[i] - y[:i]).sign()
+        alike += a.dot(b).item()
+        untied_x += a.abs().sum().item()
+        untied_y += b.abs().sum().item()
+    return alike / sqrt(untied_x * untied_y) if untied_x and untied_y else 0.0
+
+
 def pair_accuracy(x: Tensor, y: Tensor) -> float:
     """The share of pairs that x orders as y does, among the pairs whose y differ.
 

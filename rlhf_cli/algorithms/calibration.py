@@ -1,0 +1,115 @@
+"""Whether stated probabilities come true: reliability, calibration error, Brier score, temperature.
+
+A reward model states a probability for each pair, `sigmoid(score of one answer - score of the other)`. Take the answer
+that it prefers: its stated confidence is `sigmoid(|margin|)`, at least 1/2, and it is right if that answer is the
+better one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HIGHEST_INVERSE = 1e3
+"""Largest inverse temperature that `best_temperature` tries."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The predictions whose stated probability lies in one interval."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    """Mean stated probability; NaN for an empty bin."""
+    frequency: float
+    """Share of predictions that came true; NaN for an empty bin."""
+
+
+def reliability(probability: Tensor, outcome: Tensor, *, low: float = 0.0, num_bins: int = 10) -> list[Bin]:
+    """Group predictions by stated probability, in bins of equal width from `low` to 1.
+
+    Args:
+        probability: [n] stated probabilities, `low` to 1.
+        outcome: [n] 1 if the prediction came true, 0 if not; a tie may count 1/2.
+        low: the smallest probability: 1/2 for the confidence in the preferred one of two answers.
+        num_bins: number of bins.
+
+    Niculescu-Mizil and Caruana 2005, "Predicting good probabilities with supervised learning".
+
+    >>> [(b.count, round(b.confidence, 2), b.frequency) for b in reliability(
+    ...     torch.tensor([0.1, 0.9, 0.8, 0.7]), torch.tensor([0.0, 1.0, 1.0, 0.0]), num_bins=2)]
+    [(1, 0.1, 0.0), (3, 0.8, 0.6666666666666666)]
+    """
+    p, y = probability.double(), outcome.double()
+    index = ((p - low) / (1 - low) * num_bins).long().clamp(0, num_bins - 1)
+    bins = []
+    for number in range(num_bins):
+        mask = index == number
+        edges = (low + (1 - low) * number / num_bins, low + (1 - low) * (number + 1) / num_bins)
+        bins.append(Bin(*edges, int(mask.sum()), p[mask].mean().item(), y[mask].mean().item()))
+    return bins
+
+
+def expected_calibration_error(bins: list[Bin]) -> float:
+    """``sum over bins of count / n * |frequency - confidence|``; 0 for perfect calibration, NaN without predictions.
+
+    Naeini et al. 2015, "Obtaining well calibrated probabilities using Bayesian binning".
+
+    >>> expected_calibration_error([Bin(0, 0.5, 1, 0.25, 0.0), Bin(0.5, 1, 3, 0.75, 1.0)])
+    0.25
+    """
+    total = sum(b.count for b in bins)
+    if not total:
+        return float("nan")
+    return sum(b.count * abs(b.frequency - b.confidence) for b in bins if b.count) / total
+
+
+def brier_score(probability: Tensor, outcome: Tensor) -> float:
+    """Mean squared difference of probability and outcome, both [n]; 0 is best, always 1/2 gives 0.25.
+
+    Brier 1950, "Verification of forecasts expressed in terms of probability".
+
+    >>> brier_score(torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.0]))
+    0.125
+    """
+    return (probability.double() - outcome.double()).square().mean().item()
+
+
+def best_temperature(margin: Tensor) -> float:
+    """The temperature that makes `sigmoid(margin / temperature)` most likely, given that every margin should be > 0.
+
+    ``argmin over T of mean(log(1 + exp(-margin / T)))``
+
+    The objective is convex in 1 / T. Its minimum is where ``mean(margin * sigmoid(-margin / T)) = 0``, found by
+    bisection. Above 1 the model is too sure of itself, below 1 not sure enough.
+
+    Args:
+        margin: [n] score of the better answer minus score of the worse one.
+
+    Returns:
+        The temperature; 0 if every margin is positive (no confidence is too high), infinity if the model is no better
+        than chance.
+
+    Guo et al. 2017 (arXiv 1706.04599), section 4.2.
+
+    >>> round(best_temperature(torch.tensor([2.0, 2.0, 2.0, -2.0])), 3)  # 3 of 4 right: 2 / log(3)
+    1.82
+    """
+    m = margin.double()
+
+    def slope(inverse: float) -> float:
+        return float((m * torch.sigmoid(-m * inverse)).mean())
+
+    if m.numel() == 0 or slope(0.0) <= 0:
+        return float("inf")
+    if slope(HIGHEST_INVERSE) > 0:
+        return 0.0
+    low, high = 0.0, HIGHEST_INVERSE
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return 2 / (low + high)

@@ -1,0 +1,198 @@
+"""The statistics of evaluations: known answers, slow oracles, and simulations of the coverage of intervals."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval, student_quantile
+from rlhf_cli.algorithms.calibration import best_temperature, brier_score, expected_calibration_error, reliability
+from rlhf_cli.algorithms.comparison import bradley_terry, length_controlled_win_rate, wins
+from rlhf_cli.algorithms.overoptimization import fit_gold_curve
+from rlhf_cli.algorithms.statistics import kendall
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ----------------------------------------------------------------------------------------- intervals
+
+
+@pytest.mark.parametrize("size", [12, 60])
+def test_intervals_cover_the_mean_in_95_percent_of_1000_simulations(size):
+    truth, covered = 0.3, 0
+    for run in range(1000):
+        values = truth + torch.randn(size, generator=generator(run), dtype=torch.float64)
+        low, high = bootstrap_interval(lambda rows: rows.mean(-1), values, seed=run, num_resamples=600)
+        covered += low <= truth <= high
+    assert 0.93 <= covered / 1000 <= 0.97
+
+
+def test_paired_columns_are_resampled_together():
+    a = torch.randn(50, generator=generator())
+    low, high = bootstrap_interval(lambda x, y: (y - x).mean(-1), a, a + 1, seed=0)
+    assert low == pytest.approx(1, abs=1e-6) and high == pytest.approx(1, abs=1e-6)
+
+
+def test_an_interval_repeats_with_its_seed_and_needs_two_rows():
+    values = torch.arange(9.0)
+    assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
+    assert all(math.isnan(end) for end in mean_interval(torch.tensor([1.0]), seed=0))
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(5, 2.5706), (10, 2.2281), (30, 2.0423)])
+def test_students_quantile_matches_the_table(freedom, expected):
+    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=2e-3)
+
+
+# --------------------------------------------------------------------------------------- calibration
+
+
+def test_calibration_error_of_known_probabilities():
+    # True probability 0.7, stated 0.9: an error of 0.2.
+    outcome = (torch.rand(200_000, generator=generator()) < 0.7).double()
+    bins = reliability(torch.full((200_000,), 0.9), outcome)
+    assert expected_calibration_error(bins) == pytest.approx(0.2, abs=0.005)
+    assert brier_score(torch.full((200_000,), 0.9), outcome) == pytest.approx(0.7 * 0.01 + 0.3 * 0.81, abs=0.005)
+
+
+def test_calibrated_probabilities_have_no_error():
+    p = torch.rand(200_000, generator=generator(1), dtype=torch.float64)
+    outcome = (torch.rand(200_000, generator=generator(2), dtype=torch.float64) < p).double()
+    assert expected_calibration_error(reliability(p, outcome)) < 0.01
+
+
+def test_bins_of_confidence_start_at_one_half():
+    bins = reliability(torch.tensor([0.5, 0.76, 1.0]), torch.tensor([0.0, 1.0, 1.0]), low=0.5, num_bins=2)
+    assert [(b.low, b.high, b.count) for b in bins] == [(0.5, 0.75, 1), (0.75, 1.0, 2)]
+
+
+def test_the_best_temperature_undoes_an_overconfident_scale():
+    true_margin = torch.randn(100_000, generator=generator(3), dtype=torch.float64) * 2
+    right = torch.rand(100_000, generator=generator(4), dtype=torch.float64) < torch.sigmoid(true_margin)
+    margin = torch.where(right, true_margin, -true_margin) * 3  # three times too sure
+    assert best_temperature(margin) == pytest.approx(3, rel=0.03)
+
+
+def test_the_best_temperature_at_its_limits():
+    assert best_temperature(torch.tensor([1.0, 2.0])) == 0
+    assert best_temperature(torch.tensor([1.0, -2.0])) == math.inf
+    assert best_temperature(torch.tensor([])) == math.inf
+
+
+# ----------------------------------------------------------------------------------------- best of n
+
+
+def test_best_of_n_is_the_mean_over_all_subsets():
+    score = torch.tensor([[0.3, 1.7, -2.0, 1.7, 0.9, 0.3]], dtype=torch.float64)
+    gold = torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]], dtype=torch.float64)
+    for n in range(1, 7):
+        best, others = [], []
+        for subset in itertools.combinations(range(6), n):
+            top = max(score[0, i].item() for i in subset)
+            # A subset that holds one of two equal scores counts for both: they are exchangeable.
+            tied = [i for i in range(6) if score[0, i] == top]
+            best.append(top)
+            others.append(sum(gold[0, i].item() for i in tied) / len(tied))
+        found, found_gold = best_of_n(score, n, gold)
+        assert found.item() == pytest.approx(sum(best) / len(best))
+        assert found_gold.item() == pytest.approx(sum(others) / len(others))
+
+
+def test_best_of_n_of_uniform_scores_is_n_over_n_plus_one():
+    score = torch.rand(4000, 16, generator=generator(5), dtype=torch.float64)
+    for n in (1, 2, 4, 16):
+        assert best_of_n(score, n)[0].mean().item() == pytest.approx(n / (n + 1), abs=0.01)
+
+
+def test_best_of_n_refuses_more_than_there_are():
+    with pytest.raises(ValueError, match="must be 1 to 2"):
+        best_of_n(torch.zeros(1, 2), 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@pytest.mark.parametrize("size", [2, 3, 50, 4000])
+def test_the_kl_estimate_against_the_exact_kl_of_equally_likely_outcomes(n, size):
+    rank = torch.arange(1, size + 1, dtype=torch.float64)
+    chosen = (rank / size) ** n - ((rank - 1) / size) ** n  # distribution of best-of-n
+    exact = torch.xlogy(chosen, chosen * size).sum().item()
+    estimate = (chosen * best_of_n_kl(torch.full((size,), -math.log(size), dtype=torch.float64), n)).sum().item()
+    bound = best_of_n_kl_bound(n)
+    assert exact <= bound + 1e-12
+    assert estimate <= bound + 1e-9
+    assert abs(estimate - exact) <= max(0.15 * exact, 1e-9)
+    if size == 4000:
+        assert estimate == pytest.approx(bound, abs=0.01)
+
+
+# ------------------------------------------------------------------------------------ gold and distance
+
+
+def test_the_gold_curve_is_found_through_noise():
+    d = torch.linspace(0.2, 3.0, 200, dtype=torch.float64)
+    gold = 2.0 + d * (1.5 - 0.8 * d.log()) + 0.05 * torch.randn(200, generator=generator(6), dtype=torch.float64)
+    curve = fit_gold_curve(d, gold, start=2.0)
+    assert (curve.a, curve.b) == (pytest.approx(1.5, abs=0.03), pytest.approx(0.8, abs=0.03))
+    assert curve.gold(0.0) == 2.0
+    # The peak is where the curve is highest.
+    grid = [curve.gold(x / 100) for x in range(1, 600)]
+    assert curve.peak == pytest.approx((1 + max(range(599), key=grid.__getitem__)) / 100, abs=0.01)
+
+
+def test_a_curve_that_never_falls_has_no_peak_and_one_distance_is_refused():
+    d = torch.tensor([1.0, 2.0])
+    assert fit_gold_curve(d, d, start=0.0).peak is None
+    with pytest.raises(ValueError, match="two different distances"):
+        fit_gold_curve(torch.tensor([1.0, 1.0]), torch.zeros(2), start=0.0)
+
+
+# ------------------------------------------------------------------------------------------- win rates
+
+
+def test_ties_count_half():
+    assert wins(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0])).tolist() == [0.5, 0.0, 1.0]
+
+
+def test_the_win_rate_at_equal_length_is_recovered():
+    # A wins with 60 % at equal length, and longer replies win more often; A's are longer.
+    length_a = 50 + 20 * torch.randn(50_000, generator=generator(7), dtype=torch.float64) + 15
+    length_b = 50 + 20 * torch.randn(50_000, generator=generator(8), dtype=torch.float64)
+    d = length_a - length_b
+    p = torch.sigmoid(math.log(0.6 / 0.4) + 1.5 * torch.tanh(d / d.std(correction=0)))
+    won = (torch.rand(50_000, generator=generator(9), dtype=torch.float64) < p).double()
+    assert won.mean().item() > 0.7
+    assert length_controlled_win_rate(won, length_a, length_b) == pytest.approx(0.6, abs=0.015)
+
+
+def test_the_win_rate_at_equal_length_is_finite_where_one_side_always_wins():
+    rate = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))
+    assert 0.5 < rate < 1
+
+
+def test_bradley_terry_recovers_strengths():
+    truth = torch.tensor([0.8, 0.1, -0.9], dtype=torch.float64)
+    won = torch.zeros(3, 3)
+    for i, j in itertools.permutations(range(3), 2):
+        won[i, j] = 10_000 * torch.sigmoid(truth[i] - truth[j])
+    assert torch.allclose(bradley_terry(won), truth, atol=1e-3)
+
+
+def test_bradley_terry_is_finite_without_a_loss():
+    assert bradley_terry(torch.tensor([[0.0, 9.0], [0.0, 0.0]])).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------- kendall
+
+
+def test_kendall_with_ties_against_all_pairs():
+    x = torch.tensor([1.0, 2.0, 2.0, 4.0, 0.0])
+    y = torch.tensor([3.0, 1.0, 2.0, 2.0, 2.0])
+    alike = untied_x = untied_y = 0
+    for i, j in itertools.combinations(range(5), 2):
+        a, b = (x[i] > x[j]) * 1 - (x[i] < x[j]) * 1, (y[i] > y[j]) * 1 - (y[i] < y[j]) * 1
+        alike, untied_x, untied_y = alike + a * b, untied_x + abs(a), untied_y + abs(b)
+    assert kendall(x, y) == pytest.approx(float(alike) / math.sqrt(float(untied_x) * float(untied_y)))
+    assert kendall(torch.zeros(3), x[:3]) == 0.0
