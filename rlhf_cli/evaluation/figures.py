@@ -1,0 +1,78 @@
+"""A figure with its 95 % interval and the number of independent rows that it was computed from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval
+from rlhf_cli.algorithms.statistics import wilson_interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, its 95 % interval and the number of independent rows; None without an interval or rows."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    rows: int | None = None
+
+    def __str__(self) -> str:
+        """The value and its interval.
+
+        >>> str(Figure(0.925, 0.901, 0.944)), str(Figure(3.0)), str(Figure(128.0, rows=128))
+        ('0.925 (0.901 to 0.944)', '3', '128')
+        """
+        if self.low is None or self.high is None or math.isnan(self.low):
+            return f"{self.value:.4g}"
+        digits = 3 if max(abs(self.low), abs(self.high)) < 100 else 0
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+    def as_json(self) -> dict[str, float | int]:
+        """The figure as JSON values. A number that is not finite is left out: JSON has none."""
+        values = {"value": self.value, "low": self.low, "high": self.high, "rows": self.rows}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+Figures = dict[str, Figure]
+"""Figures by name, in the order in which they are shown."""
+
+
+def mean_figure(values: Tensor, *, seed: int) -> Figure:
+    """The mean of [n] numbers of independent rows, with its bootstrap interval."""
+    return Figure(values.double().mean().item(), *mean_interval(values, seed=seed), len(values))
+
+
+def share_figure(successes: Tensor) -> Figure:
+    """The share of successes, with its Wilson interval. `successes` is [n], 0 or 1, or 1/2 for a tie."""
+    total = successes.double().sum().item()
+    return Figure(total / len(successes), *wilson_interval(total, len(successes)), len(successes))
+
+
+def ratio_figure(numerator: Tensor, denominator: Tensor, *, seed: int) -> Figure:
+    """``sum(numerator) / sum(denominator)`` over [n] rows: a mean per token, if rows have several tokens."""
+    top, bottom = numerator.double(), denominator.double()
+    interval = bootstrap_interval(lambda a, b: a.sum(-1) / b.sum(-1), top, bottom, seed=seed)
+    return Figure((top.sum() / bottom.sum()).item(), *interval, len(top))
+
+
+def correlation_figure(x: Tensor, y: Tensor, *, seed: int) -> Figure:
+    """The Pearson correlation of [n] pairs, with its bootstrap interval; 0 if x or y is constant."""
+
+    def correlation(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+        scale = (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+        return torch.where(scale > 0, (a * b).sum(-1) / scale, 0.0)
+
+    x, y = x.double(), y.double()
+    return Figure(correlation(x, y).item(), *bootstrap_interval(correlation, x, y, seed=seed), len(x))
+
+
+def ranks(x: Tensor) -> Tensor:
+    """The ranks of [n] numbers; equal numbers share the mean of their ranks."""
+    _, group, count = x.unique(return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count.double() - 1) / 2)[group]

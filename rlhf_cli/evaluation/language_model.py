@@ -1,0 +1,91 @@
+"""A language model on held-out demonstrations: loss, perplexity, accuracy, each with an interval over rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_cli.algorithms.statistics import distinct_n
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Example
+from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, ratio_figure
+from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
+from rlhf_cli.tensor_ops import token_logprobs
+
+MAX_LOGITS = 1 << 28
+"""Logits that are held at the same time: 1 GB in float32."""
+NGRAM = 4
+"""Words of the n-grams whose repetition within a reply is counted."""
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over the target tokens of each held-out row, [n] float64 each."""
+
+    nll: Tensor
+    """Negative log-likelihood, in nats."""
+    correct: Tensor
+    """Number of targets that are the likeliest token."""
+    tokens: Tensor
+    """Number of targets."""
+
+
+@torch.no_grad()
+def row_sums(model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str) -> RowSums:
+    """The sums of each row, in the order of the rows."""
+    nll, correct = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
+    tokens = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.float64)
+    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
+    for part in budget.cut([len(row.ids) for row in rows]):
+        with autocast(next(model.parameters()).device, precision):
+            # [N, V] and [N] for the N targets of the rows
+            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
+        owner = torch.repeat_interleave(torch.tensor(part), tokens[part].long())
+        nll.index_add_(0, owner, -token_logprobs(logits, targets).cpu().double())
+        correct.index_add_(0, owner, (logits.argmax(-1) == targets).cpu().double())
+    return RowSums(nll, correct, tokens)
+
+
+def likelihood_figures(sums: RowSums, *, seed: int) -> Figures:
+    """Loss and perplexity per target token, and the share of targets that are the likeliest token."""
+    loss = ratio_figure(sums.nll, sums.tokens, seed=seed)
+    assert loss.low is not None and loss.high is not None
+    perplexity = Figure(*(math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high)), loss.rows)
+    return {
+        "loss": loss,
+        "perplexity": perplexity,
+        "token_accuracy": ratio_figure(sums.correct, sums.tokens, seed=seed),
+    }
+
+
+def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:
+    """The loss per target token minus that of another model on the same rows."""
+    return ratio_figure(sums.nll - other.nll, sums.tokens, seed=seed)
+
+
+def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed: int) -> Figures:
+    """Form of replies to n prompts: length, share that ended by itself, diversity, repetition within a reply."""
+    words = [text.split() for text in texts]
+    return {
+        "length": mean_figure(lengths, seed=seed),
+        "eos_rate": mean_figure(ended.double(), seed=seed),
+        "distinct_1": Figure(distinct_n(words, 1), rows=len(texts)),
+        "distinct_2": Figure(distinct_n(words, 2), rows=len(texts)),
+        "repetition": mean_figure(torch.tensor([repetition(text) for text in words]), seed=seed),
+    }
+
+
+def repetition(words: Sequence[str]) -> float:
+    """The share of a text's n-grams of `NGRAM` words that occurred earlier in it; 0 for a shorter text.
+
+    >>> repetition("a b c d a b c d".split())  # the last of five was there before
+    0.2
+    """
+    counts = Counter(tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
+    return 1 - len(counts) / counts.total() if counts else 0.0

@@ -1,0 +1,184 @@
+"""Replies of a policy to the held-out prompts of a run, with their scores, gold scores and distance to the SFT model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.data.encoders import PromptEncoder, PromptRow
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import ppo_rows
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.evaluation.run import Run
+from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.limits import positions
+from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
+from rlhf_cli.rollout.scoring import Models
+
+ROWS = 512
+"""Replies that are sampled and scored at the same time."""
+
+
+@dataclass(frozen=True)
+class Replies:
+    """K replies to each of P prompts. Tensors are [P, K] float64 on the CPU."""
+
+    texts: list[list[str]]
+    """[P][K]"""
+    ids: list[list[list[int]]]
+    """[P][K] token ids."""
+    score: Tensor
+    """The weighted sum of the rewards, as PPO sees it before normalization and penalties."""
+    each: dict[str, Tensor]
+    """Each reward's own score."""
+    gold: dict[str, Tensor]
+    """The numbers of the judge `evaluation.gold`; empty without one."""
+    logprob: Tensor
+    """Log-probability of the reply under the policy that wrote it, in nats."""
+    kl: Tensor
+    """Log-probability under that policy minus that under the SFT model, in nats; its mean estimates the KL."""
+    length: Tensor
+    """Tokens."""
+    ended: Tensor
+    """1 if a stop token or stop string ended the reply, else 0."""
+
+    @property
+    def gold_name(self) -> str | None:
+        """The judge's main number: `gold`, or else its first. None without a judge."""
+        return None if not self.gold else "gold" if "gold" in self.gold else next(iter(self.gold))
+
+
+class Arena:
+    """The held-out prompts of a PPO stage, and everything that judges replies to them."""
+
+    def __init__(self, run: Run, config: PPOConfig, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.run, self.config, self.reference, self.tokenizer = run, config, reference, tokenizer
+        room = positions(reference) - config.rollout.max_new_tokens
+        rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
+        self.prompts: list[PromptRow] = list(rows.test[: config.evaluation.num_prompts])
+        if not self.prompts:
+            raise ConfigError(f"{run.root}/ppo: the stage has no held-out prompts. Set data.test or data.test_fraction")
+        self.rewards: list[RewardSource] = load_rewards(
+            config.rewards, config.artifacts, tokenizer, run.device, config.precision
+        )[0]
+        self.judge = load_function(config.evaluation.gold) if config.evaluation.gold is not None else None
+        rollout = config.rollout
+        vocabulary = tokenizer.get_vocab()
+        self.sampling = Sampling(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_new_tokens=rollout.min_new_tokens,
+            stop=frozenset(stop_ids(reference, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
+            stop_strings=tuple(rollout.stop_strings),
+        )
+
+    def replies(self, policy: PreTrainedModel, count: int) -> Replies:
+        """`count` replies of the policy to each prompt.
+
+        The first reply to each prompt uses the uniforms of the ppo stage's own evaluation. Reply k to prompt p uses the
+        same uniforms for every policy, so policies are compared pair by pair.
+        """
+        numbered = [(p, k) for k in range(count) for p in range(len(self.prompts))]
+        longest = self.config.rollout.max_new_tokens
+        uniforms = torch.cat(
+            [
+                draw_uniforms(self.config.seed, "ppo evaluation", k, len(self.prompts), longest)
+                for k in range(count)
+            ]
+        )
+        if count > 1:  # Replies to one prompt share its keys and values.
+            order = sorted(range(len(numbered)), key=lambda i: numbered[i])
+            numbered, uniforms = [numbered[i] for i in order], uniforms[order]
+        responses: list[Response] = []
+        kl: list[float] = []
+        texts: list[str] = []
+        scores: list[Tensor] = []
+        each: dict[str, list[Tensor]] = {}
+        gold: dict[str, list[float]] = {}
+        for part in chunks(range(len(numbered)), ROWS):
+            prompts = [self.prompts[numbered[i][0]] for i in part]
+            found, distances = self._sample(policy, prompts, uniforms[part.start : part.stop])
+            samples = self._samples(prompts, found)
+            judged = total_score(self.rewards, samples)
+            scores.append(judged.total)
+            for name, values in judged.each.items():
+                each.setdefault(name, []).append(values)
+            if self.judge is not None:
+                advice = "Fix the function, or remove evaluation.gold"
+                for row in call(f"evaluation.gold ({self.config.evaluation.gold})", self.judge, samples, named_numbers, advice):
+                    for name, value in row.items():
+                        gold.setdefault(name, []).append(value)
+            responses += found
+            texts += samples.responses
+            kl += distances
+
+        def grid(values: Sequence[float] | Tensor) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.float64).reshape(len(self.prompts), count)
+
+        return Replies(
+            texts=[texts[p * count : (p + 1) * count] for p in range(len(self.prompts))],
+            ids=[[r.ids for r in responses[p * count : (p + 1) * count]] for p in range(len(self.prompts))],
+            score=grid(torch.cat(scores)),
+            each={name: grid(torch.cat(values)) for name, values in each.items()},
+            gold={name: grid(values) for name, values in gold.items()},
+            logprob=grid([sum(r.logprobs) for r in responses]),
+            kl=grid(kl),
+            length=grid([len(r.ids) for r in responses]),
+            ended=grid([float(r.ended) for r in responses]),
+        )
+
+    def _sample(
+        self, policy: PreTrainedModel, prompts: Sequence[PromptRow], uniforms: Tensor
+    ) -> tuple[list[Response], list[float]]:
+        """A reply to each prompt, and its log-probability minus that under the reference."""
+        precision = self.config.precision
+        if policy is self.reference:
+            with autocast(self.run.device, precision):
+                found = sample(policy, [p.ids for p in prompts], uniforms, self.sampling, self.tokenizer)
+            return found, [0.0] * len(found)
+        rollout = collect(
+            prompts,
+            uniforms,
+            Models(policy, self.reference),
+            sampling=self.sampling,
+            tokenizer=self.tokenizer,
+            budget=self._budget(policy),
+            precision=precision,
+            recompute=True,
+            with_values=False,
+        )
+        return rollout.responses, (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
+
+    def _budget(self, policy: PreTrainedModel) -> Budget:
+        return self.run.budget(policy, self.config.precision)
+
+    def _samples(self, prompts: Sequence[PromptRow], responses: Sequence[Response]) -> Samples:
+        return Samples(
+            [p.text for p in prompts],
+            [response_text(self.tokenizer, r, self.sampling) for r in responses],
+            [p.ids for p in prompts],
+            [r.ids for r in responses],
+            [r.ended for r in responses],
+            [p.row.columns for p in prompts],
+            [[str(self.tokenizer.decode([i])) for i in r.ids] for r in responses] if self._dense else None,
+            [p.row.where for p in prompts],
+            [p.row.prompt for p in prompts],
+            [p.row.messages for p in prompts],
+        )
+
+    @property
+    def _dense(self) -> bool:
+        return any(getattr(source, "per_token", False) for source in self.rewards)

@@ -1,0 +1,74 @@
+"""A run that is evaluated: its finished stages, with their configs and models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.artifacts import read_manifest, stage_directory
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.cost import token_budget
+from rlhf_cli.models.forward import is_packed
+from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+
+
+@dataclass(frozen=True)
+class Run:
+    """The finished stages of a run's directory. A stage that is not finished has no config here."""
+
+    root: Path
+    device: torch.device
+    seed: int
+    """Of samples and of intervals."""
+    sft: SFTConfig | None
+    rm: RMConfig | None
+    ppo: PPOConfig | None
+
+    @property
+    def stages(self) -> list[str]:
+        """The finished stages, in order."""
+        return [stage for stage in STAGES if getattr(self, stage) is not None]
+
+    def model_path(self, stage: str) -> str:
+        """The model directory of a stage."""
+        return str(stage_directory(self.root, stage) / "model")
+
+    def load(self, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A language model and its tokenizer, on the device."""
+        model, tokenizer = load_policy(path), load_tokenizer(path)
+        prepare(model, self.device)
+        model.requires_grad_(False)
+        return model, tokenizer
+
+    def budget(self, model: PreTrainedModel, precision: str) -> Budget:
+        """How many tokens the model takes in one pass without gradients."""
+        return Budget(token_budget([model], [], self.device, precision, 1), padded=not is_packed(model))
+
+
+def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:
+    """The run at `root`, or only its `stage`.
+
+    Raises ArtifactError if nothing is finished there, or if that stage is not; ConfigError for a config of another
+    version of rlhf.
+    """
+    if not root.is_dir():
+        raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
+    wanted = STAGES if stage is None else (stage,)
+    finished = [name for name in wanted if read_manifest(stage_directory(root, name)) is not None]
+    if not finished:
+        what = f"stage {stage} is not finished" if stage else "no stage is finished"
+        raise ArtifactError(f"{root}: {what}. `rlhf status {root}` shows what is there")
+    configs = {
+        # The directory may have been moved since.
+        name: load_stage_config(name, stage_directory(root, name) / "config.yaml", [f"artifacts={root}"])
+        for name in finished
+    }
+    return Run(root, device, seed, configs.get("sft"), configs.get("rm"), configs.get("ppo"))  # type: ignore[arg-type]
