@@ -1,0 +1,145 @@
+"""A policy against the one it started from: before and after, win rates, and best-of-n as a yardstick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval
+from rlhf_cli.algorithms.comparison import length_controlled_win_rate, wins
+from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, share_figure
+from rlhf_cli.evaluation.language_model import reply_figures
+from rlhf_cli.evaluation.replies import Replies
+
+PERCENTILES = (10, 50, 90)
+
+
+def side_figures(replies: Replies, *, seed: int) -> Figures:
+    """One policy's first reply to each prompt: scores, each reward, gold numbers, KL, form."""
+    score = replies.score[:, 0]
+    figures = {"score": mean_figure(score, seed=seed)}
+    for percent in PERCENTILES:
+        q = percent / 100
+        low, high = bootstrap_interval(lambda rows, q=q: rows.quantile(q, dim=-1), score, seed=seed)
+        figures[f"score_p{percent}"] = Figure(score.quantile(q).item(), low, high, len(score))
+    if len(replies.each) > 1:
+        figures |= {f"reward/{name}": mean_figure(values[:, 0], seed=seed) for name, values in replies.each.items()}
+    figures |= {name: mean_figure(values[:, 0], seed=seed) for name, values in replies.gold.items()}
+    figures["kl"] = mean_figure(replies.kl[:, 0], seed=seed)
+    texts = [row[0] for row in replies.texts]
+    return figures | reply_figures(texts, replies.length[:, 0], replies.ended[:, 0], seed=seed)
+
+
+def differences(before: Replies, after: Replies, *, seed: int) -> Figures:
+    """After minus before, paired by prompt."""
+    columns = {"score": (before.score, after.score)}
+    columns |= {f"reward/{name}": (before.each[name], after.each[name]) for name in before.each if len(before.each) > 1}
+    columns |= {name: (before.gold[name], after.gold[name]) for name in before.gold}
+    columns |= {"kl": (before.kl, after.kl), "length": (before.length, after.length)}
+    columns |= {"eos_rate": (before.ended, after.ended)}
+    return {name: mean_figure(b[:, 0] - a[:, 0], seed=seed) for name, (a, b) in columns.items()}
+
+
+def win_rates(before: Replies, after: Replies) -> Figures:
+    """How often the reply after is better than the one before, by score and by the judge; ties count 1/2.
+
+    `..._equal_length` is the rate that would remain if both were as long (`length_controlled_win_rate`).
+    """
+    judges = {"score": (before.score, after.score)}
+    if (name := before.gold_name) is not None:
+        judges[name] = (before.gold[name], after.gold[name])
+    figures: Figures = {}
+    for judge, (a, b) in judges.items():
+        won = wins(b[:, 0], a[:, 0])
+        figures[judge] = share_figure(won)
+        controlled = length_controlled_win_rate(won, after.length[:, 0], before.length[:, 0])
+        figures[f"{judge}_equal_length"] = Figure(controlled, rows=len(won))
+    return figures
+
+
+# ----------------------------------------------------------------------------------------- best of n
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Best-of-n of the SFT model, for one n."""
+
+    n: int
+    score: Figure
+    gold: Figure | None
+    length: Figure
+    kl: float
+    """Estimated KL to the SFT model, in nats."""
+    kl_bound: float
+    """Upper bound of that KL, ``log(n) - (n - 1) / n``."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        gold = {} if self.gold is None else {"gold": self.gold.as_json()}
+        return {
+            "n": self.n,
+            "score": self.score.as_json(),
+            **gold,
+            "length": self.length.as_json(),
+            "kl": self.kl,
+            "kl_bound": self.kl_bound,
+        }
+
+
+def yardsticks(samples: Replies, *, seed: int) -> list[Yardstick]:
+    """Best-of-n for n = 1, 2, 4, ... up to the number of samples, from one set of samples of the SFT model."""
+    most = samples.score.shape[1]
+    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    if counts[-1] != most:
+        counts.append(most)
+    gold = samples.gold[samples.gold_name] if samples.gold_name is not None else None
+    found = []
+    for n in counts:
+        kl = best_of_n_kl(samples.logprob, n)
+        others = [samples.length, kl] if gold is None else [samples.length, kl, gold]
+        score, length, kl, *rest = best_of_n(samples.score, n, *others)
+        found.append(
+            Yardstick(
+                n,
+                mean_figure(score, seed=seed),
+                mean_figure(rest[0], seed=seed) if rest else None,
+                mean_figure(length, seed=seed),
+                kl.mean().item(),
+                best_of_n_kl_bound(n),
+            )
+        )
+    return found
+
+
+def samples_needed(samples: Replies, score: float) -> int | None:
+    """The smallest n whose best-of-n reaches this mean score; None if no n up to the number of samples does."""
+    low, high = 1, samples.score.shape[1]
+    if _mean_best(samples.score, high) < score:
+        return None
+    while low < high:  # The expected best score grows with n.
+        middle = (low + high) // 2
+        low, high = (low, middle) if _mean_best(samples.score, middle) >= score else (middle + 1, high)
+    return low
+
+
+def _mean_best(score: Tensor, n: int) -> float:
+    return best_of_n(score, n)[0].mean().item()
+
+
+def gold_at_score(samples: Replies, score: float) -> float | None:
+    """The gold score of best-of-n where its score is `score`, interpolated between two n; None if out of reach."""
+    if samples.gold_name is None:
+        return None
+    gold, most = samples.gold[samples.gold_name], samples.score.shape[1]
+    n = samples_needed(samples, score)
+    if n is None:
+        return None
+    points = [[x.mean().item() for x in best_of_n(samples.score, m, gold)] for m in (max(1, n - 1), min(n, most))]
+    (score_a, gold_a), (score_b, gold_b) = points
+    if score_b == score_a:
+        return gold_b
+    return gold_a + (gold_b - gold_a) * (score - score_a) / (score_b - score_a)

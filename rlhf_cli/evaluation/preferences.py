@@ -1,0 +1,158 @@
+"""A reward model on held-out pairs and rankings: accuracy, calibration, length bias, worst mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval
+from rlhf_cli.algorithms.calibration import Bin, best_temperature, brier_score, expected_calibration_error, reliability
+from rlhf_cli.algorithms.comparison import length_controlled_win_rate, wins
+from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
+
+GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
+"""Columns of a row that name a group of rows; each group gets its own accuracy."""
+MOST_GROUPS = 40
+WORST = 20
+"""Mistakes that are kept with their texts."""
+LENGTH_BINS = ((None, -16), (-16, -4), (-4, 4), (4, 16), (16, None))
+"""Tokens by which the better answer is longer, from and below."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """n pairs of a better and a worse answer. A ranking of K answers gives its best and its worst one."""
+
+    rows: Sequence[RankedIds]
+    better: Tensor
+    """[n] score of the better answer."""
+    worse: Tensor
+    """[n] score of the worse answer."""
+
+    @property
+    def margin(self) -> Tensor:
+        """[n] score of the better answer minus score of the worse one."""
+        return (self.better - self.worse).double()
+
+    @property
+    def longer_by(self) -> Tensor:
+        """[n] tokens of the better answer minus tokens of the worse one."""
+        return torch.tensor([float(len(row.answers[0]) - len(row.answers[-1])) for row in self.rows])
+
+
+def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
+    """Accuracy and margin beside two baselines, calibration, and how much of it is length.
+
+    `longer_wins` and `shorter_wins` are the accuracies of rules that prefer the longer or the shorter answer; chance is
+    0.5. `accuracy_longer_is_worse` is the accuracy where the worse answer is the longer one. `length_controlled` is the
+    accuracy at equal length (`length_controlled_win_rate`). `score_length_correlation` is that of scores and lengths of
+    all answers.
+    """
+    margin, right, longer = pairs.margin, wins(pairs.better, pairs.worse), pairs.longer_by
+    confidence, correct = torch.sigmoid(margin.abs()), right
+    figures = {
+        "accuracy": share_figure(right),
+        "longer_wins": share_figure(wins(longer, torch.zeros_like(longer))),
+        "shorter_wins": share_figure(wins(-longer, torch.zeros_like(longer))),
+        "margin": mean_figure(margin, seed=seed),
+        "calibration_error": Figure(expected_calibration_error(reliability(confidence, correct, low=0.5)), rows=len(margin)),
+        "brier": Figure(brier_score(confidence, correct), *bootstrap_interval(_brier, confidence, correct, seed=seed), len(margin)),
+        "best_temperature": Figure(best_temperature(margin), rows=len(margin)),
+        "score_length_correlation": correlation_figure(
+            torch.cat([pairs.better, pairs.worse]), torch.cat([_lengths(pairs.rows, 0), _lengths(pairs.rows, -1)]), seed=seed
+        ),
+        "length_controlled": Figure(
+            length_controlled_win_rate(right, longer, torch.zeros_like(longer)), rows=len(margin)
+        ),
+    }
+    if bool((longer < 0).any()):
+        figures["accuracy_longer_is_worse"] = share_figure(right[longer < 0])
+    if bool((longer > 0).any()):
+        figures["accuracy_longer_is_better"] = share_figure(right[longer > 0])
+    return figures
+
+
+def _brier(probability: Tensor, outcome: Tensor) -> Tensor:
+    return (probability - outcome).square().mean(-1)
+
+
+def _lengths(rows: Sequence[RankedIds], which: int) -> Tensor:
+    return torch.tensor([float(len(row.answers[which])) for row in rows])
+
+
+def groups(pairs: Pairs) -> dict[str, Figures]:
+    """The accuracy of groups of pairs: by each column that names one, by length difference, by margin."""
+    right, longer, size = wins(pairs.better, pairs.worse), pairs.longer_by, pairs.margin.abs()
+    tables: dict[str, Figures] = {}
+    for column in GROUP_COLUMNS:
+        names = [row.row.columns.get(column) for row in pairs.rows]
+        known = sorted({name for name in names if isinstance(name, str)})
+        if 1 < len(known) <= MOST_GROUPS:
+            tables[column] = {
+                name: share_figure(right[torch.tensor([n == name for n in names])]) for name in known
+            }
+    by_length: Figures = {}
+    for low, high in LENGTH_BINS:
+        mask = torch.ones(len(right), dtype=torch.bool)
+        if low is not None:
+            mask &= longer >= low
+        if high is not None:
+            mask &= longer < high
+        if bool(mask.any()):
+            by_length[_interval(low, high)] = share_figure(right[mask])
+    tables["better answer longer by (tokens)"] = by_length
+    edges = size.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=size.dtype)).tolist() if len(size) >= 8 else []
+    if edges:
+        quarter = torch.bucketize(size, torch.tensor(edges, dtype=size.dtype))
+        tables["size of the margin"] = {
+            f"quarter {q + 1}": share_figure(right[quarter == q]) for q in range(4) if bool((quarter == q).any())
+        }
+    return tables
+
+
+def _interval(low: int | None, high: int | None) -> str:
+    if low is None:
+        return f"below {high}"
+    return f"{low} or more" if high is None else f"{low} to {high - 1}"
+
+
+def reliability_table(pairs: Pairs) -> list[Bin]:
+    """Stated confidence in the preferred answer against how often it is the better one, in ten bins from 1/2 to 1."""
+    return reliability(torch.sigmoid(pairs.margin.abs()), wins(pairs.better, pairs.worse), low=0.5)
+
+
+def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
+    """The pairs in which the model prefers the worse answer most, with their texts."""
+    margin = pairs.margin
+    order = margin.argsort()[:WORST].tolist()
+    return [
+        {
+            "where": pairs.rows[i].row.where,
+            "prompt": pairs.rows[i].row.prompt,
+            "better": pairs.rows[i].row.answers[0],
+            "worse": pairs.rows[i].row.answers[-1],
+            "better_score": pairs.better[i].item(),
+            "worse_score": pairs.worse[i].item(),
+        }
+        for i in order
+        if margin[i] < 0
+    ]
+
+
+def verdict(figures: Figures) -> str:
+    """A sentence: whether the accuracy is above chance, and above the better of the two length rules."""
+    accuracy = figures["accuracy"]
+    assert accuracy.low is not None
+    rule = max(("longer_wins", "shorter_wins"), key=lambda name: figures[name].value)
+    baseline = figures[rule].value
+    chance = "above chance" if accuracy.low > 0.5 else "not above chance"
+    than = "longer" if rule == "longer_wins" else "shorter"
+    beats = "above" if accuracy.low > baseline else "not above"
+    return (
+        f"accuracy {accuracy}: {chance} (0.5), and {beats} the rule that the {than} answer is better ({baseline:.3f})"
+    )
