@@ -171,6 +171,31 @@ def status(
     exit_with(work)
 
 
+@app.command("eval")
+def evaluate(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
+    stage: Annotated[
+        Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
+    ] = 64,
+    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the intervals.")] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Measure the finished stages of a run on held-out data."""
+
+    def work() -> None:
+        from rlhf_cli.commands.evaluate import Settings
+        from rlhf_cli.commands.evaluate import evaluate as measure
+
+        measure(directory, Settings(stage, samples, sampled_prompts, seed, device), quiet=quiet)
+
+    exit_with(work)
+
+
 @app.command()
 def doctor(
     directory: Annotated[
