@@ -106,7 +106,7 @@ def best_temperature(margin: Tensor) -> float:
 
     if m.numel() == 0 or slope(0.0) <= 0:
         return float("inf")
-    if slope(HIGHEST_INVERSE) > 0:
+    if m.min() > 0:
         return 0.0
     low, high = 0.0, HIGHEST_INVERSE
     for _ in range(100):

@@ -17,7 +17,6 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
-from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import language_model, policy, preferences, scores
 from rlhf_cli.evaluation.figures import Figure, Figures
 from rlhf_cli.evaluation.replies import Arena, Replies
@@ -26,7 +25,6 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.rewards.agreement import scores_of_rows
-from rlhf_cli.seeding import generator
 from rlhf_cli.training.distributed import World, start
 from rlhf_cli.training.progress import Display
 
@@ -57,9 +55,14 @@ def evaluate(root: Path, settings: Settings, *, quiet: bool = False) -> None:
     world = start(settings.device)
     run = open_run(root, stage=settings.stage, device=world.device, seed=settings.seed)
     display = Display("eval", quiet=quiet)
-    measure = {"sft": _sft, "rm": _rm, "ppo": _ppo}
     for stage in run.stages:
-        report = measure[stage](run, settings, display)
+        match stage:
+            case "sft":
+                report = _sft(run, display)
+            case "rm":
+                report = _rm(run, display)
+            case _:
+                report = _ppo(run, settings, display)
         folder = run.root / FOLDER / stage
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"stage": stage, "seed": run.seed, **report}, indent=2, ensure_ascii=False) + "\n"
@@ -70,7 +73,7 @@ def evaluate(root: Path, settings: Settings, *, quiet: bool = False) -> None:
 # ---------------------------------------------------------------------------------------------- SFT
 
 
-def _sft(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
+def _sft(run: Run, display: Display) -> dict[str, Any]:
     """Held-out likelihood of the SFT model, beside the model that it started from."""
     config = run.sft
     assert config is not None
@@ -104,7 +107,7 @@ def _demonstrations(run: Run, model: PreTrainedModel, tokenizer: PreTrainedToken
 # ----------------------------------------------------------------------------------------------- RM
 
 
-def _rm(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
+def _rm(run: Run, display: Display) -> dict[str, Any]:
     """The reward model on its held-out rows."""
     config = run.rm
     assert config is not None
@@ -120,8 +123,12 @@ def _rm(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
     if isinstance(rows[0], ScoredIds):
         items = [row for row in rows if isinstance(row, ScoredIds)]
         predicted = scores_of_rows(model, [[row.ids] for row in items], budget, config.precision, world)
-        mean, std = (float(getattr(model.config, key, default)) for key, default in (("target_mean", 0.0), ("target_std", 1.0)))
-        figures = scores.score_figures(predicted * std + mean, torch.tensor([row.score for row in items]), seed=run.seed)
+        mean, std = (
+            float(getattr(model.config, key, default)) for key, default in (("target_mean", 0.0), ("target_std", 1.0))
+        )
+        figures = scores.score_figures(
+            predicted * std + mean, torch.tensor([row.score for row in items]), seed=run.seed
+        )
         _table(display, f"RM, {len(items):,} held-out answers", {"": figures})
         return {"figures": _json(figures)}
     ranked = [row for row in rows if isinstance(row, RankedIds)]
@@ -220,7 +227,13 @@ def _best_of_n(arena: Arena, after: Replies, settings: Settings, display: Displa
     gold_name = after.gold_name
     gold = after.gold[gold_name][:number, 0].mean().item() if gold_name is not None else None
     lines = [
-        [f"best of {row.n}", str(row.score), *([str(row.gold)] if row.gold else []), f"{row.kl:.2f}", f"{row.kl_bound:.2f}"]
+        [
+            f"best of {row.n}",
+            str(row.score),
+            *([str(row.gold)] if row.gold else []),
+            f"{row.kl:.2f}",
+            f"{row.kl_bound:.2f}",
+        ]
         for row in rows
     ]
     lines.append(["PPO", f"{score:.3f}", *([f"{gold:.3f}"] if gold is not None else []), f"{kl:.2f}", ""])

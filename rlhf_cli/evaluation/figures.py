@@ -14,11 +14,11 @@ from rlhf_cli.algorithms.statistics import wilson_interval
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, its 95 % interval and the number of independent rows; None without an interval or rows."""
+    """A number, its 95 % interval (NaN without one) and the number of independent rows."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
+    low: float = math.nan
+    high: float = math.nan
     rows: int | None = None
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class Figure:
         >>> str(Figure(0.925, 0.901, 0.944)), str(Figure(3.0)), str(Figure(128.0, rows=128))
         ('0.925 (0.901 to 0.944)', '3', '128')
         """
-        if self.low is None or self.high is None or math.isnan(self.low):
+        if math.isnan(self.low):
             return f"{self.value:.4g}"
         digits = 3 if max(abs(self.low), abs(self.high)) < 100 else 0
         return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"

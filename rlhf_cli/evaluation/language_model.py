@@ -55,13 +55,15 @@ def row_sums(model: PreTrainedModel, rows: Sequence[Example], budget: Budget, pr
 def likelihood_figures(sums: RowSums, *, seed: int) -> Figures:
     """Loss and perplexity per target token, and the share of targets that are the likeliest token."""
     loss = ratio_figure(sums.nll, sums.tokens, seed=seed)
-    assert loss.low is not None and loss.high is not None
-    perplexity = Figure(*(math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high)), loss.rows)
     return {
         "loss": loss,
-        "perplexity": perplexity,
+        "perplexity": Figure(_exp(loss.value), _exp(loss.low), _exp(loss.high), loss.rows),
         "token_accuracy": ratio_figure(sums.correct, sums.tokens, seed=seed),
     }
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))  # exp overflows a float above 709
 
 
 def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:

@@ -60,11 +60,17 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
         "longer_wins": share_figure(wins(longer, torch.zeros_like(longer))),
         "shorter_wins": share_figure(wins(-longer, torch.zeros_like(longer))),
         "margin": mean_figure(margin, seed=seed),
-        "calibration_error": Figure(expected_calibration_error(reliability(confidence, correct, low=0.5)), rows=len(margin)),
-        "brier": Figure(brier_score(confidence, correct), *bootstrap_interval(_brier, confidence, correct, seed=seed), len(margin)),
+        "calibration_error": Figure(
+            expected_calibration_error(reliability(confidence, correct, low=0.5)), rows=len(margin)
+        ),
+        "brier": Figure(
+            brier_score(confidence, correct), *bootstrap_interval(_brier, confidence, correct, seed=seed), len(margin)
+        ),
         "best_temperature": Figure(best_temperature(margin), rows=len(margin)),
         "score_length_correlation": correlation_figure(
-            torch.cat([pairs.better, pairs.worse]), torch.cat([_lengths(pairs.rows, 0), _lengths(pairs.rows, -1)]), seed=seed
+            torch.cat([pairs.better, pairs.worse]),
+            torch.cat([_lengths(pairs.rows, 0), _lengths(pairs.rows, -1)]),
+            seed=seed,
         ),
         "length_controlled": Figure(
             length_controlled_win_rate(right, longer, torch.zeros_like(longer)), rows=len(margin)
@@ -93,9 +99,7 @@ def groups(pairs: Pairs) -> dict[str, Figures]:
         names = [row.row.columns.get(column) for row in pairs.rows]
         known = sorted({name for name in names if isinstance(name, str)})
         if 1 < len(known) <= MOST_GROUPS:
-            tables[column] = {
-                name: share_figure(right[torch.tensor([n == name for n in names])]) for name in known
-            }
+            tables[column] = {name: share_figure(right[torch.tensor([n == name for n in names])]) for name in known}
     by_length: Figures = {}
     for low, high in LENGTH_BINS:
         mask = torch.ones(len(right), dtype=torch.bool)
@@ -147,7 +151,6 @@ def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
 def verdict(figures: Figures) -> str:
     """A sentence: whether the accuracy is above chance, and above the better of the two length rules."""
     accuracy = figures["accuracy"]
-    assert accuracy.low is not None
     rule = max(("longer_wins", "shorter_wins"), key=lambda name: figures[name].value)
     baseline = figures[rule].value
     chance = "above chance" if accuracy.low > 0.5 else "not above chance"

@@ -1,4 +1,4 @@
-"""Replies of a policy to the held-out prompts of a run, with their scores, gold scores and distance to the SFT model."""
+"""Replies of a policy to the held-out prompts: scores, gold scores, and distance to the SFT model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
@@ -94,10 +94,7 @@ class Arena:
         numbered = [(p, k) for k in range(count) for p in range(len(self.prompts))]
         longest = self.config.rollout.max_new_tokens
         uniforms = torch.cat(
-            [
-                draw_uniforms(self.config.seed, "ppo evaluation", k, len(self.prompts), longest)
-                for k in range(count)
-            ]
+            [draw_uniforms(self.config.seed, "ppo evaluation", k, len(self.prompts), longest) for k in range(count)]
         )
         if count > 1:  # Replies to one prompt share its keys and values.
             order = sorted(range(len(numbered)), key=lambda i: numbered[i])
@@ -108,9 +105,10 @@ class Arena:
         scores: list[Tensor] = []
         each: dict[str, list[Tensor]] = {}
         gold: dict[str, list[float]] = {}
-        for part in chunks(range(len(numbered)), ROWS):
+        for start in range(0, len(numbered), ROWS):
+            part = range(start, min(start + ROWS, len(numbered)))
             prompts = [self.prompts[numbered[i][0]] for i in part]
-            found, distances = self._sample(policy, prompts, uniforms[part.start : part.stop])
+            found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
             samples = self._samples(prompts, found)
             judged = total_score(self.rewards, samples)
             scores.append(judged.total)
@@ -118,7 +116,9 @@ class Arena:
                 each.setdefault(name, []).append(values)
             if self.judge is not None:
                 advice = "Fix the function, or remove evaluation.gold"
-                for row in call(f"evaluation.gold ({self.config.evaluation.gold})", self.judge, samples, named_numbers, advice):
+                for row in call(
+                    f"evaluation.gold ({self.config.evaluation.gold})", self.judge, samples, named_numbers, advice
+                ):
                     for name, value in row.items():
                         gold.setdefault(name, []).append(value)
             responses += found

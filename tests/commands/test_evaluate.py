@@ -1,0 +1,247 @@
+"""`rlhf eval`: what it measures of a finished run, and its figures against slow ones."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.records import Ranking
+from rlhf_cli.evaluation import language_model, policy
+from rlhf_cli.evaluation.figures import Figure, correlation_figure, ratio_figure
+from rlhf_cli.evaluation.preferences import Pairs, groups, preference_figures, verdict, worst_mistakes
+from rlhf_cli.evaluation.replies import Arena, Replies
+from rlhf_cli.evaluation.run import open_run
+from rlhf_cli.evaluation.scores import score_figures
+from support.formulas import close
+
+CPU = torch.device("cpu")
+
+
+def evaluate(*arguments: object):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def evaluated(pipeline, tmp_path_factory):
+    """A copy of a run after `rlhf eval` with 4 samples a prompt, and what the command printed."""
+    root = tmp_path_factory.mktemp("evaluated") / "run"
+    shutil.copytree(pipeline("llama"), root)
+    result = evaluate(root, "--samples", 4)
+    assert result.exit_code == 0, result.output
+    return root, result.output
+
+
+def report(root, stage):
+    return json.loads((root / "eval" / stage / "evaluation.json").read_text(encoding="utf-8"))
+
+
+def test_the_loss_is_that_of_the_stage(evaluated):
+    root, _ = evaluated
+    stage = json.loads((root / "sft" / "manifest.json").read_text())["metrics"]
+    figures = report(root, "sft")["figures"]
+    for name in ("loss", "perplexity", "token_accuracy"):
+        assert figures[name]["value"] == pytest.approx(stage[f"eval/{name}"], rel=1e-5)
+        assert figures[name]["low"] <= figures[name]["value"] <= figures[name]["high"]
+
+
+def test_the_accuracy_is_that_of_the_stage(evaluated):
+    root, _ = evaluated
+    stage = json.loads((root / "rm" / "manifest.json").read_text())["metrics"]
+    figures = report(root, "rm")["figures"]
+    assert figures["accuracy"]["value"] == pytest.approx(stage["eval/accuracy"])
+    assert figures["margin"]["value"] == pytest.approx(stage["eval/margin"], rel=1e-4)
+
+
+def test_before_and_after_are_those_of_the_ppo_stage(evaluated):
+    root, _ = evaluated
+    stage = json.loads((root / "ppo" / "evaluation.json").read_text())
+    found = report(root, "ppo")
+    for side in ("sft", "ppo"):
+        assert found[side]["score"]["value"] == pytest.approx(stage[side]["score_mean"], abs=1e-4)
+        assert found[side]["length"]["value"] == pytest.approx(stage[side]["length"])
+    assert found["ppo"]["kl"]["value"] == pytest.approx(stage["ppo"]["kl"], abs=1e-4)
+    assert found["difference"]["score"]["value"] == pytest.approx(
+        stage["ppo"]["score_mean"] - stage["sft"]["score_mean"], abs=1e-4
+    )
+    assert len(found["replies"]) == stage["num_prompts"]
+
+
+def test_best_of_one_is_the_mean_of_the_samples(evaluated):
+    root, output = evaluated
+    rows = report(root, "ppo")["best_of_n"]["rows"]
+    assert [row["n"] for row in rows] == [1, 2, 4]
+    scores = [row["score"]["value"] for row in rows]
+    assert scores == sorted(scores)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows[0]["kl_bound"] == 0
+    assert "best of 4" in output
+
+
+def test_an_evaluation_changes_no_stage_and_repeats(evaluated):
+    root, _ = evaluated
+    before = [report(root, stage) for stage in ("sft", "rm", "ppo")]
+    assert evaluate(root, "--samples", 4, "--quiet").exit_code == 0
+    assert [report(root, stage) for stage in ("sft", "rm", "ppo")] == before
+    assert CliRunner().invoke(app, ["doctor", str(root)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["nowhere"], "no such directory"), ([".", "--stage", "rm"], "not finished")]
+)
+def test_a_run_without_the_stage_gets_one_line(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    result = evaluate(*arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+# ----------------------------------------------------------------------------------------- the figures
+
+
+def pairs(better, worse, lengths, columns=None):
+    rows = [
+        RankedIds(
+            [[0] * a, [0] * b], Ranking("p", ("good", "bad"), f"f:{i}", columns=(columns or [{}] * len(better))[i])
+        )
+        for i, (a, b) in enumerate(lengths)
+    ]
+    return Pairs(rows, torch.tensor(better), torch.tensor(worse))
+
+
+def test_a_model_that_reads_only_length_is_found_out():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 60, (400, 2), generator=generator).tolist()
+    found = pairs([a / 10 for a, _ in lengths], [b / 10 for _, b in lengths], lengths)
+    figures = preference_figures(found, seed=0)
+    assert figures["score_length_correlation"].value == pytest.approx(1, abs=1e-5)
+    assert figures["accuracy"].value == figures["longer_wins"].value
+    assert figures["accuracy_longer_is_worse"].value == 0
+    assert abs(figures["length_controlled"].value - 0.5) < 0.1
+    assert "not above the rule" in verdict(figures)
+
+
+def test_the_shorter_rule_is_the_baseline_where_it_wins():
+    lengths = [(3, 9)] * 60 + [(9, 3)] * 40
+    better = [1.0] * 55 + [0.0] * 45
+    figures = preference_figures(pairs(better, [0.5] * 100, lengths), seed=0)
+    assert figures["shorter_wins"].value == 0.6
+    assert "not above chance (0.5), and not above the rule that the shorter answer is better (0.600)" in verdict(
+        figures
+    )
+
+
+def test_groups_and_worst_mistakes_name_their_rows():
+    columns = [{"subset": "math"}] * 3 + [{"subset": "chat"}]
+    found = pairs([1.0, 2.0, -5.0, -1.0], [0.0, 0.0, 1.0, 0.0], [(5, 5)] * 4, columns)
+    tables = groups(found)
+    assert tables["subset"]["math"].value == pytest.approx(2 / 3)
+    assert tables["subset"]["chat"].value == 0
+    worst = worst_mistakes(found)
+    assert [row["where"] for row in worst] == ["f:2", "f:3"]
+    assert worst[0]["better_score"] - worst[0]["worse_score"] == -6
+
+
+def test_scores_against_their_baseline():
+    target = torch.arange(100.0)
+    figures = score_figures(target * 2, target, seed=0)
+    assert figures["pearson"].value == pytest.approx(1)
+    assert figures["kendall"].value == pytest.approx(1)
+    assert figures["mse"].value == pytest.approx(target.square().mean().item())
+    assert figures["target_variance"].value == pytest.approx(target.var(correction=0).item())
+
+
+def test_a_ratio_weighs_rows_by_their_tokens():
+    figure = ratio_figure(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 3.0]), seed=0)
+    assert figure.value == 2.5
+    assert figure.rows == 2
+
+
+def test_a_correlation_of_a_constant_is_zero():
+    assert correlation_figure(torch.ones(9), torch.arange(9.0), seed=0).value == 0.0
+
+
+def test_a_figure_that_is_not_finite_is_left_out_of_json():
+    assert Figure(math.inf, rows=3).as_json() == {"rows": 3}
+
+
+def test_repetition_within_a_reply():
+    assert language_model.repetition(["a"] * 8) == 0.8
+    assert language_model.repetition(["a", "b"]) == 0.0
+
+
+def replies(score, gold=None, length=None):
+    score = torch.tensor(score, dtype=torch.float64)
+    rows, columns = score.shape
+    zero = torch.zeros_like(score)
+    return Replies(
+        texts=[["w"] * columns] * rows,
+        ids=[[[0]] * columns] * rows,
+        score=score,
+        each={"rm": score},
+        gold={} if gold is None else {"gold": torch.tensor(gold, dtype=torch.float64)},
+        logprob=zero - 30,
+        kl=zero,
+        length=zero + 1 if length is None else torch.tensor(length, dtype=torch.float64),
+        ended=zero + 1,
+    )
+
+
+def test_the_samples_needed_for_a_score():
+    samples = replies([[0.0, 1.0, 2.0, 3.0]] * 3)
+    assert policy.samples_needed(samples, 1.5) == 1
+    assert policy.samples_needed(samples, 1.51) == 2
+    assert policy.samples_needed(samples, 3.0) == 4
+    assert policy.samples_needed(samples, 3.01) is None
+
+
+def test_gold_at_the_same_score_is_interpolated():
+    # Gold is twice the score everywhere.
+    samples = replies([[0.0, 1.0, 2.0, 3.0]], gold=[[0.0, 2.0, 4.0, 6.0]])
+    assert policy.gold_at_score(samples, 1.8) == pytest.approx(3.6)
+    assert policy.gold_at_score(replies([[0.0, 1.0]]), 0.6) is None
+
+
+def test_win_rates_count_ties_and_control_length():
+    before, after = replies([[0.0]] * 4), replies([[1.0], [0.0], [1.0], [-1.0]], length=[[9.0], [9.0], [9.0], [1.0]])
+    rates = policy.win_rates(before, after)
+    assert rates["score"].value == 0.625
+    assert rates["score_equal_length"].value < 0.625
+
+
+def test_replies_and_their_kl_against_one_sequence_at_a_time(evaluated):
+    root, _ = evaluated
+    run = open_run(root, stage="ppo", device=CPU, seed=0)
+    config = load_config(root / "ppo" / "config.yaml", PPOConfig)
+    reference, tokenizer = run.load(str(root / "sft" / "model"))
+    trained, _ = run.load(str(root / "ppo" / "model"))
+    arena = Arena(run, config, reference, tokenizer)
+    found = arena.replies(trained, 2)
+    for p, prompt in enumerate(arena.prompts[:3]):
+        for k in range(2):
+            ids = torch.tensor([prompt.ids + found.ids[p][k]])
+            sums = []
+            for model in (trained, reference):
+                logits = model(input_ids=ids).logits[0, :-1] / config.rollout.temperature
+                chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                sums.append(chosen[len(prompt.ids) - 1 :].sum())
+            close(found.logprob[p, k], sums[0].double(), 1e-3)
+            close(found.kl[p, k], (sums[0] - sums[1]).double(), 1e-3)
+
+
+def test_the_first_reply_is_the_same_whatever_their_number(evaluated):
+    root, _ = evaluated
+    run = open_run(root, stage="ppo", device=CPU, seed=0)
+    config = load_config(root / "ppo" / "config.yaml", PPOConfig)
+    reference, tokenizer = run.load(str(root / "sft" / "model"))
+    arena = Arena(run, config, reference, tokenizer)
+    one, three = arena.replies(reference, 1), arena.replies(reference, 3)
+    assert [row[0] for row in one.texts] == [row[0] for row in three.texts]
+    assert [row[0] for row in three.texts] != [row[1] for row in three.texts]
