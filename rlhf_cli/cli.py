@@ -180,7 +180,7 @@ def evaluate(
     samples: Annotated[
         int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
     ] = 64,
-    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 64,
+    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the intervals.")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
     quiet: Quiet = False,
@@ -188,8 +188,8 @@ def evaluate(
     """Measure the finished stages of a run on held-out data."""
 
     def work() -> None:
-        from rlhf_cli.commands.evaluate import Settings
-        from rlhf_cli.commands.evaluate import evaluate as measure
+        from rlhf_cli.evaluation.evaluate import Settings
+        from rlhf_cli.evaluation.evaluate import evaluate as measure
 
         measure(directory, Settings(stage, samples, sampled_prompts, seed, device), quiet=quiet)
 

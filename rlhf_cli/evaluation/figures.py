@@ -24,13 +24,14 @@ class Figure:
     def __str__(self) -> str:
         """The value and its interval.
 
-        >>> str(Figure(0.925, 0.901, 0.944)), str(Figure(3.0)), str(Figure(128.0, rows=128))
-        ('0.925 (0.901 to 0.944)', '3', '128')
+        >>> str(Figure(0.925, 0.901, 0.944)), str(Figure(-1.2, -1.31, -1.11)), str(Figure(3.0))
+        ('0.93 [0.90, 0.94]', '-1.20 [-1.31, -1.11]', '3')
         """
         if math.isnan(self.low):
             return f"{self.value:.4g}"
-        digits = 3 if max(abs(self.low), abs(self.high)) < 100 else 0
-        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        width = self.high - self.low
+        digits = 3 if 0 < width < 0.02 else 2 if width < 20 else 0
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     def as_json(self) -> dict[str, float | int]:
         """The figure as JSON values. A number that is not finite is left out: JSON has none."""

@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, ratio_figure
 from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
 from rlhf_cli.tensor_ops import token_logprobs
 
 MAX_LOGITS = 1 << 28
@@ -69,6 +72,31 @@ def _exp(x: float) -> float:
 def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:
     """The loss per target token minus that of another model on the same rows."""
     return ratio_figure(sums.nll - other.nll, sums.tokens, seed=seed)
+
+
+def replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Example],
+    config: SFTConfig,
+    device: torch.device,
+) -> tuple[tuple[list[str], Tensor, Tensor], list[str]]:
+    """A sampled reply to the prompt of each row: (texts, lengths in tokens, whether each ended), and the prompts.
+
+    A prompt is what comes before the row's first target; rows that learn their prompt too have none and are skipped.
+    """
+    prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
+    prompts = [ids for ids in prompts if ids]
+    longest = config.evaluation.max_new_tokens
+    uniforms = draw_uniforms(config.seed, "sft evaluation", 0, len(prompts), longest)
+    sampling = Sampling(stop=frozenset(stop_ids(model, tokenizer)))
+    with autocast(device, config.precision):
+        found = sample(model, prompts, uniforms, sampling) if prompts else []
+    texts = [response_text(tokenizer, one, sampling) for one in found]
+    lengths = torch.tensor([float(len(one.ids)) for one in found])
+    ended = torch.tensor([one.ended for one in found])
+    shown = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]
+    return (texts, lengths, ended), shown
 
 
 def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed: int) -> Figures:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import length_controlled_win_rate, wins
+from rlhf_cli.algorithms.overoptimization import GoldCurve, fit_gold_curve
 from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, share_figure
 from rlhf_cli.evaluation.language_model import reply_figures
 from rlhf_cli.evaluation.replies import Replies
 
 PERCENTILES = (10, 50, 90)
+MIN_KL = 1e-3
+"""Nats. Points nearer to the start say nothing about the curve."""
 
 
 def side_figures(replies: Replies, *, seed: int) -> Figures:
@@ -142,3 +147,41 @@ def gold_at_score(samples: Replies, score: float) -> float | None:
     if score_b == score_a:
         return gold_b
     return gold_a + (gold_b - gold_a) * (score - score_a) / (score_b - score_a)
+
+
+# ------------------------------------------------------------------------------- gold along the run
+
+
+def gold_curve(points: Sequence[Mapping[str, float]], gold_name: str, *, seed: int) -> dict[str, Any] | None:
+    """The fit of Gao et al. 2023 to the held-out figures along a PPO run, and where on the curve the run ended.
+
+    `points` are rows with `kl` and the gold number, first the policy before training. The intervals come from
+    resampling the points. None with fewer than three distances above 0.
+    """
+    start = points[0][gold_name]
+    used = [point for point in points if point["kl"] > MIN_KL]
+    distance = torch.tensor([point["kl"] ** 0.5 for point in used], dtype=torch.float64)
+    if len(distance.unique()) < 3:
+        return None
+    gold = torch.tensor([point[gold_name] for point in used], dtype=torch.float64)
+    curve = fit_gold_curve(distance, gold, start=start)
+    found: dict[str, Any] = {
+        "start": start,
+        "points": [{"d": d, "gold": g} for d, g in zip(distance.tolist(), gold.tolist(), strict=True)],
+    }
+    for name in ("a", "b"):
+
+        def refit(d: Tensor, g: Tensor, name: str = name) -> Tensor:
+            fits = [_refit(row_d, row_g, start) for row_d, row_g in zip(d, g, strict=True)]
+            return torch.tensor([getattr(fit or curve, name) for fit in fits])
+
+        low, high = bootstrap_interval(refit, distance, gold, seed=seed, num_resamples=200)
+        found[name] = Figure(getattr(curve, name), low, high, len(distance)).as_json()
+    found["peak"] = curve.peak
+    found["end"] = distance[-1].item()
+    return found
+
+
+def _refit(distance: Tensor, gold: Tensor, start: float) -> GoldCurve | None:
+    """The fit to resampled points; None if they are all at one distance."""
+    return fit_gold_curve(distance, gold, start=start) if distance.min() < distance.max() else None

@@ -34,6 +34,7 @@ FLOORS = {
     "rlhf_cli.decoders": 4,
     "rlhf_cli.rollout": 5,
     "rlhf_cli.rewards": 5,
+    "rlhf_cli.evaluation": 6,
     "rlhf_cli.ppo": 6,
     "stages": 7,
     "rlhf_cli.commands": 8,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory
-from rlhf_cli.data.answers import RankedIds, ScoredIds, answer_encoder
+from rlhf_cli.artifacts import model_directory, stage_directory
+from rlhf_cli.data.answers import LabelledPairs, RankedIds, ScoredIds, ScoreEncoder, answer_encoder
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
@@ -25,12 +25,17 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.rewards.agreement import scores_of_rows
+from rlhf_cli.seeding import generator
 from rlhf_cli.training.distributed import World, start
 from rlhf_cli.training.progress import Display
 
 FOLDER = "eval"
 """The folder of the run's directory that evaluations are written to."""
 FILE = "evaluation.json"
+PAIRWISE = ("logsigmoid", "logexp")
+"""The losses of pairs and rankings."""
+REPLIES = 256
+"""Held-out prompts that the SFT model answers."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,12 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
         difference = {"loss": language_model.loss_difference(sums, base_sums, seed=run.seed)}
         columns["difference"] = difference
         report |= {"before": _json(columns["before"]), "difference": _json(difference)}
-    _table(display, f"SFT, {len(rows):,} held-out rows", columns)
+    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, rows[:REPLIES], config, run.device)
+    if texts:
+        figures |= (form := language_model.reply_figures(texts, lengths, ended, seed=run.seed))
+        report["figures"] |= _json(form)
+        report["replies"] = [{"prompt": p, "reply": t} for p, t in zip(prompts, texts, strict=True)]
+    _table(display, f"SFT, {len(rows):,} held-out rows; replies to {len(prompts):,} of them", columns)
     return report
 
 
@@ -115,12 +125,17 @@ def _rm(run: Run, display: Display) -> dict[str, Any]:
     model, tokenizer = load_reward_model(path), load_tokenizer(path)
     prepare(model, run.device)
     encoder = answer_encoder(tokenizer, rm_rows(config), reads_last_token=reads_last_token(model))
-    rows = tokenise(encoder, longest=longest_input(model, tokenizer)).test[: config.evaluation.max_rows]
+    table = tokenise(encoder, longest=longest_input(model, tokenizer)).test
+    rows: Sequence[Any] = table
+    is_pairwise = config.loss in PAIRWISE
+    if is_pairwise and isinstance(encoder, ScoreEncoder):  # Pairs of a higher and a lower label, as in training.
+        rows = LabelledPairs(table, generator(config.seed, "pairs of test"))
+    rows = rows[: config.evaluation.max_rows]
     if not rows:
         display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
         return {}
     world, budget = World(0, 1, run.device), run.budget(model, config.precision)
-    if isinstance(rows[0], ScoredIds):
+    if not is_pairwise:
         items = [row for row in rows if isinstance(row, ScoredIds)]
         predicted = scores_of_rows(model, [[row.ids] for row in items], budget, config.precision, world)
         mean, std = (
@@ -129,14 +144,14 @@ def _rm(run: Run, display: Display) -> dict[str, Any]:
         figures = scores.score_figures(
             predicted * std + mean, torch.tensor([row.score for row in items]), seed=run.seed
         )
-        _table(display, f"RM, {len(items):,} held-out answers", {"": figures})
+        _table(display, f"RM, {len(items):,} held-out answers", {"value": figures})
         return {"figures": _json(figures)}
     ranked = [row for row in rows if isinstance(row, RankedIds)]
     found = scores_of_rows(model, [[r.answers[0], r.answers[-1]] for r in ranked], budget, config.precision, world)
     pairs = preferences.Pairs(ranked, found[0::2], found[1::2])
     figures = preferences.preference_figures(pairs, seed=run.seed)
     tables = preferences.groups(pairs)
-    _table(display, f"RM, {len(ranked):,} held-out pairs", {"": figures})
+    _table(display, f"RM, {len(ranked):,} held-out pairs", {"value": figures})
     for title, by_name in tables.items():
         _table(display, f"RM accuracy by {title}", {"accuracy": by_name}, counts=True)
     bins = [one for one in preferences.reliability_table(pairs) if one.count]
@@ -181,6 +196,13 @@ def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
     if (tax := _alignment_tax(run, reference, trained, tokenizer)) is not None:
         report["alignment_tax"] = tax.as_json()
         display.note(f"alignment tax: PPO changed the loss on SFT's held-out rows by {tax} nats per token")
+    if (curve := _gold_curve(run, before.gold_name)) is not None:
+        report["gold_curve"] = curve
+        peak = "it never falls" if curve["peak"] is None else f"it peaks at d = {curve['peak']:.2f}"
+        display.note(
+            f"gold along the run: gold(0) + d (a - b log d), d = sqrt(KL), a = {curve['a']['value']:.2f}, "
+            f"b = {curve['b']['value']:.2f}: {peak}, the run ended at {curve['end']:.2f}"
+        )
     report["replies"] = _examples(arena, before, after)
     if settings.samples:
         report["best_of_n"] = _best_of_n(arena, after, settings, display)
@@ -198,6 +220,17 @@ def _alignment_tax(
         language_model.row_sums(model, rows, run.budget(model, precision), precision) for model in (reference, trained)
     )
     return language_model.loss_difference(after, before, seed=run.seed)
+
+
+def _gold_curve(run: Run, gold_name: str | None) -> dict[str, Any] | None:
+    """Gold against the distance from SFT, from the evaluations that PPO wrote while it trained; None without them."""
+    assert run.ppo is not None
+    folder = stage_directory(run.root, "ppo")
+    if gold_name is None or not (folder / "evaluations.jsonl").is_file():
+        return None
+    rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
+    first = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["sft"]
+    return policy.gold_curve([first, *rows], gold_name, seed=run.seed)
 
 
 def _examples(arena: Arena, before: Replies, after: Replies) -> list[dict[str, Any]]:

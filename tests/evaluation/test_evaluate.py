@@ -51,6 +51,14 @@ def test_the_loss_is_that_of_the_stage(evaluated):
         assert figures[name]["low"] <= figures[name]["value"] <= figures[name]["high"]
 
 
+def test_the_sft_model_answers_its_held_out_prompts(evaluated):
+    root, _ = evaluated
+    found = report(root, "sft")
+    assert len(found["replies"]) == 5
+    assert 0 <= found["figures"]["eos_rate"]["value"] <= 1
+    assert found["figures"]["length"]["value"] <= 6
+
+
 def test_the_accuracy_is_that_of_the_stage(evaluated):
     root, _ = evaluated
     stage = json.loads((root / "rm" / "manifest.json").read_text())["metrics"]
@@ -207,6 +215,22 @@ def test_gold_at_the_same_score_is_interpolated():
     samples = replies([[0.0, 1.0, 2.0, 3.0]], gold=[[0.0, 2.0, 4.0, 6.0]])
     assert policy.gold_at_score(samples, 1.8) == pytest.approx(3.6)
     assert policy.gold_at_score(replies([[0.0, 1.0]]), 0.6) is None
+
+
+def test_the_gold_curve_of_a_run_and_its_interval():
+    generator = torch.Generator().manual_seed(0)
+    points = [{"kl": 0.0, "gold": 2.0}]
+    for step in range(1, 40):
+        d = step / 10
+        noise = 0.05 * torch.randn(1, generator=generator).item()
+        points.append({"kl": d * d, "gold": 2.0 + d * (2.0 - 1.2 * math.log(d)) + noise})
+    found = policy.gold_curve(points, "gold", seed=0)
+    assert found is not None
+    for name, truth in (("a", 2.0), ("b", 1.2)):
+        assert found[name]["low"] < truth < found[name]["high"]
+    assert found["end"] == pytest.approx(3.9)
+    assert found["peak"] == pytest.approx(math.exp(2 / 1.2 - 1), rel=0.05)
+    assert policy.gold_curve(points[:3], "gold", seed=0) is None
 
 
 def test_win_rates_count_ties_and_control_length():
