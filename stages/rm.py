@@ -42,6 +42,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
+from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import check_length, longest_input
 from rlhf_cli.models.load import (
@@ -55,6 +56,7 @@ from rlhf_cli.models.load import (
     save_facts,
 )
 from rlhf_cli.models.passes import set_up_training
+from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import gold_gap, margins, ranking_figures, score_figures, scores_of_rows
 from rlhf_cli.rewards.models import sequence_scores
@@ -146,9 +148,12 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
     check_vocabulary(model, tokenizer, path)
     if reads_last_token(model):
         require_eos(tokenizer, path)
+    add_tokens(tokenizer, config.model.add_tokens, "model.add_tokens")
+    lines = [embed_tokens(model, tokenizer, config.model.add_tokens, "model.add_tokens")]
     ensure_pad_token(model, tokenizer)
-    if note := prepare(model, stage.world.device):
-        stage.display.note(note)
+    lines += [prepare(model, stage.world.device), freeze(model, config.model.freeze, "model.freeze")]
+    for line in filter(None, lines):
+        stage.display.note(line)
     check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
     return model, tokenizer
 

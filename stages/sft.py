@@ -44,10 +44,12 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, target_logits, target_logprobs, vocabulary_rows
+from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.scratch import new_model, train_tokenizer
+from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.rollout.questions import answer, first_questions
 from rlhf_cli.tensor_ops import token_logprobs, totals
 from rlhf_cli.training import launch
@@ -68,9 +70,10 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         world, display = stage.world, stage.display
 
         # 1. The model. A new tokenizer is trained on the rows.
-        model, tokenizer = _model_and_tokenizer(config)
-        if note := prepare(model, world.device):
-            display.note(note)
+        model, tokenizer, lines = _model_and_tokenizer(config)
+        lines += [prepare(model, world.device), freeze(model, config.model.freeze, "model.freeze")]
+        for line in filter(None, lines):
+            display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
@@ -218,19 +221,26 @@ def _demonstrations(config: SFTConfig, side: str) -> Iterator[Demonstration]:
             yield row
 
 
-def _model_and_tokenizer(config: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A pretrained model with its tokenizer, or new ones: the tokenizer is trained on the training rows."""
-    scratch = config.model.scratch
+def _model_and_tokenizer(
+    config: SFTConfig,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
+    """A pretrained model with its tokenizer, or new ones, and lines for the user.
+
+    A new tokenizer is trained on the training rows.
+    """
+    scratch, new_tokens = config.model.scratch, config.model.add_tokens
     if scratch is not None:
         texts = (row.prompt + row.response for row in _demonstrations(config, "train"))
         new_tokenizer = train_tokenizer(texts, scratch.tokenizer)
-        return new_model(scratch, new_tokenizer, config.seed), new_tokenizer
+        add_tokens(new_tokenizer, new_tokens, "model.add_tokens")
+        return new_model(scratch, new_tokenizer, config.seed), new_tokenizer, []
     assert config.model.path is not None
     path = model_directory(config.model.path)
     tokenizer, model = load_tokenizer(path, config.model.revision), load_policy(path, config.model.revision)
     check_vocabulary(model, tokenizer, path)
     require_eos(tokenizer, path)
-    return model, tokenizer
+    add_tokens(tokenizer, new_tokens, "model.add_tokens")
+    return model, tokenizer, [embed_tokens(model, tokenizer, new_tokens, "model.add_tokens")]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,12 @@ from pydantic import Field
 from rlhf_cli.config.base import PositiveInt, Section
 
 
+Patterns = list[Annotated[str, Field(min_length=1)]]
+"""Patterns of names of weights, as `rlhf_cli.models.freeze` reads them."""
+Tokens = list[Annotated[str, Field(min_length=1)]]
+"""Texts that each become one token."""
+
+
 class TokenizerTraining(Section):
     """A byte-level BPE tokenizer trained on the stage's training rows."""
 
@@ -37,6 +43,15 @@ class Model(Section):
     """A Hugging Face model directory or a hub id. Null uses the model of the previous stage of this run."""
     revision: str | None = None
     """The branch, tag or commit of a hub model."""
+
+
+class TrainedModel(Model):
+    """A model that the stage trains."""
+
+    freeze: Patterns = []
+    """Weights that are not trained, by parts of their names: [embeddings, layers.0-3, norm]. A pattern matches a weight
+    whose name contains its parts; `embeddings` and `layers` work for every family. A pattern that matches nothing is
+    an error."""
 
 
 class Lora(Section):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
 from rlhf_cli.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
-from rlhf_cli.config.models import Lora, Model
+from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
 from rlhf_cli.config.stage import Optimizer, Stage
@@ -17,7 +17,7 @@ from rlhf_cli.config.stage import Optimizer, Stage
 DecoderName = Literal["auto", "paged", "static", "plain"]
 
 
-class PolicyModel(Model):
+class PolicyModel(TrainedModel):
     """The model to train."""
 
     path: str | None = None
@@ -25,6 +25,12 @@ class PolicyModel(Model):
     earlier run continues its training; then also set `ref_policy.path`, or the KL is measured from there."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
+
+    @model_validator(mode="after")
+    def _frozen(self) -> Self:
+        if self.lora is not None and self.freeze:
+            raise ValueError("freeze does nothing with lora, which trains only the adapters. Remove one of them")
+        return self
 
 
 class ValueModel(Section):
@@ -39,6 +45,8 @@ class ValueModel(Section):
     """The `value_model` directory of an earlier PPO run, including its head. `init` may then be `shared`."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights. Not with `init: shared`."""
+    freeze: Patterns = []
+    """Weights of the backbone that are not trained, as `policy.freeze`. Not with `init: shared`."""
     learning_rate: PositiveFloat | None = None
     """The peak learning rate of the value model. Null uses the policy's."""
     warmup_iterations: NonNegativeInt = 0
@@ -47,9 +55,10 @@ class ValueModel(Section):
 
 
 class Rollout(Section):
-    """How responses are sampled. top_k, top_p, min_p and min_new_tokens restrict which tokens can be drawn. The
-    rollout stores which tokens were allowed, and ratio, KL and entropy use the restricted distributions of the
-    policy and of the reference policy. So a filter is part of the policy, not a hidden difference."""
+    """How responses are sampled. top_k, top_p, min_p, no_repeat_ngram_size and min_new_tokens restrict which tokens
+    can be drawn. The rollout stores which tokens were allowed, and ratio, KL and entropy use the restricted
+    distributions of the policy and of the reference policy. So a filter is part of the policy, not a hidden
+    difference."""
 
     samples_per_prompt: PositiveInt = 1
     """Responses per prompt. `rloo`, `grpo`, `dr_grpo` and `reinforce_pp_baseline` compare them and need at least
@@ -66,6 +75,9 @@ class Rollout(Section):
     """Nucleus sampling: draw from the smallest set of tokens whose probability reaches this."""
     min_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw only tokens with at least this fraction of the most likely token's probability."""
+    no_repeat_ngram_size: Annotated[int, Field(ge=2)] | None = None
+    """Never draw a token that would repeat a sequence of this many tokens, counted over the prompt and the
+    response. 1 would forbid every token of the prompt."""
     stop_tokens: list[str] = []
     """Tokens that end a response in addition to EOS, for example `<|im_end|>`. Each must be a single token of the
     tokenizer."""
@@ -230,6 +242,15 @@ class PPOConfig(Stage):
         if value.init == "shared" and value.lora is not None:
             raise ValueError(
                 "value_model.lora does nothing with init: shared; the backbone is the policy's. Set policy.lora"
+            )
+        if value.init == "shared" and value.freeze:
+            raise ValueError(
+                "value_model.freeze does nothing with init: shared; the backbone is the policy's. Set policy.freeze"
+            )
+        if value.lora is not None and value.freeze:
+            raise ValueError(
+                "value_model.freeze does nothing with value_model.lora, which trains only the adapters and the head. "
+                "Remove one of them"
             )
         if value.warmup_iterations >= self.ppo.num_iterations:
             raise ValueError(

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import Data, DataSource, Source, numbered
-from rlhf_cli.config.models import Model, ScratchModel
+from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
 
 
@@ -18,13 +18,16 @@ def _check_keep_best(keep_best: bool, every_steps: int | None) -> None:
         raise ValueError("keep_best needs every_steps, because one evaluation leaves nothing to choose from")
 
 
-class SFTModel(Model):
+class SFTModel(TrainedModel):
     """The model to train: a pretrained one (`path`) or a new one (`scratch`)."""
 
     path: str | None = None
     """The model to start from: a Hugging Face model directory or a hub id."""
     scratch: ScratchModel | None = None
     """Build a new model and its tokenizer instead of loading one from `path`."""
+    add_tokens: Tokens = []
+    """Tokens to add to the tokenizer, such as `<|im_end|>`. Each becomes one special token, and the embeddings grow by
+    rows that start as the mean of the others. The later stages of the run read the tokenizer of this one."""
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -36,8 +39,6 @@ class SFTModel(Model):
 class SFTData(Data):
     """Where the demonstrations come from, and how they become text."""
 
-    """Where the demonstrations come from, and how they become text."""
-
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the prompt is this many words from the start, and the rest is the response."""
     loss_on: Literal["completion", "all"] = "completion"
@@ -45,8 +46,6 @@ class SFTData(Data):
 
 
 class SFTEvaluation(Section):
-    """Held-out loss and sample completions."""
-
     """Held-out loss and sample completions."""
 
     every_steps: PositiveInt | None = None
@@ -94,16 +93,26 @@ class SFTConfig(Stage):
         return {"model": (self.model.path, self.model.revision)} if self.model.path is not None else {}
 
 
-class RMModel(Model):
+class RMModel(TrainedModel):
     """The model that becomes the reward model, with a new head."""
 
     head_std: PositiveFloat | None = None
     """Standard deviation of the weights of the new head. Null uses 1 / sqrt(hidden_size + 1)."""
+    add_tokens: Tokens = []
+    """Tokens to add to the tokenizer of `path`, as in the SFT stage. Only with `path`: the run's own SFT model has its
+    tokens already, and PPO could not write others."""
+
+    @model_validator(mode="after")
+    def _tokens(self) -> Self:
+        if self.add_tokens and self.path is None:
+            raise ValueError(
+                "add_tokens needs path. Without it the reward model reads the tokens of the SFT stage; add them there "
+                "(model.add_tokens in its file), so that the policy can write them"
+            )
+        return self
 
 
 class RMData(Data):
-    """Where the preference pairs or scored rows come from, and how they become text."""
-
     """Where the preference pairs or scored rows come from, and how they become text."""
 
     margin_column: str | None = None
@@ -114,8 +123,6 @@ class RMData(Data):
 
 
 class RMEvaluation(Section):
-    """Held-out accuracy, and the statistics by which PPO normalises the score."""
-
     """Held-out accuracy, and the statistics by which PPO normalises the score."""
 
     every_steps: PositiveInt | None = None

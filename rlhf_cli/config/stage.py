@@ -29,8 +29,8 @@ class Optimizer(Section):
     """Added to the denominator of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices. Biases and norms are never decayed."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Clip the norm of the gradient to this."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the norm of the gradient to this. Null never clips; the norm is still measured."""
     max_bad_steps: PositiveInt = 1
     """Stop after this many consecutive steps with a NaN or infinite loss or gradient. Until then such a step is
     skipped: the weights stay, the schedule and the data move on, and the batch is written to

@@ -63,7 +63,10 @@ class Carried:
         for number, (iteration, batch) in enumerate(list(self.recent)[1 - length :] if length > 1 else []):
             merged = from_all_processes(batch.to("cpu"), self.setup.world, self.setup.together)
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
-            responses = [{"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids} for r in merged.responses]
+            responses = [
+                {"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids, "forbidden": r.forbidden_ids}
+                for r in merged.responses
+            ]
             rollouts.append({"iteration": iteration, "responses": responses})
         return tensors, {
             **asdict(self.coefs),
@@ -88,7 +91,9 @@ class Carried:
         self.held_out.last_step = numbers["evaluated"]
         self.recent.clear()
         for number, saved in enumerate(numbers["rollouts"]):
-            responses = [Response(r["ids"], [], r["ended"], r["kept"]) for r in saved["responses"]]
+            responses = [
+                Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]
+            ]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
             merged = UpdateBatch(prompts=prompts_of(self.setup, saved["iteration"]), responses=responses, **own)
             rows = self.setup.world.shard(range(len(responses)), self.setup.together)

@@ -30,6 +30,7 @@ def save_policy(setup: Setup, name: str) -> None:
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p or 1.0,
         min_p=sampling.min_p,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
         min_new_tokens=sampling.min_new_tokens or None,
         eos_token_id=sorted(sampling.stop),
     )

@@ -29,9 +29,11 @@ from rlhf_cli.models.cost import (
     work_of,
 )
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed
+from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
+from rlhf_cli.models.vocabulary import require_same_tokens
 from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.processes import responses_together
 from rlhf_cli.ppo.value_model import choose_value_model
@@ -179,6 +181,7 @@ def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenize
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
         ref_policy = load_policy(ref_path, config.ref_policy.revision)
         check_vocabulary(ref_policy, tokenizer, ref_path)
+        require_same_tokens(tokenizer, load_tokenizer(ref_path, config.ref_policy.revision), ref_path, "ref_policy.path")
         return ref_policy
     if config.policy.lora is None:
         return load_policy(path, config.policy.revision)
@@ -186,7 +189,7 @@ def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenize
 
 
 def _prepare(models: Models, config: PPOConfig, device: torch.device) -> list[str | None]:
-    """Move the models to the device, freeze ref_policy, add adapters; returns notes for the user."""
+    """Move the models to the device, freeze what is not trained, add adapters; returns notes for the user."""
     notes = [
         prepare(model, device) for model in (models.policy, models.ref_policy, models.value_model) if model is not None
     ]
@@ -194,6 +197,9 @@ def _prepare(models: Models, config: PPOConfig, device: torch.device) -> list[st
         models.value_head.to(device)
     if models.ref_policy is not None:
         models.ref_policy.requires_grad_(False)
+    notes.append(freeze(models.policy, config.policy.freeze, "policy.freeze"))
+    if models.value_model is not None:
+        notes.append(freeze(models.value_model, config.value_model.freeze, "value_model.freeze"))
     if config.policy.lora is not None:
         notes.append(add_lora(models.policy, config.policy.lora, "policy.lora", seed=config.seed))
     if config.value_model.lora is not None and models.value_model is not None:
@@ -279,6 +285,7 @@ def _sampling(config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedT
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
+        no_repeat_ngram_size=rollout.no_repeat_ngram_size,
         min_new_tokens=rollout.min_new_tokens,
         stop=frozenset(stop_ids(policy, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
         stop_strings=tuple(rollout.stop_strings),

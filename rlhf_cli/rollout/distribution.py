@@ -1,16 +1,17 @@
-"""The distribution that tokens are drawn from: temperature, top_k, top_p, min_p and min_new_tokens.
+"""The distribution that tokens are drawn from: temperature, filters, repeated n-grams, min_new_tokens.
 
 A filter changes the distribution that tokens are drawn from, and ratio, KL and entropy must use that distribution.
-Each response therefore stores the ids that each of its tokens was drawn from. `allowed_logits` masks all other ids in
-any logits: those of the policy after an update, and those of ref_policy. DeepSeek-V3.2 (2025) keeps its sampling mask
-for the same reason. Ratio and KL then compare distributions over the same tokens, so a filter alone leaves the ratio
-at 1 and the KL at 0.
+Each response therefore stores the ids that each of its tokens was drawn from, or the few that were forbidden.
+`allowed_logits` masks all other ids in any logits: those of the policy after an update, and those of ref_policy.
+DeepSeek-V3.2 (2025) keeps its sampling mask for the same reason. Ratio and KL then compare distributions over the same
+tokens, so a filter alone leaves the ratio at 1 and the KL at 0.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,9 @@ a whole vocabulary of 150,000 takes 20 times as long, and almost all of those to
 class Sampling:
     """How tokens are drawn.
 
-    The steps, in order: divide the logits by the temperature; forbid stop tokens before min_new_tokens; keep top_k;
-    keep top_p of the renormalised rest; keep min_p. The remaining probabilities are renormalised.
+    The steps, in order: divide the logits by the temperature; forbid stop tokens before min_new_tokens; forbid tokens
+    that would repeat an n-gram; keep top_k; keep top_p of the renormalised rest; keep min_p. The remaining
+    probabilities are renormalised.
     """
 
     temperature: float = 1.0
@@ -43,6 +45,9 @@ class Sampling:
     min_p: float | None = None
     """Keep tokens with at least min_p times the probability of the likeliest one (Nguyen et al. 2024). Above 0, at
     most 1."""
+    no_repeat_ngram_size: int | None = None
+    """Forbid each token that would complete a sequence of this many tokens that the prompt and the response already
+    contain, at least 1 (Paulus et al. 2017). Where that would forbid every token, it forbids none."""
     min_new_tokens: int = 0
     """Minimum length of a response that ends, including its last token. Stop tokens cannot be drawn before, and a stop
     string that is complete before ends nothing."""
@@ -61,8 +66,9 @@ class Sampling:
 
     @property
     def restricts(self) -> bool:
-        """Whether any token cannot be drawn: because of a filter, or because a stop token would come too early."""
-        return self.filters or (self.min_new_tokens > 1 and bool(self.stop))
+        """Whether any token cannot be drawn: a filter, a repeated n-gram, or a stop token that would come too early."""
+        ends_later = self.min_new_tokens > 1 and bool(self.stop)
+        return self.filters or self.no_repeat_ngram_size is not None or ends_later
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,39 @@ class Response:
     """True if a stop token or a stop string ended it, False if it reached `max_new_tokens`."""
     allowed_ids: list[list[int]] | None = None
     """With a filter: the ids that each token was drawn from, in ascending order. None without a filter."""
+    forbidden_ids: list[list[int]] | None = None
+    """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token. None
+    otherwise."""
+
+
+class NGrams:
+    """The n-grams of a sequence of tokens that grows.
+
+    >>> ngrams = NGrams(2, [5, 6, 7, 5])
+    >>> ngrams.repeated()  # (5, 6) exists
+    [6]
+    >>> ngrams.add(8)
+    >>> ngrams.add(5)
+    >>> ngrams.repeated()
+    [6, 8]
+    """
+
+    def __init__(self, size: int, ids: Sequence[int]):
+        self._last: deque[int] = deque(maxlen=size - 1)
+        self._size = size
+        self._followers: dict[tuple[int, ...], set[int]] = {}
+        for token in ids:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Append a token to the sequence."""
+        if len(self._last) == self._size - 1:
+            self._followers.setdefault(tuple(self._last), set()).add(token)
+        self._last.append(token)
+
+    def repeated(self) -> list[int]:
+        """The tokens that would complete an n-gram that the sequence contains, in ascending order."""
+        return sorted(self._followers.get(tuple(self._last), ()))
 
 
 def kept_tokens(scaled: Tensor, sampling: Sampling) -> Tensor:
@@ -130,12 +169,26 @@ def stop_token_mask(vocabulary: int, stop: frozenset[int], device: torch.device)
     return torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill(0, ids, True)
 
 
+def ids_mask(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """[N, V] bool on the device of `like` [N, V], True at the token ids of each row.
+
+    >>> ids_mask([[0, 2], []], torch.zeros(2, 3))
+    tensor([[ True, False,  True],
+            [False, False, False]])
+    """
+    row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(ids) for ids in rows]))
+    column = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
+    mask = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    mask[row.to(like.device), column.to(like.device)] = True
+    return mask
+
+
 def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Sampling) -> Tensor:
     """The logits with -inf at every token that could not have been drawn.
 
     With a filter: ``logits[n, v] if v in allowed_ids[n] else -inf``.
-    Without one: ``-inf if v in stop and t + 1 < min_new_tokens else logits[n, v]``, where t is the token's index in
-    its response.
+    Without one: ``-inf if v in forbidden_ids[n] or (v in stop and t + 1 < min_new_tokens) else logits[n, v]``, where t
+    is the token's index in its response.
 
     For the policy that sampled, ``token_logprobs(allowed_logits(...), ids, temperature=sampling.temperature)`` equals
     `Response.logprobs`. Use the same responses for every other model: the filter is applied as it was at sampling and
@@ -165,20 +218,25 @@ def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Samp
     if num_tokens != len(logits):
         raise ValueError(f"found {len(logits)} rows of logits for {num_tokens} response tokens")
     if sampling.filters:
-        allowed = [ids for response in responses for ids in response.allowed_ids or ()]
-        if len(allowed) != num_tokens:
-            raise ValueError(
-                f"found allowed_ids for {len(allowed)} of {num_tokens} response tokens: the responses were not "
-                "sampled with this filter"
-            )
-        row = torch.arange(num_tokens).repeat_interleave(torch.tensor([len(ids) for ids in allowed]))
-        column = torch.tensor(list(itertools.chain.from_iterable(allowed)), dtype=torch.int64)
-        forbidden_mask = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-        forbidden_mask[row.to(logits.device), column.to(logits.device)] = False
-        return logits.masked_fill(forbidden_mask, -math.inf)
-    if sampling.restricts:
+        allowed = _stored([r.allowed_ids for r in responses], "allowed_ids", num_tokens)
+        return logits.masked_fill(~ids_mask(allowed, logits), -math.inf)
+    if sampling.min_new_tokens > 1 and sampling.stop:
         early = [t + 1 < sampling.min_new_tokens for response in responses for t in range(len(response.ids))]
         early_mask = torch.tensor(early, device=logits.device)[:, None]
         stop_mask = stop_token_mask(logits.shape[1], sampling.stop, logits.device)
-        return logits.masked_fill(early_mask & stop_mask, -math.inf)
+        logits = logits.masked_fill(early_mask & stop_mask, -math.inf)
+    if sampling.no_repeat_ngram_size is not None:
+        forbidden = _stored([r.forbidden_ids for r in responses], "forbidden_ids", num_tokens)
+        logits = logits.masked_fill(ids_mask(forbidden, logits), -math.inf)
     return logits
+
+
+def _stored(ids_of_responses: Sequence[list[list[int]] | None], name: str, num_tokens: int) -> list[list[int]]:
+    """The ids stored for each token of the responses, end to end; raises ValueError if some are missing."""
+    ids = [row for rows in ids_of_responses for row in rows or ()]
+    if len(ids) != num_tokens:
+        raise ValueError(
+            f"found {name} for {len(ids)} of {num_tokens} response tokens: the responses were not sampled with this "
+            "filter"
+        )
+    return ids

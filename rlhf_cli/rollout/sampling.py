@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.decoders.choose import choose_decoder
-from rlhf_cli.rollout.distribution import Response, Sampling, kept_tokens, stop_token_mask
+from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
 
@@ -97,8 +97,9 @@ def sample(
         parts = [decoder.step(live.new_ids)] if live.count > 0 else []
         room = min(max_live_rows - live.count, num_rows - num_started)
         if live.count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
-            parts.append(decoder.admit(prompts[num_started : num_started + room]))
-            live.enter(num_started, room)
+            entering = prompts[num_started : num_started + room]
+            parts.append(decoder.admit(entering))
+            live.enter(num_started, entering)
             num_started += room
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()  # [live rows, V]
 
@@ -129,6 +130,8 @@ class _LiveRows:
         self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
         self.ended_mask = torch.zeros(self.uniforms.shape, dtype=torch.bool, device=uniforms.device)
         self.allowed_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
+        self.forbidden_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
+        self.ngrams: list[NGrams] = []  # of each row that has entered, for no_repeat_ngram_size
         self.unread_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
         # Per live row: its number, the place of its next token, the place of its last possible token, its newest token.
         empty = torch.zeros(0, dtype=torch.int64, device=uniforms.device)
@@ -143,13 +146,16 @@ class _LiveRows:
         """Number of live rows, including finished ones that have not left yet."""
         return len(self.rows)
 
-    def enter(self, first: int, count: int) -> None:
-        """Add rows `first` to `first + count - 1` behind the live ones."""
+    def enter(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Add a row for each prompt behind the live ones. The first of them has the number `first`."""
+        count = len(prompts)
         rows = torch.arange(first, first + count, device=self.rows.device)
         self.rows, self.at = torch.cat([self.rows, rows]), torch.cat([self.at, rows * self.width])
         self.last = torch.cat([self.last, rows * self.width + self.longest - 1])
         self.over_mask = torch.cat([self.over_mask, self.over_mask.new_zeros(count)])
         self.num_drawn = 0
+        if self.sampling.no_repeat_ngram_size is not None:
+            self.ngrams += [NGrams(self.sampling.no_repeat_ngram_size, prompt) for prompt in prompts]
 
     def allowed(self, logits: Tensor) -> Tensor:
         """The logits [live rows, V] with -inf at tokens that may not be drawn now."""
@@ -160,6 +166,8 @@ class _LiveRows:
         if self.num_drawn < sampling.min_new_tokens:
             early_mask = self.at % self.width + 1 < sampling.min_new_tokens
             logits = logits.masked_fill(early_mask[:, None] & self.stop_mask, -math.inf)
+        if sampling.no_repeat_ngram_size is not None:
+            logits = self._without_repeats(logits)
         if sampling.filters:
             kept_mask = kept_tokens(logits / sampling.temperature, sampling)
             logits = logits.masked_fill(~kept_mask, -math.inf)
@@ -167,6 +175,16 @@ class _LiveRows:
             for row, ids in zip(self.rows.tolist(), kept_ids, strict=True):
                 self.allowed_ids[row].append(ids.tolist())
         return logits
+
+    def _without_repeats(self, logits: Tensor) -> Tensor:
+        """The logits with -inf at tokens that would repeat an n-gram; unchanged in a row that would keep no token."""
+        rows = self.rows.tolist()
+        repeated = [self.ngrams[row].repeated() for row in rows]
+        without = logits.masked_fill(ids_mask(repeated, logits), -math.inf)
+        stuck_mask = without.amax(1) == -math.inf
+        for row, ids, is_stuck in zip(rows, repeated, stuck_mask.tolist(), strict=True):
+            self.forbidden_ids[row].append([] if is_stuck else ids)
+        return torch.where(stuck_mask[:, None], logits, without)
 
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each live row and note which rows it ends."""
@@ -177,6 +195,9 @@ class _LiveRows:
         stopped_mask = self.stop_mask.index_select(0, self.new_ids)
         if self.tokenizer is not None and self.sampling.stop_strings:
             self._find_stop_strings(self.tokenizer, stopped_mask)
+        if self.ngrams:
+            for row, token in zip(self.rows.tolist(), self.new_ids.tolist(), strict=True):
+                self.ngrams[row].add(token)
         self.ended_mask.scatter_(0, self.at, stopped_mask)
         self.over_mask = self.over_mask | stopped_mask | (self.at >= self.last)
         self.at = torch.minimum(self.at, self.last) + 1
@@ -218,15 +239,24 @@ class _LiveRows:
         ended_mask = self.ended_mask.view(shape)[:, : self.longest]  # [B, R]
         ended = ended_mask.any(1)
         lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.longest).tolist()
+        filters = self.sampling.filters
+        repeats = self.sampling.no_repeat_ngram_size is not None and not filters
         return [
-            Response(ids[:n], logprobs[:n], end, allowed_ids[:n] if self.sampling.filters else None)
-            for ids, logprobs, end, allowed_ids, n in zip(
-                self.ids.view(shape).tolist(),
-                self.logprobs.view(shape).tolist(),
-                ended.tolist(),
-                self.allowed_ids,
-                lengths,
-                strict=True,
+            Response(
+                ids[:n],
+                logprobs[:n],
+                end,
+                self.allowed_ids[row][:n] if filters else None,
+                self.forbidden_ids[row][:n] if repeats else None,
+            )
+            for row, (ids, logprobs, end, n) in enumerate(
+                zip(
+                    self.ids.view(shape).tolist(),
+                    self.logprobs.view(shape).tolist(),
+                    ended.tolist(),
+                    lengths,
+                    strict=True,
+                )
             )
         ]
 

@@ -24,6 +24,7 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float
+    """Infinite if nothing is clipped."""
 
     @property
     def learning_rate(self) -> float:
@@ -98,7 +99,8 @@ def build_stepper(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(rate_at, config=config, total_steps=max(total_steps, config.warmup_steps + 1))
     )
-    return Stepper(model, optimizer, scheduler, config.max_grad_norm)
+    # Clipping to an infinite norm multiplies every gradient by exactly 1.
+    return Stepper(model, optimizer, scheduler, math.inf if config.max_grad_norm is None else config.max_grad_norm)
 
 
 def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:

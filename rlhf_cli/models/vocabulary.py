@@ -1,0 +1,72 @@
+"""The tokens of models: new ones with their embeddings, and whether two models read the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.models.forward import vocabulary_rows
+from rlhf_cli.models.load import same_tokenizer
+from rlhf_cli.seeding import seeded
+
+NUM_SHOWN = 3
+"""Tokens that a message lists at most."""
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: str) -> None:
+    """Make each text one special token of the tokenizer. Texts that are shown to people and rewards leave them out.
+
+    Raises ConfigError, naming the config `key`, for a text that is a token already.
+    """
+    if not tokens:
+        return
+    vocabulary = set(tokenizer.get_vocab())
+    for token in tokens:
+        if token in vocabulary:
+            raise ConfigError(f"{key}: {token!r} is a token already. Remove it")
+        vocabulary.add(token)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
+
+
+@torch.no_grad()
+def embed_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: str
+) -> str | None:
+    """Give each new token an embedding: the mean of those of the other tokens; returns a line for the user, or None.
+
+    The output head gets rows the same way. Starting from the mean, new tokens change the probabilities of the others
+    least (Hewitt 2021). transformers adds noise of standard deviation 3e-5 to the mean, and needs the covariance of all
+    embeddings for it. The table grows only if it has no rows for the new ids: some models have unused rows.
+    """
+    if not tokens:
+        return None
+    new = tokenizer.convert_tokens_to_ids(list(tokens))
+    old = sorted(set(tokenizer.get_vocab().values()) - set(new))
+    if len(tokenizer) > vocabulary_rows(model):
+        with seeded(0, "new tokens"):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    head = model.get_output_embeddings()
+    for table in (model.get_input_embeddings().weight, *(head.parameters() if head is not None else ())):
+        table[new] = table[old].mean(0)
+    return f"{key}: {len(new)} new tokens with the ids {min(new)} to {max(new)}; {vocabulary_rows(model):,} embeddings"
+
+
+def require_same_tokens(
+    policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, path: str, key: str
+) -> None:
+    """Raise ArtifactError if the model at `path`, of the config `key`, cannot read the policy's token ids."""
+    if same_tokenizer(policy_tokenizer, tokenizer):
+        return
+    vocabulary = tokenizer.get_vocab()
+    ids = {token: i for token, i in policy_tokenizer.get_vocab().items() if vocabulary.get(token) != i}
+    unknown = sorted(ids, key=ids.__getitem__)
+    what = "encodes text in other ids than the policy, or has another EOS"
+    if unknown:
+        more = ", ..." if len(unknown) > NUM_SHOWN else ""
+        what = f"does not know {len(unknown):,} of the policy's tokens ({', '.join(map(repr, unknown[:NUM_SHOWN]))}{more})"
+    raise ArtifactError(
+        f"{key}: {path} {what}, and it has to read the policy's ids. Use a model with the policy's tokenizer"
+    )
