@@ -148,11 +148,11 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
     check_vocabulary(model, tokenizer, path)
     if reads_last_token(model):
         require_eos(tokenizer, path)
+    lines = [freeze(model, config.model.freeze, "model.freeze")]
     add_tokens(tokenizer, config.model.add_tokens, "model.add_tokens")
-    lines = [embed_tokens(model, tokenizer, config.model.add_tokens, "model.add_tokens")]
+    lines.append(embed_tokens(model, tokenizer, config.model.add_tokens, "model.add_tokens"))
     ensure_pad_token(model, tokenizer)
-    lines += [prepare(model, stage.world.device), freeze(model, config.model.freeze, "model.freeze")]
-    for line in filter(None, lines):
+    for line in filter(None, [*lines, prepare(model, stage.world.device)]):
         stage.display.note(line)
     check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
     return model, tokenizer

@@ -40,6 +40,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.data.report import Report
+from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
 from rlhf_cli.models.cost import Work
@@ -56,6 +57,7 @@ from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loop import Loop
+from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_run import StageRun
 
@@ -71,14 +73,14 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
         # 1. The model. A new tokenizer is trained on the rows.
         model, tokenizer, lines = _model_and_tokenizer(config)
-        lines += [prepare(model, world.device), freeze(model, config.model.freeze, "model.freeze")]
-        for line in filter(None, lines):
+        for line in filter(None, [*lines, prepare(model, world.device)]):
             display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.
         data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)), longest=positions(model))
         display.about_rows(data.lines, data.warnings)
+        _warn_of_unused_tokens(config.model.add_tokens, tokenizer, data.train, display)
         train, test = data.train, data.test[: config.evaluation.max_rows]
         held_out = _demonstrations(config, "test")
         questions = first_questions(held_out, model, tokenizer, config, display) if test else []
@@ -233,14 +235,31 @@ def _model_and_tokenizer(
         texts = (row.prompt + row.response for row in _demonstrations(config, "train"))
         new_tokenizer = train_tokenizer(texts, scratch.tokenizer)
         add_tokens(new_tokenizer, new_tokens, "model.add_tokens")
-        return new_model(scratch, new_tokenizer, config.seed), new_tokenizer, []
+        new = new_model(scratch, new_tokenizer, config.seed)
+        return new, new_tokenizer, [freeze(new, config.model.freeze, "model.freeze")]
     assert config.model.path is not None
     path = model_directory(config.model.path)
     tokenizer, model = load_tokenizer(path, config.model.revision), load_policy(path, config.model.revision)
     check_vocabulary(model, tokenizer, path)
     require_eos(tokenizer, path)
+    lines = [freeze(model, config.model.freeze, "model.freeze")]
     add_tokens(tokenizer, new_tokens, "model.add_tokens")
-    return model, tokenizer, [embed_tokens(model, tokenizer, new_tokens, "model.add_tokens")]
+    lines.append(embed_tokens(model, tokenizer, new_tokens, "model.add_tokens"))
+    return model, tokenizer, lines
+
+
+def _warn_of_unused_tokens(
+    tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, train: Table[Example], display: Display
+) -> None:
+    """Warn of each new token that no training row contains."""
+    ids = [tokenizer.get_vocab()[token] for token in tokens]
+    present = train.present("ids", ids)
+    for token, i in zip(tokens, ids, strict=True):
+        if i not in present:
+            display.warn(
+                f"model.add_tokens: {token!r} is in no training row, so it is not learned. Write it in "
+                "data.prompt_template or in the tokenizer's chat template"
+            )
 
 
 if __name__ == "__main__":

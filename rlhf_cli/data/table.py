@@ -70,6 +70,13 @@ class Table(Sequence[T], Generic[T]):
         parts = [np.diff(_buffer(batch.column(name), np.int32, batch.num_rows + 1)) for batch in self._batches]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
+    def present(self, name: str, values: Sequence[int]) -> set[int]:
+        """Those of `values` that are in a row's list of integers `name`. Nothing else is read."""
+        found: set[int] = set()
+        for flat in (batch.column(name).values for batch in self._batches):
+            found |= set(np.intersect1d(_buffer(flat, np.int32, len(flat)), np.asarray(values, np.int32)).tolist())
+        return found
+
     def numbers(self, name: str) -> np.ndarray:
         """The number `name` of each row, [len] float64."""
         parts = [_buffer(batch.column(name), np.float64, batch.num_rows) for batch in self._batches]

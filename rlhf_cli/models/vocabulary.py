@@ -40,9 +40,13 @@ def embed_tokens(
     The output head gets rows the same way. Starting from the mean, new tokens change the probabilities of the others
     least (Hewitt 2021). transformers adds noise of standard deviation 3e-5 to the mean, and needs the covariance of all
     embeddings for it. The table grows only if it has no rows for the new ids: some models have unused rows.
+
+    Raises ConfigError, naming the config `key`, if the embeddings are frozen.
     """
     if not tokens:
         return None
+    if not model.get_input_embeddings().weight.requires_grad:
+        raise ConfigError(f"{key}: the embeddings are frozen, so the new tokens would not be learned. Change freeze")
     new = tokenizer.convert_tokens_to_ids(list(tokens))
     old = sorted(set(tokenizer.get_vocab().values()) - set(new))
     if len(tokenizer) > vocabulary_rows(model):

@@ -115,6 +115,8 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_eos(tokenizer, path)
     rewards, reward_notes = load_rewards(config.rewards, config.artifacts, tokenizer, world.device, config.precision)
     value_model, value_head, value_note = choose_value_model(config, path, rewards, policy)
+    if (value_path := config.value_model.path) is not None:
+        require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
     models = Models(policy, _load_ref_policy(config, path, tokenizer), value_model, value_head)
     model_notes = _prepare(models, config, world.device)
     for line in dict.fromkeys([*reward_notes, value_note, *model_notes, kl_note(config)]):

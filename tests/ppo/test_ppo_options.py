@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import linear
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
@@ -235,6 +235,24 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters keep fewer"
     assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
     check_update_batch(run)
+
+
+def test_without_repeated_n_grams_the_first_ratio_is_one_and_the_first_kl_zero(watch):
+    """The filter is part of the policy in sampling, update and evaluation, and the saved model generates with it."""
+    run = watch(
+        rollout={"max_new_tokens": 12, "temperature": 0.4, "no_repeat_ngram_size": 2},
+        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
+        optimizer={"learning_rate": 2e-2, "max_grad_norm": None},
+    )
+    first, later = run.metrics
+    assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
+    assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
+    assert first["objective/kl"] == 0.0
+    assert later["objective/kl"] != 0.0
+    assert max(row["policy/sampler_gap"] for row in run.metrics) < 1e-5
+    assert any(ids for rollout in run.rollouts for r in rollout.responses for ids in r.forbidden_ids)
+    check_update_batch(run)
+    assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
 
 
 def test_stop_tokens_end_a_response(start, tokenizer):

@@ -349,6 +349,17 @@ def test_the_gradient_is_clipped_to_its_norm(make_model):
     assert after == pytest.approx(0.25, rel=1e-3)
 
 
+def test_without_a_limit_the_gradient_keeps_every_bit_and_its_norm_is_measured(make_model):
+    model = load_policy(str(make_model("llama")))
+    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=None), 4)
+    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().mul(1e6).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = torch.stack([gradient.double().norm() for gradient in before]).norm().item()
+    assert norm > 1e6
+    assert stepper.clip(ALONE) == pytest.approx(norm, rel=1e-5)
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
+
+
 def test_policy_and_value_loss_train_only_their_own_model(rollout_and_models, write_config, tmp_path):
     """[18]"""
     rollout, _, value_model, advantages, returns = rollout_and_models

@@ -52,7 +52,8 @@ def allowed_ids(response, t, sampling, vocabulary):
     if response.allowed_ids is not None:
         return response.allowed_ids[t]
     early = t + 1 < sampling.min_new_tokens
-    return [i for i in range(vocabulary) if not (early and i in sampling.stop)]
+    forbidden = response.forbidden_ids[t] if response.forbidden_ids is not None else []
+    return [i for i in range(vocabulary) if i not in forbidden and not (early and i in sampling.stop)]
 
 
 def distributions(model, prompts, responses, sampling):

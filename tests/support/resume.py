@@ -32,6 +32,7 @@ PPO_CARRIES: dict[str, Any] = {
         "num_rollouts_per_update": 2,
     },
     "value_model": {"warmup_iterations": 1},
+    "rollout": {"no_repeat_ngram_size": 2},
     "evaluation": {"every_iterations": 1, "best_metric": "score_mean"},
     "num_logged_samples": 3,
 }

@@ -14,6 +14,7 @@ from support import crash
 from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, succeed
 from support.tiny import merged
 
+CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 
 @pytest.fixture(scope="module")
 def changes(pipeline) -> dict[str, dict[str, Any]]:
@@ -23,7 +24,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
-        "sft": (often, {"model": {"path": str(root / "sft/model")}, **TRAINING}),
+        "sft": (often, {"model": {"path": str(root / "sft/model"), **CHANGED_MODEL}, **TRAINING}),
         "sft scratch": (often, {"model": {"scratch": {"architecture": "llama", "config": TINY}}, **TRAINING}),
         "rm": (often, TRAINING),
         "ppo": (ppo, PPO_CARRIES),
@@ -57,6 +58,8 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
                 "rollout": {"samples_per_prompt": 2},
                 "ppo": {"num_iterations": 4, "advantage_estimator": "rloo", "score_normalization": "running"},
                 "evaluation": {"every_iterations": 2, "best_metric": "-kl"},
+                "policy": {"freeze": ["embeddings", "layers.0"]},
+                "optimizer": {"max_grad_norm": None},
             },
         ),
     }
