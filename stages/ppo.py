@@ -57,7 +57,7 @@ from rlhf_cli.ppo.carried import Carried, prompts_of
 from rlhf_cli.ppo.kl_control import KLCoefs, follow_kl
 from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step
 from rlhf_cli.ppo.plan import plan
-from rlhf_cli.ppo.processes import over_groups, own_rows, summed
+from rlhf_cli.ppo.processes import over_groups, rows_of_process, summed
 from rlhf_cli.ppo.ptx import backward_ptx
 from rlhf_cli.ppo.replay import batch_of_update
 from rlhf_cli.ppo.report import count_rollout, count_update, failed_batch, iteration_metrics, log_samples
@@ -258,7 +258,7 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
         if stopped:
             take_step(setup, learns_policy=learns_policy, move=False)
             continue
-        rows = own_rows(batch, minibatch, setup.world)
+        rows = rows_of_process(batch, minibatch, setup.world)
         with recomputing(setup.models.policy, setup.models.value_model):
             stats, log_ratio = _backward(setup, batch, rows, step, coefs, learns_policy=learns_policy)
         if not first:

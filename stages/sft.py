@@ -252,6 +252,8 @@ def _warn_of_unused_tokens(
     tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, train: Table[Example], display: Display
 ) -> None:
     """Warn of each new token that no training row contains."""
+    if not tokens:
+        return
     ids = [tokenizer.get_vocab()[token] for token in tokens]
     present = train.present("ids", ids)
     for token, i in zip(tokens, ids, strict=True):

@@ -58,7 +58,10 @@ def disk(directory: Path | None) -> Line:
         return Line("ok", "disk", text)
     most = max(need for need, _ in needs.values())
     sums = ", ".join(f"{stage} {formula} = {size(need)}" for stage, (need, formula) in needs.items())
-    text += f"; a run needs up to {size(most)}: models x (1 + 3 x checkpoints), 3 for weights and two moments: {sums}"
+    text += (
+        f"; running a stage again needs up to {size(most)} (its models, and for each checkpoint three times their size: "
+        f"the weights and the two moments of AdamW). {sums}"
+    )
     if free < most:
         return Line("problem", "disk", f"{text}. Free disk space, or lower checkpoints.keep")
     return Line("ok", "disk", text)

@@ -43,6 +43,15 @@ KEY_SYNONYMS = {
 }
 """Names from other libraries. A name counts only where its translation is a valid key."""
 
+NO_DROPOUT = (
+    "dropout is not offered: two passes of the same weights would differ, so the ratio would not be 1 before PPO's first "
+    "step, and runs would not repeat. Remove it"
+)
+NOT_OFFERED = dict.fromkeys(
+    ("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT
+)
+"""Keys of other libraries that have no counterpart, and why."""
+
 VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16"}
 """Values from other libraries. A value counts only where its translation is a valid one."""
 
@@ -202,6 +211,8 @@ def _hint(error: Any, kind: Any, value: Any) -> str:
 def unknown_key(key: str, valid: Iterable[str], root: Any) -> str:
     """The message for a key that its section does not have, with the key that was meant if there is one."""
     valid = list(valid)
+    if key.lower() in NOT_OFFERED:
+        return NOT_OFFERED[key.lower()]
     synonym = KEY_SYNONYMS.get(key.lower(), "")
     if synonym in valid:
         return f"unknown key; say {synonym}"

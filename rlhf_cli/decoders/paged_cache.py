@@ -6,8 +6,8 @@ of PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
 
 On a CPU the attention of one token is two weighted sums of rows of memory. The scores are the sum over d of
 ``q[d] * keys[d, :]`` if the tokens are the last dimension of the keys. The output is the sum over the tokens of
-``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index in bags
-of different sizes: embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of
+``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index, each sum
+of a different number of rows: embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of
 scaled_dot_product_attention with a mask, which computes a matrix product for each single query.
 """
 
@@ -158,25 +158,25 @@ class PagedCache:
         return positions
 
     def _lay_out(self) -> None:
-        """Compute which rows of memory each sum reads.
+        """Compute which rows of memory each weighted sum of `attend` reads.
 
-        W is the number of pages of the longest row. There is one bag of keys for each (row, head, page): it sums D rows
-        of the PAGE tokens of a page, and is empty if the row has no such page. There is one bag of values for each
-        (row, head): it sums all tokens of the row's pages. Surplus rows have no pages.
+        W is the number of pages of the longest row. Scores: one sum for each (row, head, page), over the D rows of
+        PAGE numbers that hold the keys of the page. It is empty if the row has no such page. Outputs: one sum for each
+        (row, head), over the values of all tokens in the row's pages. Surplus rows have no pages.
         """
         width = max(map(len, self.pages))
         pages = [number for row in self.pages for number in (*row, *[-1] * (width - len(row)))]
         pages += [-1] * width * (rounded_up(len(self.pages)) - len(self.pages))
         # [N * heads * W]: (page, key head) as one number; negative where the row has no such page.
-        blocks = (torch.tensor(pages).view(-1, 1, width) * self.kv_heads + self.key_head[:, None]).flatten()
-        exists_mask = blocks >= 0
+        page_heads = (torch.tensor(pages).view(-1, 1, width) * self.kv_heads + self.key_head[:, None]).flatten()
+        exists_mask = page_heads >= 0
         self._filled = exists_mask.nonzero()[:, 0]
         self._query = self._filled // width
-        blocks = blocks.index_select(0, self._filled)[:, None]
-        self._key_rows = (blocks * self.head_dim + torch.arange(self.head_dim)).flatten()
-        self._value_rows = (blocks * PAGE + torch.arange(PAGE)).flatten()
+        page_heads = page_heads.index_select(0, self._filled)[:, None]
+        self._key_rows = (page_heads * self.head_dim + torch.arange(self.head_dim)).flatten()
+        self._value_rows = (page_heads * PAGE + torch.arange(PAGE)).flatten()
         ends = F.pad(exists_mask.cumsum(0), (1, 0))
-        self._key_bags, self._value_bags = ends * self.head_dim, ends[::width] * PAGE
+        self._key_ends, self._value_ends = ends * self.head_dim, ends[::width] * PAGE
         self._token_number = torch.arange(width * PAGE)
         self.is_laid_out = True
 
@@ -191,13 +191,13 @@ class PagedCache:
         values[self._page, :, self._slot] = value[: len(self.pages)]
         num_rows, heads, size = query.shape
         weights = query.reshape(-1, size).index_select(0, self._query).flatten()
-        scores = _bag_sums(keys.view(-1, PAGE), self._key_rows, self._key_bags, weights)  # [N * heads * W, PAGE]
+        scores = _weighted_sums(keys.view(-1, PAGE), self._key_rows, self._key_ends, weights)  # [N * heads * W, PAGE]
         scores = torch.add(self._bias, scores.view(num_rows, heads, -1), alpha=scaling)  # [N, heads, W * PAGE]
         weights = scores.softmax(2).view(-1, PAGE).index_select(0, self._filled).flatten()
-        return _bag_sums(values.view(-1, size), self._value_rows, self._value_bags, weights).view(num_rows, -1)
+        return _weighted_sums(values.view(-1, size), self._value_rows, self._value_ends, weights).view(num_rows, -1)
 
 
-def _bag_sums(rows: Tensor, index: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-    """``out[n] = sum of weights[i] * rows[index[i]] for i in range(ends[n], ends[n + 1])``, 0 for an empty bag."""
+def _weighted_sums(rows: Tensor, index: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """``out[n] = sum of weights[i] * rows[index[i]] for i in range(ends[n], ends[n + 1])``, 0 for an empty sum."""
     summed: Tensor = torch.embedding_bag(rows, index, ends, False, 0, False, weights, True)[0]
     return summed

@@ -33,7 +33,7 @@ def over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, worl
     return compared[world.shard(range(len(compared)), together)].to(totals)
 
 
-def own_rows(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
+def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
     """This process's rows of a minibatch. Every process gets about the same number of tokens to compute.
 
     Rows are dealt one by one, or all responses to a prompt together so that the prompt is encoded once. The way whose

@@ -97,12 +97,13 @@ def failure(source: str, samples: Samples, rows: Sequence[int], problem: str) ->
     >>> print(failure("reward function f", samples, [1], "returned nan"))
     x.jsonl:9: reward function f, response 2: returned nan
     >>> print(failure("reward function f", samples, [0, 1], "raised ValueError"))
-    x.jsonl:7 and 1 more rows: reward function f, responses 1 to 2: raised ValueError
+    x.jsonl:7 and 1 more row: reward function f, responses 1 to 2: raised ValueError
     """
     several = len(rows) > 1
     where = ""
     if samples.where:
-        where = f"{samples.where[rows[0]]}{f' and {len(rows) - 1} more rows' if several else ''}: "
+        more = f" and {len(rows) - 1} more row{'s' if len(rows) > 2 else ''}" if several else ""
+        where = f"{samples.where[rows[0]]}{more}: "
     numbers = f"responses {rows[0] + 1} to {rows[-1] + 1}" if several else f"response {rows[0] + 1}"
     return RewardError(f"{where}{source}, {numbers}: {problem}")
 

@@ -110,9 +110,9 @@ def start(device: str = "auto") -> World:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: is cuda, but torch finds no GPU on this machine. Set device: auto or cpu")
+        raise ConfigError("device: cuda, but torch finds no GPU on this machine. Set device: auto or cpu")
     if device == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device: is mps, but torch has no MPS on this machine. Set device: auto or cpu")
+        raise ConfigError("device: mps, but torch has no MPS on this machine. Set device: auto or cpu")
     chosen = torch.device(device)
     if device == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -232,7 +232,7 @@ def test_disk_shows_the_calculation(project: Path) -> None:
         need = saved + 3 * checkpoint
         most = max(most, need)
         assert f"{stage} {size(saved)} x (1 + 3 x 3) = {size(need)}" in line.text
-    assert f"a run needs up to {size(most)}:" in line.text
+    assert f"running a stage again needs up to {size(most)} (its models, " in line.text
     config = run / "sft" / "config.yaml"
     config.write_text(config.read_text().replace("keep: 2", "keep: 5"))
     assert "x (1 + 3 x 6)" in doctor_artifacts.disk(run).text

@@ -162,6 +162,8 @@ PPO: dict[str, Any] = {
         ("ppo", PPO, ["value_model.init=shared", "value_model.freeze=[embeddings]"], "freeze does nothing with init: shared"),
         ("ppo", PPO, ["value_model.lora={}", "value_model.freeze=[embeddings]"], "freeze does nothing with value_model.lora"),
         ("ppo", PPO, ["policy.lora={}", "policy.freeze=[embeddings]"], "freeze does nothing with lora"),
+        ("ppo", PPO, ["policy.lora={dropout: 0.1}"], "dropout is not offered: two passes of the same weights would differ"),
+        ("sft", SFT, ["model.lora_dropout=0.1"], "dropout is not offered"),
         ("ppo", PPO, ["rollout.no_repeat_ngram_size=1"], "at least 2"),
         ("rm", {k: v for k, v in SFT.items() if k != "model"}, ["model.add_tokens=[<x>]"], "add_tokens needs path"),
         ("ppo", PPO, ["evaluation.best_metric=gold"], "needs every_iterations"),

@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 import typer.core
 import typer.exceptions
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_cli.cli import app
@@ -95,6 +96,42 @@ def test_every_key_of_a_stage_is_documented(stage: str) -> None:
     assert not missing
 
 
+def annotations_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a schema with its annotation."""
+    for name, field in fields_of(kind).items():
+        yield prefix + name, Annotated[field.annotation, *field.metadata]
+        for member in alternatives(field.annotation)[0]:
+            for inner in [member, *getattr(member, "__args__", ())]:
+                for section in alternatives(inner)[0]:
+                    if fields_of(section):
+                        yield from annotations_of(section, f"{prefix}{name}.")
+
+
+ANNOTATIONS = [pair for schema in CONFIGS.values() for pair in annotations_of(schema)]
+
+
+def is_valid(annotation: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_value_that_a_page_gives_to_a_key_is_allowed(page: str) -> None:
+    """`ppo.kl_in: loss`, and `kl_in: loss` where the section is clear from the text."""
+    wrong = []
+    for span in in_backticks(TEXTS[page]):
+        match = re.fullmatch(r"([a-z_][\w.]*): ([^{}<>]+)", span)
+        if match is None or "..." in span:
+            continue
+        kinds = [kind for key, kind in ANNOTATIONS if f".{key}".endswith(f".{match[1]}")]
+        if kinds and not any(is_valid(kind, yaml.safe_load(match[2])) for kind in kinds):
+            wrong.append(span)
+    assert not wrong
+
+
 def table_rows(text: str) -> Iterator[list[str]]:
     """The cells of every row of an option table: those whose header is `key`, `default`, ..."""
     header: list[str] = []
@@ -154,20 +191,58 @@ NOT_OFFERED = {
     "wandb, TensorBoard": ("wandb", "tensorboard", "report_to"),
     "pushing a model to the hub": ("push_to_hub", "hub_model_id"),
     "beam and contrastive search": ("num_beams", "penalty_alpha"),
-    "n-gram blocking": ("no_repeat_ngram_size",),
-    "dropout in training": ("dropout",),
-    "callbacks": ("callbacks",),
+    "encoder-decoder policies": ("encoder_decoder", "is_encoder_decoder"),
+    "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
+    "scaling scores without": ("shift_mean", "score_clip_low", "reward_ema"),
+    "variance of returns": ("log_variance",),
 }
 """What docs/other_libraries.md says is not offered, and the names it would have in a config."""
 
+NO_OPTION = {
+    "the whole return": ("total_return", "whole_return"),
+    "an environment with": ("environment", "env"),
+    "`step(queries, responses, scores)`": ("step",),
+    "`optimize_cuda_cache`": ("optimize_cuda_cache", "empty_cache"),
+    "advantages of whole responses": ("sequence_level", "k3_mean"),
+    "callbacks": ("callbacks",),
+    "the clipped loss and a KL(old, new)": ("clip_and_penalty", "clip_penalty"),
+    "a cosine that starts again": ("cosine_restarts", "num_cycles", "warm_restarts"),
+}
+"""The same for what is no option on purpose."""
 
-@pytest.mark.parametrize("text", NOT_OFFERED)
-def test_what_is_not_offered_is_not_a_key_nor_a_choice(text: str) -> None:
-    section = TEXTS["docs/other_libraries.md"].split("## 3. What is not offered")[1]
-    assert text in section
+
+def rows_of_section(page: str, heading: str) -> list[list[str]]:
+    """The cells of each row of the first table below a heading, without the table's own head."""
+    lines = TEXTS[page].split(f"\n## {heading}\n", 1)[1].split("\n## ")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")][2:]
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [("3. What is not offered", NOT_OFFERED), ("4. What is not an option, and what to do instead", NO_OPTION)],
+)
+def test_what_is_not_offered_is_not_a_key_nor_a_choice(heading: str, names: dict[str, tuple[str, ...]]) -> None:
+    """Every row has names here, so that a row cannot outlive the day on which the option is added."""
+    rows = rows_of_section("docs/other_libraries.md", heading)
     choices = {str(choice) for schema in CONFIGS.values() for choice in choices_of(schema)}
-    names = {part for key in ALL_KEYS for part in key.split(".")} | choices
-    assert not names & set(NOT_OFFERED[text])
+    offered = {part for key in ALL_KEYS for part in key.split(".")} | choices
+    for row in rows:
+        assert len(row) == 2
+        assert all(row), row
+        texts = [text for text in names if text in row[0]]
+        assert texts, f"no names for: {row[0]}"
+        assert not [name for text in texts for name in names[text] if name in offered], row[0]
+    assert [text for text in names if not any(text in row[0] for row in rows)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("docs/sft.md", ("model.lora", "model.quantization")), ("docs/rm.md", ("model.lora", "loss.best_of_k", "loss.per_token"))],
+)
+def test_what_a_page_says_its_stage_lacks_is_not_a_key(page: str, names: tuple[str, ...]) -> None:
+    assert "\nNot offered: " in TEXTS[page]
+    stage = page.removeprefix("docs/").removesuffix(".md")
+    assert not set(names) & set(KEYS[stage])
 
 
 def choices_of(kind: Any) -> Iterator[Any]:
@@ -285,6 +360,25 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
             assert (ROOT / name).exists() or (TESTS / name).exists(), name
     for name in re.findall(r"(?<![\w/])test_\w+\.py", text):
         assert list(TESTS.rglob(name)), name
+
+
+TESTS_SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py")))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    for name in re.findall(r"\b(test_\w+)\b(?!\.py)", TEXTS[page]):
+        assert re.search(rf"\bdef {name}\(|\b{name}\b *[:=]", TESTS_SOURCE + SOURCE) or name in ALL_NAMES, name
+
+
+ALL_NAMES = {part for key in ALL_KEYS for part in key.split(".")}
+
+
+def test_the_functions_and_tables_that_a_contributor_is_sent_to_exist() -> None:
+    code = SOURCE + TESTS_SOURCE
+    for span in in_backticks(TEXTS["docs/extending.md"]):
+        if re.fullmatch(r"_?[a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)*", span) and len(span) > 3:
+            assert re.search(rf"\b{span}\b", code), span
 
 
 GROUPS = "eval|rm|sft|objective|reward|response|policy|value|loss|time|speed|memory|probe"

@@ -37,7 +37,7 @@ from rlhf_cli.models.forward import shares_prefixes
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.batch import UpdateBatch
-from rlhf_cli.ppo.processes import own_rows
+from rlhf_cli.ppo.processes import rows_of_process
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
 from rlhf_cli.training import speed
@@ -140,7 +140,7 @@ def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
     dealt: list[float] = []
     for seed in range(20):
         minibatch = random.Random(seed).sample(range(128), 64)
-        hands = [own_rows(batch, minibatch, World(rank, num_processes, CPU)) for rank in range(num_processes)]
+        hands = [rows_of_process(batch, minibatch, World(rank, num_processes, CPU)) for rank in range(num_processes)]
         assert sorted(itertools.chain(*hands)) == sorted(minibatch)
         assert all(hand == sorted(hand) for hand in hands)
         for found, shares in (

@@ -549,14 +549,14 @@ def test_older_rollouts_are_weighted_by_their_importance(watch, num_rollouts, ca
 
 
 def test_every_row_of_every_kept_rollout_is_used_once_per_epoch(watch, monkeypatch):
-    minibatches, real = [], ppo_stage.own_rows
+    minibatches, real = [], ppo_stage.rows_of_process
 
     def spy(minibatch, *rest):
         rows = real(minibatch, *rest)
         minibatches.append(rows)
         return rows
 
-    monkeypatch.setattr(ppo_stage, "own_rows", spy)
+    monkeypatch.setattr(ppo_stage, "rows_of_process", spy)
     watch(ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2})
     flat = list(itertools.chain(*minibatches))
     assert all(len(rows) == 4 for rows in minibatches)

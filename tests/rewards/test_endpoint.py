@@ -116,7 +116,7 @@ def test_a_failing_server_is_reported_with_its_answer(scripted, name):
     with pytest.raises(RewardError) as caught:
         asks(server, batch_size=2).score(batch(["x"] * 5))
     text = str(caught.value)
-    assert text.startswith(f"rows.jsonl:5 and 1 more rows: reward http, responses 3 to 4: {server.url} ")
+    assert text.startswith(f"rows.jsonl:5 and 1 more row: reward http, responses 3 to 4: {server.url} ")
     assert message in text
     assert "\n" not in text
     assert len(text) < 600

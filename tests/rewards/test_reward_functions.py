@@ -86,7 +86,7 @@ def test_a_failing_batch_does_not_affect_others(function, fault, message, is_asy
     with pytest.raises(RewardError) as caught:
         source_of(function(body, **settings)).score(batch(["x"] * 5))
     assert re.search(
-        rf"^rows.jsonl:5 and 1 more rows: reward function f, responses 3 to 4: {message}", str(caught.value)
+        rf"^rows.jsonl:5 and 1 more row: reward function f, responses 3 to 4: {message}", str(caught.value)
     )
     assert "\n" not in str(caught.value)
     source = source_of(function(body, on_error="zero", **settings))
