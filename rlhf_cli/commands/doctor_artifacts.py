@@ -59,8 +59,8 @@ def disk(directory: Path | None) -> Line:
     most = max(need for need, _ in needs.values())
     sums = ", ".join(f"{stage} {formula} = {size(need)}" for stage, (need, formula) in needs.items())
     text += (
-        f"; running a stage again needs up to {size(most)} (its models, and for each checkpoint three times their size: "
-        f"the weights and the two moments of AdamW). {sums}"
+        f"; running a stage again needs up to {size(most)} (its models, and for each checkpoint three times their "
+        f"size: the weights and the two moments of AdamW). {sums}"
     )
     if free < most:
         return Line("problem", "disk", f"{text}. Free disk space, or lower checkpoints.keep")

@@ -44,8 +44,8 @@ KEY_SYNONYMS = {
 """Names from other libraries. A name counts only where its translation is a valid key."""
 
 NO_DROPOUT = (
-    "dropout is not offered: two passes of the same weights would differ, so the ratio would not be 1 before PPO's first "
-    "step, and runs would not repeat. Remove it"
+    "dropout is not offered: two passes of the same weights would differ, so the ratio would not be 1 before PPO's "
+    "first step, and runs would not repeat. Remove it"
 )
 NOT_OFFERED = dict.fromkeys(
     ("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT

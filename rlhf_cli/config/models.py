@@ -8,7 +8,6 @@ from pydantic import Field
 
 from rlhf_cli.config.base import PositiveInt, Section
 
-
 Patterns = list[Annotated[str, Field(min_length=1)]]
 """Patterns of names of weights, as `rlhf_cli.models.freeze` reads them."""
 Tokens = list[Annotated[str, Field(min_length=1)]]

@@ -6,8 +6,8 @@ of PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
 
 On a CPU the attention of one token is two weighted sums of rows of memory. The scores are the sum over d of
 ``q[d] * keys[d, :]`` if the tokens are the last dimension of the keys. The output is the sum over the tokens of
-``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index, each sum
-of a different number of rows: embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of
+``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index, with a
+different number of rows in each sum: embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of
 scaled_dot_product_attention with a mask, which computes a matrix product for each single query.
 """
 

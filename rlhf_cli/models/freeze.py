@@ -97,7 +97,8 @@ def _advice(form: str, names: Sequence[str]) -> str:
         return f"; its layers are 0 to {max(numbers)}"
     parts = list(dict.fromkeys(part for name in names for part in name.split(".") if not part.isdecimal()))
     close = ".".join(
-        part if part in parts else next(iter(difflib.get_close_matches(part, parts, 1)), part) for part in form.split(".")
+        part if part in parts else next(iter(difflib.get_close_matches(part, parts, 1)), part)
+        for part in form.split(".")
     )
     if any(matches(name, close) for name in names):
         return f"; did you mean {close}?"

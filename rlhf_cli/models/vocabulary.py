@@ -70,7 +70,9 @@ def require_same_tokens(
     what = "encodes text in other ids than the policy, or has another EOS"
     if unknown:
         more = ", ..." if len(unknown) > NUM_SHOWN else ""
-        what = f"does not know {len(unknown):,} of the policy's tokens ({', '.join(map(repr, unknown[:NUM_SHOWN]))}{more})"
+        what = (
+            f"does not know {len(unknown):,} of the policy's tokens ({', '.join(map(repr, unknown[:NUM_SHOWN]))}{more})"
+        )
     raise ArtifactError(
         f"{key}: {path} {what}, and it has to read the policy's ids. Use a model with the policy's tokenizer"
     )

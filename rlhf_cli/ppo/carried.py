@@ -91,9 +91,7 @@ class Carried:
         self.held_out.last_step = numbers["evaluated"]
         self.recent.clear()
         for number, saved in enumerate(numbers["rollouts"]):
-            responses = [
-                Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]
-            ]
+            responses = [Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
             merged = UpdateBatch(prompts=prompts_of(self.setup, saved["iteration"]), responses=responses, **own)
             rows = self.setup.world.shard(range(len(responses)), self.setup.together)

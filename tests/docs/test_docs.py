@@ -237,7 +237,10 @@ def test_what_is_not_offered_is_not_a_key_nor_a_choice(heading: str, names: dict
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    [("docs/sft.md", ("model.lora", "model.quantization")), ("docs/rm.md", ("model.lora", "loss.best_of_k", "loss.per_token"))],
+    [
+        ("docs/sft.md", ("model.lora", "model.quantization")),
+        ("docs/rm.md", ("model.lora", "loss.best_of_k", "loss.per_token")),
+    ],
 )
 def test_what_a_page_says_its_stage_lacks_is_not_a_key(page: str, names: tuple[str, ...]) -> None:
     assert "\nNot offered: " in TEXTS[page]

@@ -1,4 +1,4 @@
-"""`model.add_tokens`: tokens and embeddings, saved and read by the later stages; models with other tokens are refused."""
+"""`model.add_tokens`: tokens and embeddings, saved and known to later stages; models with other tokens are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_new_tokens_start_as_the_mean_and_the_other_tokens_keep_their_logits(mak
         assert torch.equal(table[:old], rows)
         torch.testing.assert_close(table[old:], rows.mean(0).expand(2, -1))
     save(model, tokenizer, tmp_path / "saved")
-    saved, read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    saved, read = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
+        AutoTokenizer.from_pretrained(tmp_path / "saved"),
+    )
     assert (len(read), saved.config.vocab_size) == (old + 2, old + 2)
     text = "Q<|user|> it is late<|end|>"
     encoded = read(text, add_special_tokens=False)["input_ids"]
@@ -77,7 +80,7 @@ def test_new_tokens_need_embeddings_that_are_trained(make_model):
     model, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
     freeze(model, ["embeddings"], "model.freeze")
     add_tokens(tokenizer, NEW, "model.add_tokens")
-    with pytest.raises(ConfigError, match="model.add_tokens: the embeddings are frozen"):
+    with pytest.raises(ConfigError, match=r"model.add_tokens: the embeddings are frozen"):
         embed_tokens(model, tokenizer, NEW, "model.add_tokens")
 
 
@@ -85,7 +88,9 @@ def test_a_model_must_know_the_tokens_of_the_policy(tokenizer):
     more = copy.deepcopy(tokenizer)
     add_tokens(more, NEW, "model.add_tokens")
     require_same_tokens(tokenizer, more, "m", "ref_policy.path")
-    with pytest.raises(ArtifactError, match=r"ref_policy.path: m does not know 2 of the policy's tokens \('<\|user\|>', "):
+    with pytest.raises(
+        ArtifactError, match=r"ref_policy.path: m does not know 2 of the policy's tokens \('<\|user\|>', "
+    ):
         require_same_tokens(more, tokenizer, "m", "ref_policy.path")
 
 

@@ -98,7 +98,7 @@ def test_responses_are_those_of_a_slow_loop_with_transformers_processor(plain, p
 
 
 @pytest.mark.parametrize("decoder", ["plain", "static"])
-def test_every_decoder_draws_the_same(policy, make_model, decoder, monkeypatch):
+def test_every_decoder_draws_the_same(policy, decoder, monkeypatch):
     """Rows that have ended stay beside the others for some steps in the plain and in the static decoder."""
     if decoder == "static":
         if "Llama" not in type(policy).__name__:

@@ -16,6 +16,7 @@ from support.tiny import merged
 
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 
+
 @pytest.fixture(scope="module")
 def changes(pipeline) -> dict[str, dict[str, Any]]:
     """Changes to the shared config of each case. The first word of a case is its stage."""
