@@ -107,7 +107,8 @@ def token_bytes(
     and the activations of the one layer that is recomputed: ``activation_bytes / layers + 4 * layers * hidden``.
     """
     count = _checkpointed_bytes if checkpointing else activation_bytes
-    activations = max(count(model, precision) for model in trained)
+    # A frozen backbone keeps nothing for a backward pass, but its forward pass needs memory too.
+    activations = max(max(count(m, precision), 16 * m.config.get_text_config().hidden_size) for m in trained)
     vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
     return activations + logits_copies * 4 * vocabulary
 

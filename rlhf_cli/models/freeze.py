@@ -87,7 +87,7 @@ def _weights(model: PreTrainedModel) -> Weights:
     if stacks:
         prefix = f"{stacks[0]}."
         named += [(f"{LAYERS}.{name.removeprefix(prefix)}", p) for name, p in named if name.startswith(prefix)]
-    return [(EMBEDDINGS, model.get_input_embeddings().weight), *named]
+    return [*((EMBEDDINGS, p) for p in model.get_input_embeddings().parameters()), *named]
 
 
 def _advice(form: str, names: Sequence[str]) -> str:

@@ -47,8 +47,9 @@ def embed_tokens(
         return None
     if not model.get_input_embeddings().weight.requires_grad:
         raise ConfigError(f"{key}: the embeddings are frozen, so the new tokens would not be learned. Change freeze")
-    new = tokenizer.convert_tokens_to_ids(list(tokens))
-    old = sorted(set(tokenizer.get_vocab().values()) - set(new))
+    vocabulary = tokenizer.get_vocab()
+    new = [vocabulary[token] for token in tokens]
+    old = sorted(set(vocabulary.values()) - set(new))
     if len(tokenizer) > vocabulary_rows(model):
         with seeded(0, "new tokens"):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -182,10 +182,10 @@ def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenize
     if config.ref_policy is not None:
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
         ref_policy = load_policy(ref_path, config.ref_policy.revision)
-        check_vocabulary(ref_policy, tokenizer, ref_path)
         require_same_tokens(
             tokenizer, load_tokenizer(ref_path, config.ref_policy.revision), ref_path, "ref_policy.path"
         )
+        check_vocabulary(ref_policy, tokenizer, ref_path)
         return ref_policy
     if config.policy.lora is None:
         return load_policy(path, config.policy.revision)

@@ -99,7 +99,7 @@ def test_every_key_of_a_stage_is_documented(stage: str) -> None:
 def annotations_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key of a schema with its annotation."""
     for name, field in fields_of(kind).items():
-        yield prefix + name, Annotated[field.annotation, *field.metadata]
+        yield prefix + name, Annotated[field.annotation, field]
         for member in alternatives(field.annotation)[0]:
             for inner in [member, *getattr(member, "__args__", ())]:
                 for section in alternatives(inner)[0]:
@@ -120,11 +120,16 @@ def is_valid(annotation: Any, value: Any) -> bool:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_value_that_a_page_gives_to_a_key_is_allowed(page: str) -> None:
-    """`ppo.kl_in: loss`, and `kl_in: loss` where the section is clear from the text."""
+    """`ppo.kl_in: loss`, and `kl_in: loss` where the section is clear from the text.
+
+    Not so in lists of what is refused, and on the page about new choices.
+    """
+    if page == "docs/extending.md":
+        return
     wrong = []
-    for span in in_backticks(TEXTS[page]):
+    for span in in_backticks(re.sub(r"^## [\d. ]*What is refused\n.*?(?=^## |\Z)", "", TEXTS[page], flags=re.M | re.S)):
         match = re.fullmatch(r"([a-z_][\w.]*): ([^{}<>]+)", span)
-        if match is None or "..." in span:
+        if match is None or "..." in span or match[2].isupper():
             continue
         kinds = [kind for key, kind in ANNOTATIONS if f".{key}".endswith(f".{match[1]}")]
         if kinds and not any(is_valid(kind, yaml.safe_load(match[2])) for kind in kinds):

@@ -72,7 +72,7 @@ def test_a_shared_weight_is_frozen_under_either_name(make_model):
         ("layers.0.self_atn.q_prj", "; did you mean layers.0.self_attn.q_proj?"),
         ("layers.0-7", "'layers.7' matches no weight of this LlamaForCausalLM; its layers are 0 to 1"),
         ("layers.1-0", "'layers.1-0' matches no weight"),
-        ("proj", "; parts of its names are embeddings, "),
+        ("proj", "; did you mean v_proj?"),
         ("zzz", "; parts of its names are embeddings, model, embed_tokens, weight, layers, self_attn, "),
     ],
 )
