@@ -81,7 +81,10 @@ def microbatches(
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
-    """Sum the gradients over all processes and clip them; returns their norms before clipping."""
+    """Sum the gradients over all processes and clip them; returns their norms before clipping.
+
+    ``gradient * min(1, max_grad_norm / norm)``, for each model by itself (`Stepper` in training/optimizer.py).
+    """
     norms = {}
     if learns_policy:
         norms["policy/grad_norm"] = setup.policy_stepper.clip(setup.world)
@@ -91,7 +94,11 @@ def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
 
 
 def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
-    """One optimizer step of each model that trains; without `move` only the learning-rate schedules advance."""
+    """One optimizer step of each model that trains; without `move` only the learning-rate schedules advance.
+
+    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (training/ema.py). The
+    schedules are `rate_at` in training/optimizer.py.
+    """
     if learns_policy:
         setup.policy_stepper.advance(move=move)
         if setup.average is not None and move:

@@ -28,7 +28,11 @@ def texts_of(setup: Setup, responses: Sequence[Response]) -> list[str]:
 
 
 def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Scores:
-    """The weighted sum of the rewards, and each reward's own score. Raises RewardError."""
+    """The weighted sum of the rewards, and each reward's own score.
+
+    ``total = sum of weight * score`` (`total_score`). A reward model gives ``(logit - score_mean) / score_std``, with
+    the logit of its head at the last token (`RewardModel.score` in rewards/models.py). Raises RewardError.
+    """
     dense = any(isinstance(source, PythonFunction) and source.per_token for source in setup.rewards)
     tokens = [[str(setup.tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None
     samples = Samples(

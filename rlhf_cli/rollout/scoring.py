@@ -143,7 +143,10 @@ def ref_response_logprobs(
 def response_values(
     value_model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str
 ) -> Tensor:
-    """The value of the state before each response token was chosen, end to end: [sum of R_b] float32."""
+    """The value of the state before each response token was chosen, end to end: [sum of R_b] float32.
+
+    ``values[t] = head(hidden[t - 1])``: the head of the value model on the hidden state that predicts token t.
+    """
     batch, positions, _ = _packed(value_model, prompts, responses)
     with autocast(batch.ids.device, precision):
         hidden = hidden_at(value_model, batch, positions)
