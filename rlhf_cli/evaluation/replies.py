@@ -21,9 +21,9 @@ from rlhf_cli.models.limits import positions
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards, total_score
-from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, sampling_of
 from rlhf_cli.rollout.scoring import Models
 
 ROWS = 512
@@ -73,17 +73,7 @@ class Arena:
             config.rewards, config.artifacts, tokenizer, run.device, config.precision
         )[0]
         self.judge = load_function(config.evaluation.gold) if config.evaluation.gold is not None else None
-        rollout = config.rollout
-        vocabulary = tokenizer.get_vocab()
-        self.sampling = Sampling(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            min_new_tokens=rollout.min_new_tokens,
-            stop=frozenset(stop_ids(reference, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
-            stop_strings=tuple(rollout.stop_strings),
-        )
+        self.sampling = sampling_of(config.rollout, reference, tokenizer)
 
     def replies(self, policy: PreTrainedModel, count: int) -> Replies:
         """`count` replies of the policy to each prompt.

@@ -18,7 +18,6 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
 from rlhf_cli.decoders.choose import decoder_notes
-from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.cost import (
     COPIES_OF_WHOLE_DISTRIBUTIONS,
@@ -41,7 +40,7 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import stop_ids
+from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
@@ -140,7 +139,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         tokenizer=tokenizer,
         models=models,
         rewards=rewards,
-        sampling=_sampling(config, policy, tokenizer),
+        sampling=sampling_of(config.rollout, policy, tokenizer),
         train=train,
         test=test[: config.evaluation.num_prompts],
         ptx=_load_ptx_rows(config, policy, tokenizer, stage),
@@ -273,25 +272,3 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
         return policy_stepper, None
     rate = config.value_model.learning_rate
     return policy_stepper, build_stepper(value, config.optimizer, ppo.total_steps, learning_rate=rate)
-
-
-def _sampling(config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How responses are drawn. Raises ConfigError for a stop token that is not in the vocabulary."""
-    rollout, vocabulary = config.rollout, tokenizer.get_vocab()
-    for token in rollout.stop_tokens:
-        if token not in vocabulary:
-            raise ConfigError(
-                f"rollout.stop_tokens: {token!r} is not a single token of the tokenizer. List it under "
-                "rollout.stop_strings"
-            )
-    return Sampling(
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        no_repeat_ngram_size=rollout.no_repeat_ngram_size,
-        min_new_tokens=rollout.min_new_tokens,
-        stop=frozenset(stop_ids(policy, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
-        stop_strings=tuple(rollout.stop_strings),
-        decoder=rollout.decoder,
-    )

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
@@ -39,6 +41,28 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = set(eos) if isinstance(eos, list | tuple) else {eos}
     return {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
+
+
+def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How a config draws responses. Raises ConfigError for a stop token that is not in the vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    for token in rollout.stop_tokens:
+        if token not in vocabulary:
+            raise ConfigError(
+                f"rollout.stop_tokens: {token!r} is not a single token of the tokenizer. List it under "
+                "rollout.stop_strings"
+            )
+    return Sampling(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        no_repeat_ngram_size=rollout.no_repeat_ngram_size,
+        min_new_tokens=rollout.min_new_tokens,
+        stop=frozenset(stop_ids(policy, tokenizer) | {vocabulary[token] for token in rollout.stop_tokens}),
+        stop_strings=tuple(rollout.stop_strings),
+        decoder=rollout.decoder,
+    )
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, response: Response, sampling: Sampling) -> str:
