@@ -249,7 +249,7 @@ def test_without_repeated_n_grams_the_first_ratio_is_one_and_the_first_kl_zero(w
     assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
     assert first["objective/kl"] == 0.0
     assert later["objective/kl"] != 0.0
-    assert max(row["policy/sampler_gap"] for row in run.metrics) < 1e-5
+    assert max(row["policy/sampler_gap"] for row in run.metrics) < 3e-5
     assert any(ids for rollout in run.rollouts for r in rollout.responses for ids in r.forbidden_ids)
     check_update_batch(run)
     assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
@@ -689,7 +689,8 @@ def test_a_rerun_with_many_options_gives_the_same_bits(watch, data):
 
 def test_every_option_is_named_in_a_test():
     """An option that no test mentions fails here."""
-    files = [*(TESTS / "ppo").glob("test_ppo_*.py"), TESTS / "decoders" / "test_choose.py"]
+    others = (TESTS / "decoders" / "test_choose.py", TESTS / "models" / "test_freeze.py")
+    files = [*(TESTS / "ppo").glob("test_ppo_*.py"), *others]
     text = "".join(path.read_text("utf-8") for path in files)
     for section in (PPO, Rollout, ValueModel, Lora, Ptx, PPOEvaluation):
         missing = [key for key in section.model_fields if not re.search(rf"\b{key}\b", text)]
