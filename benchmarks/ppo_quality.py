@@ -160,8 +160,8 @@ class Measurement:
         }
 
 
-def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
-    """Sample and judge `draws` replies to each held-out prompt.
+def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = None) -> Measurement:
+    """Sample and judge `draws` replies to each of the first `num_prompts` held-out prompts (None: as configured).
 
     The first draw uses the uniforms of the ppo stage's own evaluation, so for our policy its figures are those of
     evaluation.json.
@@ -176,7 +176,7 @@ def measure(policy_path: Path, run: Path, draws: int) -> Measurement:
     reward_model = load_reward(run, tokenizer)
     judge = load_function(config["evaluation"]["gold"])
     rows = [Prompt(row["prompt"], "", row) for row in read_rows(Path(config["data"]["test"]["path"]))]
-    rows = rows[: config["evaluation"]["num_prompts"]]
+    rows = rows[: num_prompts or config["evaluation"]["num_prompts"]]
     prompts = [
         PromptRow(row.prompt, ids, row) for row, ids in zip(rows, encode_rows(tokenizer, rows, None), strict=True)
     ]
