@@ -197,6 +197,26 @@ def evaluate(
 
 
 @app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The HTML file; report.html in the first directory by default.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Also write the main curves as a PNG.")] = None,
+) -> None:
+    """Write a page about one or several runs: curves, figures, samples, findings."""
+
+    def work() -> None:
+        from rlhf_cli.report.page import write_report
+
+        path = out or directories[0] / "report.html"
+        write_report(directories, path, png)
+        print(path)
+
+    exit_with(work)
+
+
+@app.command()
 def doctor(
     directory: Annotated[
         Path | None, typer.Argument(help="A run's directory, or that of one stage, to check as well.")

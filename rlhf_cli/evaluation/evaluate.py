@@ -245,8 +245,13 @@ def _examples(arena: Arena, before: Replies, after: Replies) -> list[dict[str, A
             "length": int(replies.length[i, 0]),
         }
 
+    def tokens(i: int) -> dict[str, Any]:
+        texts = [str(arena.tokenizer.decode([token])) for token in after.ids[i][0]]
+        return {"tokens": texts, "token_kl": [round(x, 4) for x in after.token_kl[i][0]]}
+
     return [
-        {"prompt": prompt.text, "sft": side(before, i), "ppo": side(after, i)} for i, prompt in enumerate(arena.prompts)
+        {"prompt": prompt.text, "sft": side(before, i), "ppo": side(after, i) | tokens(i)}
+        for i, prompt in enumerate(arena.prompts)
     ]
 
 

@@ -48,6 +48,8 @@ class Replies:
     """Log-probability of the reply under the policy that wrote it, in nats."""
     kl: Tensor
     """Log-probability under that policy minus that under the SFT model, in nats; its mean estimates the KL."""
+    token_kl: list[list[list[float]]]
+    """[P][K] the same for each token; 0 for the SFT model itself."""
     length: Tensor
     """Tokens."""
     ended: Tensor
@@ -90,7 +92,7 @@ class Arena:
             order = sorted(range(len(numbered)), key=lambda i: numbered[i])
             numbered, uniforms = [numbered[i] for i in order], uniforms[order]
         responses: list[Response] = []
-        kl: list[float] = []
+        token_kl: list[list[float]] = []
         texts: list[str] = []
         scores: list[Tensor] = []
         each: dict[str, list[Tensor]] = {}
@@ -113,7 +115,7 @@ class Arena:
                         gold.setdefault(name, []).append(value)
             responses += found
             texts += samples.responses
-            kl += distances
+            token_kl += distances
 
         def grid(values: Sequence[float] | Tensor) -> Tensor:
             return torch.as_tensor(values, dtype=torch.float64).reshape(len(self.prompts), count)
@@ -125,20 +127,21 @@ class Arena:
             each={name: grid(torch.cat(values)) for name, values in each.items()},
             gold={name: grid(values) for name, values in gold.items()},
             logprob=grid([sum(r.logprobs) for r in responses]),
-            kl=grid(kl),
+            kl=grid([sum(row) for row in token_kl]),
+            token_kl=[token_kl[p * count : (p + 1) * count] for p in range(len(self.prompts))],
             length=grid([len(r.ids) for r in responses]),
             ended=grid([float(r.ended) for r in responses]),
         )
 
     def _sample(
         self, policy: PreTrainedModel, prompts: Sequence[PromptRow], uniforms: Tensor
-    ) -> tuple[list[Response], list[float]]:
-        """A reply to each prompt, and its log-probability minus that under the reference."""
+    ) -> tuple[list[Response], list[list[float]]]:
+        """A reply to each prompt, and for each of its tokens log-probability minus that under the reference."""
         precision = self.config.precision
         if policy is self.reference:
             with autocast(self.run.device, precision):
                 found = sample(policy, [p.ids for p in prompts], uniforms, self.sampling, self.tokenizer)
-            return found, [0.0] * len(found)
+            return found, [[0.0] * len(one.ids) for one in found]
         rollout = collect(
             prompts,
             uniforms,
@@ -150,7 +153,8 @@ class Arena:
             recompute=True,
             with_values=False,
         )
-        return rollout.responses, (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
+        distances = (rollout.logprobs - rollout.ref_logprobs).tolist()
+        return rollout.responses, [row[: len(r.ids)] for row, r in zip(distances, rollout.responses, strict=True)]
 
     def _budget(self, policy: PreTrainedModel) -> Budget:
         return self.run.budget(policy, self.config.precision)

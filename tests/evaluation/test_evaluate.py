@@ -197,6 +197,7 @@ def replies(score, gold=None, length=None):
         gold={} if gold is None else {"gold": torch.tensor(gold, dtype=torch.float64)},
         logprob=zero - 30,
         kl=zero,
+        token_kl=[[[0.0]] * columns] * rows,
         length=zero + 1 if length is None else torch.tensor(length, dtype=torch.float64),
         ended=zero + 1,
     )

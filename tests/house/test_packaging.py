@@ -74,7 +74,7 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
 
 
-NAME_OF = {"yaml": "pyyaml"}
+NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml"}
 COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 
@@ -82,7 +82,8 @@ COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 def test_every_imported_package_is_a_dependency_and_pinned() -> None:
     """Imports inside functions included. A package that only comes with another one may disappear with it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["lora"], *extras["report"]]
     asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     imported: dict[str, Path] = {}

@@ -1,0 +1,150 @@
+"""What a report shows of a run, read from its files alone. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.artifacts import Manifest, partial_directory, read_manifest_or_none, stage_directory
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.errors import ArtifactError
+
+MOST_POINTS = 600
+"""Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""
+MOST_REPLIES = 1000
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The files of one stage, finished or still running."""
+
+    stage: str
+    directory: Path
+    is_finished: bool
+    metrics: dict[str, tuple[list[float], list[float]]]
+    """Name -> (steps, values); values that are not finite are left out."""
+    findings: list[dict[str, Any]]
+    """`step`, `name`, `text` and `advice` of each health finding."""
+    evaluations: list[dict[str, Any]]
+    """Rows of `evaluations.jsonl`."""
+    samples: list[dict[str, Any]]
+    """The last rows of `samples.jsonl`."""
+    evaluation: dict[str, Any]
+    """`<run>/eval/<stage>/evaluation.json` of `rlhf eval`; empty without it."""
+    own_evaluation: dict[str, Any]
+    """`evaluation.json` of the stage itself; empty without it."""
+    manifest: Manifest | None
+    config: str
+    """The resolved config as YAML."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The stages of a run that have files."""
+
+    root: Path
+    name: str
+    stages: dict[str, StageData]
+
+
+def read_run(root: Path, name: str) -> RunData:
+    """The run at `root`. Raises ArtifactError if it has no stage with metrics."""
+    if not root.is_dir():
+        raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
+    stages = {stage: data for stage in STAGES if (data := _read_stage(root, stage)) is not None}
+    if not stages:
+        raise ArtifactError(f"{root}: no stage has metrics yet. `rlhf status {root}` shows what is there")
+    return RunData(root, name, stages)
+
+
+def _read_stage(root: Path, stage: str) -> StageData | None:
+    """A stage's files: of the finished stage, or else of the one that is being built. None without metrics."""
+    finished, partial = stage_directory(root, stage), partial_directory(root, stage)
+    directory = finished if (finished / "metrics.jsonl").is_file() else partial
+    if not (directory / "metrics.jsonl").is_file():
+        return None
+    findings = [
+        {"step": row.get("step", 0), **finding}
+        for row in rows_of(directory / "health.jsonl")
+        for finding in row.get("findings", [])
+        if isinstance(finding, dict)
+    ]
+    return StageData(
+        stage=stage,
+        directory=directory,
+        is_finished=directory == finished,
+        metrics=curves(rows_of(directory / "metrics.jsonl")),
+        findings=findings,
+        evaluations=list(rows_of(directory / "evaluations.jsonl")),
+        samples=list(rows_of(directory / "samples.jsonl"))[-MOST_REPLIES:],
+        evaluation=_read_json(root / "eval" / stage / "evaluation.json"),
+        own_evaluation=_read_json(directory / "evaluation.json"),
+        manifest=read_manifest_or_none(directory),
+        config=_read_text(directory / "config.yaml"),
+    )
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, one at a time. A line that is being written, or is damaged, is skipped."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def curves(rows: Iterator[dict[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+    """The numbers of rows with a `step`, by name, thinned to MOST_POINTS each."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        step = row.get("step")
+        if not isinstance(step, int | float):
+            continue
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return {name: thin(*curve) for name, curve in found.items()}
+
+
+def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
+    """At most `most` points of a curve, with the first, the last, and the extremes of every part.
+
+    >>> thin([1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 0, 0, -9, 0, 1], 6)
+    ([1, 2, 5, 6, 8], [0, 9, 0, -9, 1])
+    """
+    n = len(steps)
+    if n <= most:
+        return list(steps), list(values)
+    parts = max(1, (most - 2) // 2)
+    kept = {0, n - 1}
+    for part in range(parts):
+        rows = range(part * n // parts, (part + 1) * n // parts)
+        kept |= {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
+    order = sorted(kept)
+    return [steps[i] for i in order], [values[i] for i in order]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,231 @@
+"""`rlhf report`: one page that needs nothing else, from the files of a run alone."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.report.charts import curve_charts, evaluation_charts, first_findings, smooth, values_of
+from rlhf_cli.report.page import _script_json, picture, verdict
+from rlhf_cli.report.read import MOST_POINTS, curves, read_run, thin
+
+vl_convert = pytest.importorskip("vl_convert")
+HOSTILE = "</script><script>alert(1)</script><b>&amp; \u2028 {{ 7 * 7 }}"
+
+
+def report(*arguments: object):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def write(path: Path, rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def figure(value, width=0.1):
+    return {"value": value, "low": value - width, "high": value + width, "rows": 9}
+
+
+def best(n, score):
+    return {"n": n, "score": figure(score), "gold": figure(2 * score), "length": figure(9), "kl": n / 2, "kl_bound": n}
+
+
+EVALUATIONS = {
+    "rm": {
+        "figures": {"accuracy": figure(0.8), "longer_wins": figure(0.6), "shorter_wins": figure(0.4)},
+        "groups": {"subset": {"math": figure(0.7)}},
+        "reliability": [{"low": 0.5, "high": 0.6, "count": 3, "confidence": 0.55, "frequency": 0.6}],
+        "scores": {"better": [1.0, 2.0], "worse": [-1.0, 0.5]},
+        "worst": [
+            {"prompt": "p", "better": "b", "worse": HOSTILE, "better_score": -1.0, "worse_score": 2.0, "where": "f:1"}
+        ],
+    },
+    "ppo": {
+        "sft": {"score": figure(0.1), "gold": figure(2.0), "kl": figure(0)},
+        "ppo": {"score": figure(1.5), "gold": figure(4.0), "kl": figure(2.5)},
+        "difference": {"score": figure(1.4), "gold": figure(2.0)},
+        "win_rate": {"score": figure(0.9)},
+        "best_of_n": {
+            "prompts": 4,
+            "rows": [best(1, 0.1), best(4, 1.6)],
+            "n_for_ppo_score": 4,
+            "ppo": {"score": 1.5, "gold": 4.0, "kl": 2.5},
+        },
+        "replies": [
+            {
+                "prompt": HOSTILE,
+                "sft": {"reply": "s", "score": 0.0, "gold": 1.0, "kl": 0.0, "length": 3},
+                "ppo": {
+                    "reply": "good",
+                    "score": 1.0,
+                    "gold": 3.0,
+                    "kl": 2.0,
+                    "length": 4,
+                    "tokens": ["go", "od"],
+                    "token_kl": [1.5, 0.5],
+                },
+            }
+        ],
+    },
+}
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The files of a run with a PPO stage that had one kind of finding in two stretches."""
+    root = tmp_path / "run"
+    write(root / "sft" / "metrics.jsonl", [{"step": i, "loss/sft": 5 / i} for i in range(1, 50)])
+    write(root / "rm" / "metrics.jsonl", [{"step": i, "loss/rm": 1 / i, "rm/accuracy": 0.5} for i in range(1, 50)])
+    ppo = [{"step": i, "objective/score": i / 10, "objective/kl": i / 9, "policy/entropy": 1.0} for i in range(1, 20)]
+    write(root / "ppo" / "metrics.jsonl", ppo)
+    finding = {"name": "kl_runaway", "message": HOSTILE, "advice": "raise ppo.kl_coef"}
+    steps = [{"step": i, "line": "", "findings": [finding] if i in (4, 5, 6, 11) else []} for i in range(1, 20)]
+    write(root / "ppo" / "health.jsonl", steps)
+    for stage, evaluation in EVALUATIONS.items():
+        write(root / "eval" / stage / "evaluation.json", [evaluation])
+    return root
+
+
+def data_of(page: str):
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def test_the_page_holds_curves_tables_samples_and_findings(run):
+    result = report(run)
+    assert result.exit_code == 0, result.output
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert str(run / "report.html") in result.output.replace("\n", "")
+    found = data_of(page)
+    assert {"sft-sft-loss", "rm-rm-accuracy", "ppo-score", "run-reliability", "run-frontier-gold"} <= set(
+        found["charts"]
+    )
+    for name in found["charts"]:
+        assert f'data-chart="{name}"' in page
+    assert found["replies"][0]["ppo"]["token_kl"] == [1.5, 0.5]
+    assert "0.80 [0.70, 0.90]" in page
+    assert "above the rule that the longer answer is better (0.60)" in page
+    assert "n = 4" in page
+    assert page.count("raise ppo.kl_coef") == 2
+
+
+def test_the_page_needs_nothing_else_and_is_small(run):
+    report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert len(page.encode()) < 2_000_000
+    own = page.split("<script>")[0]  # Behind it is the chart library, which can load pictures but has none here.
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]*(?:src|href)\s*=", own)
+    assert "@import" not in page
+    assert "url(" not in page.split("</style>")[0]
+
+
+def test_text_of_a_run_stays_text(run):
+    report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in page
+    assert page.count("<script") == 3
+    assert data_of(page)["replies"][0]["prompt"] == HOSTILE
+    assert "{{ 7 * 7 }}" in page
+
+
+def test_json_inside_a_script_cannot_end_it():
+    assert "<" not in _script_json({"a": HOSTILE})
+    assert json.loads(_script_json({"a": HOSTILE})) == {"a": HOSTILE}
+
+
+def test_several_runs_share_their_curves(run, tmp_path):
+    other = tmp_path / "other"
+    write(other / "sft" / "metrics.jsonl", [{"step": i, "loss/sft": 4 / i} for i in range(1, 30)])
+    assert report(run, other, "--out", tmp_path / "both.html").exit_code == 0
+    page = (tmp_path / "both.html").read_text(encoding="utf-8")
+    series = data_of(page)["charts"]["sft-sft-loss"]["spec"]["usermeta"]["series"]
+    assert [one["run"] for one in series] == ["run", "other"]
+    assert "rlhf eval" in page  # The other run has no evaluation; the page says how to get one.
+
+
+def test_every_chart_is_drawn(run):
+    data = read_run(run, "run")
+    charts = [*curve_charts([data]), *evaluation_charts(data)]
+    assert len(charts) >= 10
+    for chart in charts:
+        svg = vl_convert.vegalite_to_svg(chart.spec)
+        assert svg.count("<path") > 3, chart.id
+
+
+def test_the_png_shows_the_main_curves(run, tmp_path):
+    assert report(run, "--png", tmp_path / "a" / "curves.png").exit_code == 0
+    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(picture([read_run(run, "run")])["concat"]) >= 4
+
+
+@pytest.mark.parametrize(("name", "says"), [("missing", "no such directory"), (".", "no stage has metrics yet")])
+def test_a_directory_without_a_run_gets_one_line(tmp_path, name, says):
+    result = report(tmp_path / name)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+
+
+def test_without_the_extra_the_message_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    result = report(run)
+    assert result.exit_code == 2
+    assert "[report]" in result.output or "vl-convert-python" in result.output
+    assert not (run / "report.html").exists()
+
+
+def test_a_long_run_is_thinned_with_its_extremes():
+    n = 100_000
+    values = [0.0] * n
+    values[31_415], values[77_777] = 9.0, -9.0
+    started = time.process_time()
+    (found,) = curves({"step": i, "x": value} for i, value in enumerate(values)).values()
+    assert time.process_time() - started < 3
+    assert len(found[0]) <= MOST_POINTS
+    assert max(found[1]) == 9.0
+    assert min(found[1]) == -9.0
+    assert (found[0][0], found[0][-1]) == (0, n - 1)
+
+
+def test_a_short_curve_is_not_thinned():
+    assert thin([1, 2, 3], [4, 5, 6]) == ([1, 2, 3], [4, 5, 6])
+
+
+def test_rows_that_are_damaged_or_not_finite_are_skipped(run):
+    with (run / "ppo" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 20, "objective/score": NaN}\n[1]\n{"step": 21, "objec')
+    steps, _ = read_run(run, "run").stages["ppo"].metrics["objective/score"]
+    assert steps[-1] == 19
+
+
+def test_a_finding_is_shown_once_per_stretch(run):
+    assert [row["step"] for row in first_findings(read_run(run, "run").stages["ppo"])] == [4, 11]
+
+
+def test_an_unfinished_stage_is_read_where_it_is_built(tmp_path):
+    write(tmp_path / ".sft.partial" / "metrics.jsonl", [{"step": 1, "loss/sft": 2.0}])
+    stage = read_run(tmp_path, "r").stages["sft"]
+    assert not stage.is_finished
+    with pytest.raises(ArtifactError):
+        read_run(tmp_path / "x", "x")
+
+
+def test_the_verdict_without_an_evaluation_reads_the_stage(pipeline):
+    sentences = verdict(read_run(pipeline("llama"), "r"))
+    assert sentences[0].startswith("SFT: held-out loss")
+    assert "correctly" in sentences[1]
+    assert "PPO moved score from" in sentences[2]
+
+
+def test_smoothing_keeps_a_constant_and_does_not_lag():
+    assert smooth([3.0] * 5, 0.1) == pytest.approx([3.0] * 5)
+    line = [float(i) for i in range(101)]
+    assert smooth(line, 0.05)[50] == pytest.approx(50)
+    rows = values_of([{"run": "r", "series": "s", "x": [1, 2], "y": [5.0, 7.0]}], 0.0)
+    assert [row["s"] for row in rows] == [5.0, 7.0]
