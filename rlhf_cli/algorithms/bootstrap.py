@@ -58,7 +58,11 @@ def bootstrap_interval(
 
 
 def mean_interval(values: Tensor, *, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """`bootstrap_interval` of the mean of [n] numbers."""
+    """`bootstrap_interval` of the mean of [n] numbers.
+
+    >>> mean_interval(torch.tensor([2.0, 2.0, 2.0]), seed=0)
+    (2.0, 2.0)
+    """
     return bootstrap_interval(lambda rows: rows.mean(-1), values.double(), seed=seed, level=level)
 
 

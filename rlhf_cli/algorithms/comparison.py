@@ -11,7 +11,11 @@ coefficients finite if one side always wins."""
 
 
 def wins(a: Tensor, b: Tensor) -> Tensor:
-    """For each pair of numbers, 1 if a is larger, 0 if b is, 1/2 if they are equal: the shape of both, float64."""
+    """For each pair of numbers, 1 if a is larger, 0 if b is, 1/2 if they are equal: the shape of both, float64.
+
+    >>> wins(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]))
+    tensor([1.0000, 0.5000], dtype=torch.float64)
+    """
     return ((a - b).sign().double() + 1) / 2
 
 
