@@ -106,8 +106,8 @@ def print_peak(name: str, size: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     work(model, some, size, backward=True)
     num_tokens = sum(map(len, some))
-    learnt = sum(len(ids) - len(ids) // 2 for ids in some)
-    reckoned = activation_bytes(model, "float32") * num_tokens + LOGITS_COPIES * 4 * SHAPES[name][-1] * learnt
+    learned = sum(len(ids) - len(ids) // 2 for ids in some)
+    reckoned = activation_bytes(model, "float32") * num_tokens + LOGITS_COPIES * 4 * SHAPES[name][-1] * learned
     print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  modelled {reckoned / 2**20:.1f} MB")
 
 

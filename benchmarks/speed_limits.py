@@ -92,7 +92,7 @@ def total(works: Sequence[Work]) -> Work:
 
 def sft_work(size: Size, batch: Sequence[tuple[int, int]]) -> Work:
     """A training step on rows of (tokens, learned tokens)."""
-    return total([forward(size, length, learnt) for length, learnt in batch]).times(3)
+    return total([forward(size, length, learned) for length, learned in batch]).times(3)
 
 
 def rm_work(size: Size, batch: Sequence[tuple[int, int, int]]) -> Work:

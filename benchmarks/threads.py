@@ -31,12 +31,12 @@ model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num
                                      num_attention_heads=4, vocab_size=2048, tie_word_embeddings=True))
 prepare(model, torch.device("cpu"))
 rows = [torch.randint(2048, (n,)).tolist() for n in range(40, 141, 5)]
-learnt = [[i > 20 for i in range(len(row))] for row in rows]
+learned = [[i > 20 for i in range(len(row))] for row in rows]
 times = []
 ends = time.monotonic() + 6
 while time.monotonic() < ends or len(times) < 6:
     began = time.perf_counter()
-    target_logprobs(model, rows, learnt).sum().backward()
+    target_logprobs(model, rows, learned).sum().backward()
     times.append(time.perf_counter() - began)
 print(1e3 * statistics.median(times[3:]))
 """

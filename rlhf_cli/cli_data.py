@@ -157,7 +157,7 @@ def data_show(
     format: Format = None,
     keys: Keys = None,
 ) -> None:
-    """Show rows as the model sees them: prompt, answer, special tokens, learnt tokens."""
+    """Show rows as the model sees them: prompt, answer, special tokens, learned tokens."""
 
     def work() -> None:
         from rlhf_cli.commands.data_check import rows_of_config, rows_of_source

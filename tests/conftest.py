@@ -250,7 +250,7 @@ def policy(arch, make_model):
 
 
 @pytest.fixture(scope="module")
-def table():
+def uniforms():
     return draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
 
 

@@ -253,10 +253,10 @@ def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | Non
     draw = generator(seed, "doctor rows")
     for _ in range(3):
         rows = [torch.randint(config.vocab_size, (20 + 7 * i,), generator=draw).tolist() for i in range(8)]
-        learnt = [[False] + [True] * (len(row) - 1) for row in rows]
+        target_mask = [[False] + [True] * (len(row) - 1) for row in rows]
         with autocast(device, "auto"):
-            logits, targets = target_logits(model, rows, learnt)
-        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=sum(map(sum, learnt)))
+            logits, targets = target_logits(model, rows, target_mask)
+        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=sum(map(sum, target_mask)))
         loss.backward()
         stepper.clip(World(0, 1, device))
         stepper.advance()

@@ -115,7 +115,7 @@ class Ptx(Section):
     minibatch_size: PositiveInt | None = None
     """Rows per optimizer step, over all processes. Null uses ppo.minibatch_size."""
     loss_on: Literal["completion", "all"] = "completion"
-    """Which tokens are learnt, as in the SFT stage."""
+    """Which tokens are learned, as in the SFT stage."""
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the length of the prompt in words, as in the SFT stage."""
     max_length: PositiveInt = 512

@@ -42,7 +42,7 @@ class SFTData(Data):
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the prompt is this many words from the start, and the rest is the response."""
     loss_on: Literal["completion", "all"] = "completion"
-    """Which tokens are learnt: those of the completion and EOS, or those of the prompt as well."""
+    """Which tokens are learned: those of the completion and EOS, or those of the prompt as well."""
 
 
 class SFTEvaluation(Section):

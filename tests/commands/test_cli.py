@@ -233,12 +233,12 @@ def test_interrupted(project: Path) -> None:
         text=True,
     )
     metrics = project / "run" / ".sft.partial" / "metrics.jsonl"
-    for _ in range(600):
+    for _ in range(1200):
         if metrics.is_file() and metrics.stat().st_size:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "SIGINT: stopped after step" in errors
     assert f"To resume: {program()} sft --config" in errors

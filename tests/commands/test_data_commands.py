@@ -654,10 +654,10 @@ def test_terminal_control_characters_are_escaped(tmp_path: Path) -> None:
 def test_the_pieces_add_up_to_the_text(request, name: str) -> None:
     tokenizer = request.getfixturevalue(name)
     row = Demonstration("the tent is", " late please help", "")
-    ((ids, learnt),) = encode_answers(tokenizer, [row], None)
-    found = pieces(tokenizer, ids, learnt)
+    ((ids, learned),) = encode_answers(tokenizer, [row], None)
+    found = pieces(tokenizer, ids, learned)
     assert "".join(text for text, _, _ in found) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert "".join(text for text, is_learnt, special in found if is_learnt and not special) == row.response
+    assert "".join(text for text, is_learned, special in found if is_learned and not special) == row.response
     assert found[-1] == (tokenizer.eos_token, True, True)
 
 

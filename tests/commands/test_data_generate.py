@@ -108,9 +108,9 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(
     assert row["response"] == "echo the tent is late"
     source_of_it = DataSource(path="a.jsonl")
     read = Row(row, "a.jsonl:1")
-    learnt = demonstration(read_record(read, recognise(read, source_of_it, "sft"), source_of_it))
-    assert learnt is not None
-    assert [m.content for m in learnt.messages] == ["be kind", "the tent is late", "echo the tent is late"]
+    learned = demonstration(read_record(read, recognise(read, source_of_it, "sft"), source_of_it))
+    assert learned is not None
+    assert [m.content for m in learned.messages] == ["be kind", "the tent is late", "echo the tent is late"]
 
     run(source, "demonstrations", tmp_path / "c.jsonl", local(chat_model))
     assert [row["prompt"] for row in read_jsonl(tmp_path / "c.jsonl")] == [turns]
@@ -335,7 +335,7 @@ def test_a_killed_process_resumes(make_model: Any, prompts: Path, tmp_path: Path
         if child == 0:  # pragma: no cover
             run(prompts, "samples", out, writer)
             os._exit(0)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b"\n") < at_least:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -550,7 +550,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: P
 
     def hang(_: Call) -> Reply:
         asked.set()
-        resumed_step.wait(60)
+        resumed_step.wait(1200)
         return 200, {}, completion("x")
 
     with ChatServer(hang) as server:
@@ -560,7 +560,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: P
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
         assert asked.wait(120)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=120)
         resumed_step.set()
     assert process.returncode == 130
     assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl. Run the same command to resume\n"

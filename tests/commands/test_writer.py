@@ -9,6 +9,8 @@ import datetime
 import email.utils
 import gzip
 import json
+import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from rlhf_cli.commands import chat_server
 from rlhf_cli.commands.chat_server import ServerWriter
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import retry_after
+from rlhf_cli.http_client import JSONClient, retry_after
 from rlhf_cli.rollout.local_writer import LocalWriter
 from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
@@ -38,7 +40,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
     url = server if isinstance(server, str) else server.url
     drawing = settings.pop("drawing", Drawing(max_new_tokens=8))
-    return ServerWriter(url, "some-model", drawing, **{"backoff_s": 0.01, "timeout_s": 5.0, "retries": 2, **settings})
+    return ServerWriter(url, "some-model", drawing, **{"backoff_s": 0.01, "timeout_s": 60.0, "retries": 2, **settings})
 
 
 # ------------------------------------------------------------------------------------------ a model here
@@ -235,22 +237,28 @@ def test_transient_failures_are_retried_and_then_reported(reply: Reply, said: st
     assert isinstance(failure, Failure)
     assert failure.fatal
     assert failure.reason.startswith(f"{server.url}/chat/completions {said}"), failure.reason
-    assert failure.reason.endswith(
-        ", after 3 attempts in 0 s. Rows written so far are kept; run the same command to resume"
+    assert re.search(
+        r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command to resume$", failure.reason
     )
     assert "\n" not in failure.reason
     assert len(server.bodies) == 3
 
 
 def test_a_silent_server_and_an_unreachable_one_are_reported() -> None:
+    test_is_over = threading.Event()
+
     def hang(call: Call) -> Reply:
-        time.sleep(0.5 if call.number < 2 else 0)
+        if call.number < 2:
+            test_is_over.wait(120)
         return 200, {}, completion("late")
 
     with ChatServer(hang) as server:
-        assert server_writer(server, timeout_s=0.2).write([ask("hi")]) == [Written("late", True)]
+        # On a busy machine later answers may be late, too.
+        assert server_writer(server, timeout_s=0.2, retries=50).write([ask("hi")]) == [Written("late", True)]
+        assert len(server.bodies) >= 3
     with ChatServer(hang) as server:
         [failure] = server_writer(server, timeout_s=0.2, retries=1).write([ask("hi")])
+        test_is_over.set()
     assert isinstance(failure, Failure)
     assert f"{server.url}/chat/completions did not answer within 0.2 s (--timeout), after 2 attempts" in failure.reason
     [failure] = server_writer(server, retries=0).write([ask("hi")])  # Nobody listens there any more.
@@ -259,12 +267,15 @@ def test_a_silent_server_and_an_unreachable_one_are_reported() -> None:
     assert "cannot be reached (Connection refused). Rows written" in failure.reason
 
 
-def test_waits_double_and_respect_retry_after() -> None:
+def test_waits_double_and_respect_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    pause = JSONClient._pause
+    monkeypatch.setattr(JSONClient, "_pause", lambda self, wait: waits.append(wait) or pause(self, wait))
     with ChatServer(lambda _: (500, {}, b"")) as server:
         server_writer(server, backoff_s=0.1, retries=3).write([ask("hi")])
+    assert waits == [0.0, 0.1, 0.2, 0.4]
     gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
-    assert [round(gap, 1) for gap in gaps] == pytest.approx([0.1, 0.2, 0.4], abs=0.11)
-    assert gaps[2] > gaps[1] > gaps[0] >= 0.1
+    assert all(gap >= wait for gap, wait in zip(gaps, waits[1:], strict=True))
 
     def busy(call: Call) -> Reply:
         return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
@@ -299,9 +310,9 @@ def test_a_very_long_retry_after_ends_the_run() -> None:
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
-    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30)
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=300)
     assert retry_after("7") == 7.0
-    assert 25 < retry_after(email.utils.format_datetime(soon, usegmt=True)) <= 30
+    assert 100 < retry_after(email.utils.format_datetime(soon, usegmt=True)) <= 300
     assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     for odd in (
         None,

@@ -279,11 +279,11 @@ def bomb(form: str) -> str:
     ],
 )
 def test_alias_bombs_are_refused_quickly(tmp_path, text):
-    start = time.perf_counter()
+    start = time.process_time()
     lines = error_lines(tmp_path, text)
     assert len(lines) == 1
     assert lines[0].endswith("expands to more than 100000 values, too many for a config")
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_a_key_written_twice(tmp_path):
@@ -721,7 +721,7 @@ def mutated_tree(text: str, draw: random.Random) -> str:
 def test_fuzz(tmp_path):
     """Each file gives a valid config that dump_config preserves, or a ConfigError with one line per problem."""
     draw = random.Random(7)
-    start = time.perf_counter()
+    start = time.process_time()
     num_valid = 0
     assert load(tmp_path, SAMPLE).warm.seed == 3
     path = tmp_path / "x.yaml"
@@ -746,7 +746,7 @@ def test_fuzz(tmp_path):
             path.write_text(dump_config(config), encoding="utf-8")
             assert load_config(path, Config) == config
     assert 25 < num_valid < 400  # otherwise the mutations are too strong or too weak
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_the_import_is_cheap():

@@ -470,7 +470,7 @@ def test_a_ranked_row_keeps_the_best_place_of_a_text(texts: list[str]) -> None:
     assert (order.answers if order else ()) == (expected if len(expected) > 1 else ())
 
 
-def test_a_score_of_zero_is_a_score() -> None:
+def test_a_score_of_zero_is_not_a_missing_score() -> None:
     assert scored(records_of([0.0, None, 0])) == [
         Scored("p", "answer 0", 0.0, "file:1"),
         Scored("p", "answer 2", 0, "file:1"),

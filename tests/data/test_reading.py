@@ -270,7 +270,7 @@ def test_prompts_are_cut_on_the_configured_side() -> None:
 @dataclass(frozen=True)
 class Thing:
     ids: list[int]
-    learnt: list[bool]
+    learned: list[bool]
     answers: list[list[int]]
     score: float
     where: str

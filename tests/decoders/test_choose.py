@@ -22,7 +22,7 @@ from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import sample
-from support.decoders import HOW, PROMPTS, TABLE, made, same
+from support.decoders import SAMPLINGS, PROMPTS, UNIFORMS, made, same
 
 
 def on_device(device: str) -> Any:
@@ -93,7 +93,7 @@ def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tok
     monkeypatch.setattr(choose, "_is_on_a_gpu", lambda _: True)
     names: list[DecoderName] = ["auto", "paged", "static", "plain"]
     assert set(names) == set(get_args(DecoderName))
-    responses = [sample(made("qwen2"), PROMPTS, TABLE, replace(HOW["plain"], decoder=name)) for name in names]
+    responses = [sample(made("qwen2"), PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder=name)) for name in names]
     assert [type(decoder) for decoder in used] == [PagedDecoder, PagedDecoder, StaticDecoder, PlainDecoder]
     for other in responses[1:]:
         same(other, responses[0])

@@ -29,11 +29,11 @@ from support.decoders import (
     _GPT2,
     _LLAMA,
     FAST,
-    GENERAL,
-    HOW,
+    UNSUPPORTED,
+    SAMPLINGS,
     LONGEST,
     PROMPTS,
-    TABLE,
+    UNIFORMS,
     VOCAB,
     made,
     plain_logits,
@@ -51,12 +51,12 @@ def why_not(model, longest=1):
     return None
 
 
-def sampled_by(model, prompts, table, sampling, name, monkeypatch, **settings):
+def sampled_by(model, prompts, uniforms, sampling, name, monkeypatch, **settings):
     """Responses that were certainly sampled by the decoder of this name."""
     used = []
     with monkeypatch.context() as patch:
         patch.setattr(sampling_module, "choose_decoder", lambda *args: used.append(choose_decoder(*args)) or used[-1])
-        responses = sample(model, prompts, table, replace(sampling, decoder=name), **settings)
+        responses = sample(model, prompts, uniforms, replace(sampling, decoder=name), **settings)
     assert [type(decoder) for decoder in used] == [{"plain": PlainDecoder, "paged": PagedDecoder}[name]]
     return responses
 
@@ -176,41 +176,41 @@ def test_a_growing_pool_keeps_its_values(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [(name, "plain") for name in FAST] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
+    ("name", "kind"), [(name, "plain") for name in FAST] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS]
 )
-def test_the_plain_decoder_draws_the_same_tokens(name, how, monkeypatch):
+def test_the_plain_decoder_draws_the_same_tokens(name, kind, monkeypatch):
     model = made(name)
-    fast = sampled_by(model, PROMPTS, TABLE, HOW[how], "paged", monkeypatch)
-    same(fast, sampled_by(model, PROMPTS, TABLE, HOW[how], "plain", monkeypatch))
-    if how == "plain":
+    fast = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], "paged", monkeypatch)
+    same(fast, sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], "plain", monkeypatch))
+    if kind == "plain":
         assert len({len(r.ids) for r in fast}) > 3
         assert any(r.ended and 1 < len(r.ids) < LONGEST for r in fast)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"])
 def test_the_batch_size_changes_no_token(name, monkeypatch):
-    tier = "plain" if name in GENERAL else "paged"
+    tier = "plain" if name in UNSUPPORTED else "paged"
     model = made(name)
-    whole = sampled_by(model, PROMPTS, TABLE, HOW["plain"], tier, monkeypatch)
+    whole = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], tier, monkeypatch)
     for size in (1, 3):
         parts = []
         for i in range(0, len(PROMPTS), size):
             some = slice(i, i + size)
-            parts += sampled_by(model, PROMPTS[some], TABLE[some], HOW["plain"], tier, monkeypatch)
+            parts += sampled_by(model, PROMPTS[some], UNIFORMS[some], SAMPLINGS["plain"], tier, monkeypatch)
         same(parts, whole)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("how", ["plain", "filters", "min_new_tokens"])
+@pytest.mark.parametrize("kind", ["plain", "filters", "min_new_tokens"])
 @pytest.mark.parametrize("max_live_rows", [1, 3, 7])
-def test_a_limit_on_live_rows_changes_no_response(name, how, max_live_rows, monkeypatch):
-    tier = "plain" if name in GENERAL else "paged"
+def test_a_limit_on_live_rows_changes_no_response(name, kind, max_live_rows, monkeypatch):
+    tier = "plain" if name in UNSUPPORTED else "paged"
     model, most = made(name), []
-    whole = sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch)
-    for kind in (PagedDecoder, PlainDecoder):
-        step = kind.step
-        monkeypatch.setattr(kind, "step", lambda self, ids, step=step: most.append(len(ids)) or step(self, ids))
-    same(sampled_by(model, PROMPTS, TABLE, HOW[how], tier, monkeypatch, max_live_rows=max_live_rows), whole)
+    whole = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], tier, monkeypatch)
+    for decoder in (PagedDecoder, PlainDecoder):
+        step = decoder.step
+        monkeypatch.setattr(decoder, "step", lambda self, ids, step=step: most.append(len(ids)) or step(self, ids))
+    same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], tier, monkeypatch, max_live_rows=max_live_rows), whole)
     assert max(most) <= max_live_rows
     if tier == "paged" and max_live_rows == 3:
         waves = -(-len(PROMPTS) // 3) * max(len(r.ids) for r in whole)
@@ -227,8 +227,8 @@ def test_token_frequencies_match_the_models_probabilities(tier, monkeypatch):
     first = (plain_logits(model, prompt)[-1].double() / temperature).softmax(0)
     second = [(plain_logits(model, [*prompt, v])[-1].double() / temperature).softmax(0) for v in range(7)]
     wanted = n * first[:, None] * torch.stack(second)
-    table = draw_uniforms(3, "chi-square", 0, n, 2)
-    drawn = sampled_by(model, [prompt] * n, table, Sampling(temperature), tier, monkeypatch, max_live_rows=5000)
+    uniforms = draw_uniforms(3, "chi-square", 0, n, 2)
+    drawn = sampled_by(model, [prompt] * n, uniforms, Sampling(temperature), tier, monkeypatch, max_live_rows=5000)
     counts = torch.zeros(7, 7, dtype=torch.float64)
     for response in drawn:
         counts[tuple(response.ids)] += 1
@@ -241,14 +241,14 @@ def test_token_frequencies_match_the_models_probabilities(tier, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_a_new_decoder_samples_from_the_new_weights(name, monkeypatch):
     model = copy.deepcopy(made(name))
-    before = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
+    before = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
     for number in range(len(list(model.parameters()))):
         moved = list(model.parameters())[number]
         with torch.no_grad():
             moved += 0.1 * torch.randn(moved.shape, generator=torch.Generator().manual_seed(number))
-    after = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
+    after = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
     assert [r.ids for r in after] != [r.ids for r in before]
-    same(after, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch))
+    same(after, sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -256,28 +256,28 @@ def test_a_new_decoder_samples_from_the_new_weights(name, monkeypatch):
 def test_adapters_count_and_can_be_disabled(name, targets, monkeypatch):
     pytest.importorskip("peft")
     model = copy.deepcopy(made(name))
-    plain = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
+    plain = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
     some = ["c_attn"] if name == "gpt2" else ["q_proj", "down_proj"]
     add_lora(model, Lora(r=4, target_modules=None if targets == "all" else some), "policy.lora", seed=0)
-    same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), plain)
+    same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch), plain)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "lora_B" in key:
                 weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key)))
-    adapted = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
-    same(adapted, sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch))
+    adapted = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
+    same(adapted, sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch))
     assert [r.ids for r in adapted] != [r.ids for r in plain]
     with adapters_off(model):
-        same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), plain)
+        same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch), plain)
 
 
 def test_responses_are_the_same_without_onednn(monkeypatch):
     for name in ("llama biases", "gpt2"):
         model = made(name)
-        usual = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch)
+        usual = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(linear, "prefers_onednn", lambda: False)
-            same(sampled_by(model, PROMPTS, TABLE, HOW["plain"], "paged", monkeypatch), usual)
+            same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch), usual)
 
 
 # ------------------------------------------------------------------------------------- where it isn't used
@@ -288,14 +288,14 @@ def test_the_paged_decoder_supports_these_families(name):
     assert why_not(made(name), 200) is None
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_other_families_are_refused_with_a_reason(name):
-    model, reason = made(name), GENERAL[name][2]
+    model, reason = made(name), UNSUPPORTED[name][2]
     assert reason in why_not(model)
     (line,) = choose.decoder_notes(model, 1)
     assert line.startswith(f"{type(model).__name__}: ")
     assert line.endswith("sampling uses the model's own forward (slower, as exact)")
-    assert sample(model, PROMPTS[:2], TABLE[:2, :3], Sampling())
+    assert sample(model, PROMPTS[:2], UNIFORMS[:2, :3], Sampling())
 
 
 def test_texts_longer_than_the_sliding_window_use_the_plain_decoder(monkeypatch):
@@ -305,12 +305,12 @@ def test_texts_longer_than_the_sliding_window_use_the_plain_decoder(monkeypatch)
     model = AutoModelForCausalLM.from_config(config).eval()
     prompts = random_ids(3, 28, seed=6)
     same(
-        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "paged", monkeypatch),
-        sampled_by(model, prompts, TABLE[:2, :20], Sampling(), "plain", monkeypatch),
+        sampled_by(model, prompts, UNIFORMS[:2, :20], Sampling(), "paged", monkeypatch),
+        sampled_by(model, prompts, UNIFORMS[:2, :20], Sampling(), "plain", monkeypatch),
     )
     assert "sliding window of 48" in why_not(model, 49)
-    longer = sampled_by(model, prompts, TABLE[:2, :40], Sampling(), "plain", monkeypatch)
-    same(sample(model, prompts, TABLE[:2, :40], Sampling()), longer)
+    longer = sampled_by(model, prompts, UNIFORMS[:2, :40], Sampling(), "plain", monkeypatch)
+    same(sample(model, prompts, UNIFORMS[:2, :40], Sampling()), longer)
 
 
 @pytest.mark.parametrize("wrong", ["rotate", "causal_attention", "_gated"])
@@ -360,8 +360,8 @@ def test_bfloat16_uses_the_plain_decoder(way, monkeypatch):
         model = model.to(torch.bfloat16)
     with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.bfloat16):
         assert "float32" in why_not(model)
-        responses = sampled_by(model, PROMPTS, TABLE, HOW["plain"], "plain", monkeypatch)
-        same(sample(model, PROMPTS, TABLE, HOW["plain"]), responses)
+        responses = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch)
+        same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"]), responses)
     assert way == "a bfloat16 model" or why_not(model) is None
 
 

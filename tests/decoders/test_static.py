@@ -28,7 +28,7 @@ from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import sample
-from support.decoders import FAST, HOW, LONGEST, PROMPTS, TABLE, VOCAB, made, plain_logits, random_ids, same
+from support.decoders import FAST, SAMPLINGS, LONGEST, PROMPTS, UNIFORMS, VOCAB, made, plain_logits, random_ids, same
 from support.tiny import read_jsonl
 
 NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
@@ -60,7 +60,7 @@ def record(monkeypatch):
     monkeypatch.setattr(StaticDecoder, "__init__", with_graphs)
 
 
-def sampled_by(tier, model, prompts, table, how, monkeypatch, **settings):
+def sampled_by(tier, model, prompts, uniforms, sampling, monkeypatch, **settings):
     """Responses that were certainly sampled by the static or the plain decoder."""
     made_decoders = []
 
@@ -70,7 +70,7 @@ def sampled_by(tier, model, prompts, table, how, monkeypatch, **settings):
 
     with monkeypatch.context() as patch:
         patch.setattr(sampling_module, "choose_decoder", chosen)
-        responses = sample(model, prompts, table, how, **settings)
+        responses = sample(model, prompts, uniforms, sampling, **settings)
     assert len(made_decoders) == 1
     return responses
 
@@ -223,50 +223,50 @@ def test_a_full_row_does_not_disturb_the_others():
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
-    ("name", "how"), [(name, "plain") for name in NAMES] + [(name, how) for name in ("qwen2", "gpt2") for how in HOW]
+    ("name", "kind"), [(name, "plain") for name in NAMES] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS]
 )
-def test_the_plain_decoder_draws_the_same_tokens(name, how, monkeypatch):
+def test_the_plain_decoder_draws_the_same_tokens(name, kind, monkeypatch):
     model = made(name)
-    found = sampled_by("static", model, PROMPTS, TABLE, HOW[how], monkeypatch)
-    same(found, sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch))
-    if how == "plain":
+    found = sampled_by("static", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch)
+    same(found, sampled_by("plain", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch))
+    if kind == "plain":
         assert len({len(r.ids) for r in found}) > 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_sampling_draws_the_same_tokens(name, monkeypatch):
-    model, how = made(name), Sampling(top_k=1, stop=HOW["plain"].stop)
-    found = sampled_by("static", model, PROMPTS, TABLE, how, monkeypatch)
-    same(found, sampled_by("general", model, PROMPTS, TABLE, how, monkeypatch))
+    model, sampling = made(name), Sampling(top_k=1, stop=SAMPLINGS["plain"].stop)
+    found = sampled_by("static", model, PROMPTS, UNIFORMS, sampling, monkeypatch)
+    same(found, sampled_by("plain", model, PROMPTS, UNIFORMS, sampling, monkeypatch))
 
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("how", "max_live_rows", "way"),
-    [(how, n, "directly") for how in ("plain", "min_new_tokens", "endless") for n in (1, 3, 7)]
+    ("kind", "max_live_rows", "way"),
+    [(kind, n, "directly") for kind in ("plain", "min_new_tokens", "endless") for n in (1, 3, 7)]
     + [("plain", 7, "recorded"), ("endless", 3, "recorded")],
 )
-def test_a_limit_on_live_rows_changes_no_response(name, how, max_live_rows, way, monkeypatch):
+def test_a_limit_on_live_rows_changes_no_response(name, kind, max_live_rows, way, monkeypatch):
     """An ended row continues for a step or more, without an effect on its neighbours."""
     model, most = made(name), []
-    whole = sampled_by("general", model, PROMPTS, TABLE, HOW[how], monkeypatch)
+    whole = sampled_by("plain", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch)
     if way == "recorded":
         record(monkeypatch)
     step = StaticDecoder.step
     monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: most.append(len(ids)) or step(self, ids))
-    found = sampled_by("static", model, PROMPTS, TABLE, HOW[how], monkeypatch, max_live_rows=max_live_rows)
+    found = sampled_by("static", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch, max_live_rows=max_live_rows)
     same(found, whole)
     assert max(most) <= max_live_rows
 
 
 def test_limited_memory_changes_no_response(monkeypatch):
     model = made("qwen2")
-    whole = sampled_by("static", model, PROMPTS, TABLE, HOW["plain"], monkeypatch)
+    whole = sampled_by("static", model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], monkeypatch)
     monkeypatch.setattr(static_module, "_rows_that_fit", lambda _bytes, rows, _device: min(rows, 4))
     most, step = [], StaticDecoder.step
     monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: most.append(len(ids)) or step(self, ids))
-    same(sampled_by("static", model, PROMPTS, TABLE, HOW["plain"], monkeypatch), whole)
+    same(sampled_by("static", model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], monkeypatch), whole)
     assert max(most) == 4
 
 
@@ -296,16 +296,16 @@ def test_a_row_takes_the_computed_memory(monkeypatch):
 def test_log_probabilities_in_bfloat16_are_close_to_the_models(name, monkeypatch):
     """As close as those of the plain decoder under the same autocast."""
     model, gaps = made(name), {}
-    for tier in ("static", "general"):
+    for tier in ("static", "plain"):
         with autocast(torch.bfloat16):
-            responses = sampled_by(tier, model, PROMPTS, TABLE, HOW["plain"], monkeypatch)
+            responses = sampled_by(tier, model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], monkeypatch)
         found, wanted = [], []
         for prompt, response in zip(PROMPTS, responses, strict=True):
             logprobs = plain_logits(model, [*prompt, *response.ids])[len(prompt) - 1 : -1].log_softmax(1)
             wanted.append(logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0])
             found += response.logprobs
         gaps[tier] = (torch.tensor(found) - torch.cat(wanted)).square().mean().sqrt().item()
-    assert 1e-4 < gaps["static"] <= 1.3 * gaps["general"] < 0.2
+    assert 1e-4 < gaps["static"] <= 1.3 * gaps["plain"] < 0.2
 
 
 def test_ppo_in_bfloat16_has_a_first_ratio_of_exactly_1(pipeline, run_stage, tmp_path, monkeypatch):
@@ -533,7 +533,7 @@ def test_the_sampler_reads_one_number_per_step_one_step_late(monkeypatch):
     monkeypatch.setattr(sampling_module._Count, "read", lambda self: read.append(len(steps)) or read_count(self))
     monkeypatch.setattr(static_module, "_why_not", lambda *_: "")
     with Asked():
-        sampled_by("static", copy.deepcopy(model), PROMPTS, TABLE, Sampling(), monkeypatch)
+        sampled_by("static", copy.deepcopy(model), PROMPTS, UNIFORMS, Sampling(), monkeypatch)
     assert len(steps) == LONGEST, "the last step is wasted"
     assert steps[:4] == [0, 1, 2, 3], "before a step, the counts of all steps but the last have been read"
     assert len(asked) == len(read) + 2, "the tokens of all prompts, which the host has, and who stays at the end"
@@ -570,7 +570,7 @@ def test_the_static_decoder_samples_on_a_gpu(name, dtype):
     model = copy.deepcopy(made(name)).to("cuda")
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         assert why_not(model, 200) is None
-        found = sample(model, PROMPTS, TABLE, replace(HOW["plain"], decoder="static"), max_live_rows=4)
+        found = sample(model, PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder="static"), max_live_rows=4)
     assert [len(r.ids) > 0 for r in found] == [True] * len(PROMPTS)
     if dtype == torch.float32:
-        same(found, sample(made(name), PROMPTS, TABLE, HOW["plain"]))
+        same(found, sample(made(name), PROMPTS, UNIFORMS, SAMPLINGS["plain"]))

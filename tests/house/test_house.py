@@ -18,7 +18,7 @@ LONGEST_FUNCTION = 60
 LONGEST_RUN = 65
 LONGEST_FILE = 400
 LARGE_FILES = 3
-"""The number of files of rlhf_cli/ that may have more lines."""
+"""How many files of rlhf_cli/ may have more lines."""
 LONGEST_TEST_FILE = 1000
 
 

@@ -149,5 +149,5 @@ def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
     command = [sys.executable, "-c", AT_TORCH, module, str(config)]
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), **given}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
     assert done.stdout.strip() == expected, done.stderr

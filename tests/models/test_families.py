@@ -203,6 +203,7 @@ def test_positions_with_one_rotation_per_type_of_layer():
 
 SAMPLED = {
     "llama": ("llama", KV, PADDED),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, PADDED),
     "mistral": ("mistral", WINDOWED, PADDED),
     "jamba": (
         "jamba",
@@ -282,26 +283,26 @@ def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypa
     # Mamba's scan always runs in float32, so it rounds more.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
     assert len({len(response.ids) for response in responses}) > 1, "some rows end while others continue"
-    how = SAMPLED[name][2]
-    assert supported_layout(model) == how
+    layout = SAMPLED[name][2]
+    assert supported_layout(model) == layout
     line = why_not_padded(model)
-    assert line is None if how == PADDED else line.endswith("(slower, as exact)")
+    assert line is None if layout == PADDED else line.endswith("(slower, as exact)")
 
 
-@pytest.mark.parametrize(("name", "how"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
-def test_the_faster_path_would_be_wrong_for_these_families(name, how):
+@pytest.mark.parametrize(("name", "layout"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
+def test_the_faster_path_would_be_wrong_for_these_families(name, layout):
     _, model = pair(name)
-    assert plain_decoder._gap(model, how) > 1e-3
+    assert plain_decoder._gap(model, layout) > 1e-3
 
 
-@pytest.mark.parametrize("how", [PADDED, EQUAL, WHOLE])
-def test_the_three_paths_agree(how, monkeypatch):
+@pytest.mark.parametrize("layout", [PADDED, EQUAL, WHOLE])
+def test_the_three_paths_agree(layout, monkeypatch):
     _, model = pair("llama")
-    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: PlainDecoder(model, how))
-    table = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
-    found = sample(model, PROMPTS, table, STOP, max_live_rows=3)
+    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: PlainDecoder(model, layout))
+    uniforms = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
+    found = sample(model, PROMPTS, uniforms, STOP, max_live_rows=3)
     monkeypatch.undo()
-    wanted = sample(model, PROMPTS, table, STOP)
+    wanted = sample(model, PROMPTS, uniforms, STOP)
     assert [r.ids for r in found] == [r.ids for r in wanted]
     assert sampled_gap(model, found) < 1e-4
 
@@ -316,7 +317,7 @@ def test_a_model_is_probed_once(monkeypatch):
 
 
 def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
-    monkeypatch.setattr(plain_decoder, "_gap", lambda _, how: 0.5 if how == WHOLE else 2.0)
+    monkeypatch.setattr(plain_decoder, "_gap", lambda _, layout: 0.5 if layout == WHOLE else 2.0)
     with pytest.raises(
         ArtifactError,
         match=r"LlamaForCausalLM: its logits for several texts differ .* by 5\.0e-01",
@@ -341,8 +342,8 @@ def test_cost_and_logprobs_of_every_family(name):
     assert (work.width == 0) == (name in ("mamba", "rwkv"))
     assert 0 < work.forward([5], 2) < work.training([5], 2)
     assert activation_bytes(model, "float32") > 0
-    learnt = [[False] + [True] * (len(s) - 1) for s in SEQUENCES]
-    found = target_logprobs(model, SEQUENCES, learnt)
+    target_mask = [[False] + [True] * (len(s) - 1) for s in SEQUENCES]
+    found = target_logprobs(model, SEQUENCES, target_mask)
     wanted = [
         plain_logits(plain, s)[:-1].log_softmax(-1).gather(1, torch.tensor(s[1:])[:, None])[:, 0] for s in SEQUENCES
     ]
@@ -394,11 +395,11 @@ def test_the_head_runs_only_at_requested_positions_of_padded_batches():
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)
-    learnt = [[False] * 38 + [True] * 2, [False] * 17, [False] * 5]
-    target_logprobs(model, SEQUENCES, learnt)  # The first call probes what the head does.
+    target_mask = [[False] * 38 + [True] * 2, [False] * 17, [False] * 5]
+    target_logprobs(model, SEQUENCES, target_mask)  # The first call probes what the head does.
     rows = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape.numel() // VOCAB))
-    found = target_logprobs(model, SEQUENCES, learnt)
+    found = target_logprobs(model, SEQUENCES, target_mask)
     assert rows == [2]
     logits = plain(input_ids=torch.tensor([SEQUENCES[0]])).logits[0, 37:39]
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(SEQUENCES[0][38:])[:, None])[:, 0]

@@ -393,11 +393,11 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
         logprobs = score_tokens(models, ROWS, RESPONSES, DRAWN, "float32").logprobs
         assert torch.equal(logprobs, ref_response_logprobs(models, ROWS, RESPONSES, DRAWN, "float32"))
     rows = [ROWS[0]] * 3 + [ROWS[2]] * 3
-    table = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    uniforms = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (2, 4, 6):
         rollout = collect(
             rows,
-            table,
+            uniforms,
             models,
             sampling=replace(DRAWN, temperature=1.0),
             tokenizer=None,
@@ -416,7 +416,7 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    rows, table = [ROWS[0]] * 3, torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
+    rows, uniforms = [ROWS[0]] * 3, torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
     choices = {
         "sampling": DRAWN,
         "tokenizer": None,
@@ -426,10 +426,10 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
     }
     passes = []
     hook = other.register_forward_hook(lambda *_: passes.append(1))
-    found = collect(rows, table, Models(model, other), with_full_kl=True, **choices)
+    found = collect(rows, uniforms, Models(model, other), with_full_kl=True, **choices)
     hook.remove()
     assert len(passes) == 1
-    wanted = collect(rows, table, Models(model, other), **choices)
+    wanted = collect(rows, uniforms, Models(model, other), **choices)
     close(found.ref_logprobs, wanted.ref_logprobs)
     assert not torch.allclose(found.ref_logprobs, found.logprobs, atol=1e-2)
 

@@ -58,8 +58,8 @@ def gradients(path: Path, *, lora: bool, scores: bool, **settings) -> tuple[dict
         if scores:
             loss = sequence_scores(model, SEQUENCES).square().sum()
         else:
-            learnt = [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES]
-            loss, _ = lm_loss(target_logprobs(model, SEQUENCES, learnt), num_tokens=12)
+            learned = [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES]
+            loss, _ = lm_loss(target_logprobs(model, SEQUENCES, learned), num_tokens=12)
         loss.backward()
     assert before == {name: module.training for name, module in model.named_modules()}
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, len(runs)

@@ -79,7 +79,7 @@ def train(
     task: Task = TASK,
     *,
     rewards_of: Callable[..., Tensor] = token_rewards,
-    learnt: Tensor = TASK.mask,
+    learned_mask: Tensor = TASK.mask,
     ratio_to_ref: bool = False,
     num_updates: int = 300,
 ) -> Tensor:
@@ -114,9 +114,9 @@ def train(
 
         # 5. Update. A mean over samples becomes a sum over all responses with weights pi(y|x).
         weights = chance.unsqueeze(1) * loss_weights(
-            learnt,
+            learned_mask,
             aggregation=options.loss_aggregation,
-            num_tokens=(chance.unsqueeze(1) * learnt).sum(),
+            num_tokens=(chance.unsqueeze(1) * learned_mask).sum(),
             num_sequences=TASK.num_prompts,
             max_new_tokens=mask.shape[1],
             dtype=torch.float64,
@@ -125,21 +125,21 @@ def train(
             new_logits = logits[task.state]
             new_logprobs = token_logprobs(new_logits, task.token)
             old_logprobs = ref_logprobs if ratio_to_ref else logprobs
-            loss = policy_term(options, new_logprobs, old_logprobs, advantages, learnt, weights)
+            loss = policy_term(options, new_logprobs, old_logprobs, advantages, learned_mask, weights)
             if options.kl_in_loss:
                 loss = loss + options.kl_coef * kl_term(
-                    options.kl_in_loss, new_logits, ref_logits, task.token, learnt, weights
+                    options.kl_in_loss, new_logits, ref_logits, task.token, learned_mask, weights
                 )
             if options.entropy_coef:
                 loss = (
-                    loss - options.entropy_coef * entropy_bonus(token_entropy(new_logits), learnt, weights=weights)[0]
+                    loss - options.entropy_coef * entropy_bonus(token_entropy(new_logits), learned_mask, weights=weights)[0]
                 )
             if options.ptx_coef:
                 # Divided by the constant of `loss_aggregation: constant`: the largest possible length.
                 lm, _ = lm_loss(new_logprobs[TEXT], mask[TEXT], num_tokens=mask[TEXT].numel())
                 loss = mixed_loss(loss, lm, ptx_coef=options.ptx_coef, ptx_mode=options.ptx_mode)
             error, _ = value_loss(
-                values[task.state], old_values, returns, learnt, value_clip_range=None, weights=weights
+                values[task.state], old_values, returns, learned_mask, value_clip_range=None, weights=weights
             )
             optimizer.zero_grad()
             (loss + error).backward()
@@ -327,7 +327,7 @@ WHITENED = (TASK.score - TASK.score.mean()) / TASK.score.std()
         pytest.param({}, {"rewards_of": score_at(-1)}, id="score at the padded end, where most rows have no token"),
         pytest.param({}, {"task": replace(TASK, score=WHITENED)}, id="score whitened, which changes beta"),
         pytest.param({}, {"task": replace(TASK, state=SHIFTED)}, id="logits of the previous token"),
-        pytest.param({}, {"learnt": TASK.mask & (TASK.token != EOS)}, id="EOS masked out"),
+        pytest.param({}, {"learned_mask": TASK.mask & (TASK.token != EOS)}, id="EOS masked out"),
         pytest.param({}, {"ratio_to_ref": True}, id="ratio against the reference"),
         pytest.param({"kl_coef": -BETA}, {}, id="KL with the wrong sign"),
         pytest.param({"kl_coef": 0.0}, {}, id="KL to the policy itself, which is 0"),

@@ -1,7 +1,7 @@
 """The PPO stage trains a tiny Llama by sampling and ends at pi*. With a planted bug it ends elsewhere.
 
 The task is that of tests/support/optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a
-model, prompts and a reward function, as in real use. The learnt policy is compared with pi* over all responses.
+model, prompts and a reward function, as in real use. The learned policy is compared with pi* over all responses.
 
 A run has 400 updates on 512 responses each and takes 50 to 80 s on one core. A run with a bug has 200 updates. Two runs
 execute in parallel, and all of them take about 10 minutes on two idle cores. RLHF_ALL_SEEDS=1 adds the other algorithms
@@ -317,11 +317,11 @@ class Result:
     room: float
     """From the reference policy to the optimum."""
     distance: float
-    """From the learnt policy to the optimum."""
+    """From the learned policy to the optimum."""
     distance_to_pi_star: float
-    """From the learnt policy to pi*."""
+    """From the learned policy to pi*."""
     gap: float
-    """J of pi* minus J of the learnt policy."""
+    """J of pi* minus J of the learned policy."""
     seconds: float
 
 
@@ -340,14 +340,14 @@ def learn(group: str, name: str, seed: int, folder: Path) -> Result:
     # At a temperature, the logits of both the policy and the reference are divided by it.
     task = replace(task, ref_logits=task.ref_logits / case.temperature)
     with torch.no_grad():
-        learnt = chances(task, logits_of(policy, task).double() / case.temperature)
+        learned = chances(task, logits_of(policy, task).double() / case.temperature)
     kl_coef = case.choices.get("kl_coef", BETA)
     best, optimum = kl_regularised(task, kl_coef), case.optimum(task)
     return Result(
         room=total_variation(task, chances(task, task.ref_logits), optimum),
-        distance=total_variation(task, learnt, optimum),
-        distance_to_pi_star=total_variation(task, learnt, best),
-        gap=objective(task, best, kl_coef) - objective(task, learnt, kl_coef),
+        distance=total_variation(task, learned, optimum),
+        distance_to_pi_star=total_variation(task, learned, best),
+        gap=objective(task, best, kl_coef) - objective(task, learned, kl_coef),
         seconds=time.process_time() - started,
     )
 

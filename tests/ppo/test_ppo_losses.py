@@ -307,9 +307,9 @@ def test_each_step_reads_the_next_ptx_rows(case_of, write_config, tmp_path, monk
     monkeypatch.setattr(case, "ptx", rows)
     batches, real = [], ptx_module.target_logprobs
 
-    def spy(model, ids, learnt):
+    def spy(model, ids, learned):
         batches.append([list(row) for row in ids])
-        return real(model, ids, learnt)
+        return real(model, ids, learned)
 
     monkeypatch.setattr(ptx_module, "target_logprobs", spy)
     ptx = {"ptx": {**PTX, "coef": 1.0, "minibatch_size": 3}}
@@ -349,5 +349,5 @@ def test_ptx_rows_are_encoded_like_sft_rows(start, data):
     texts = write_jsonl(folder / "texts.jsonl", [{"text": "please help the tent is late"}])
     with start(ptx={"train": str(texts), "coef": 1.0, "prompt_words": 2}) as setup:
         (row,) = setup.ptx
-        learnt_ids = [i for i, is_learnt in zip(row.ids, row.loss_mask, strict=True) if is_learnt]
-        assert setup.tokenizer.decode(learnt_ids[:-1]) == " the tent is late"
+        learned_ids = [i for i, is_learned in zip(row.ids, row.loss_mask, strict=True) if is_learned]
+        assert setup.tokenizer.decode(learned_ids[:-1]) == " the tent is late"

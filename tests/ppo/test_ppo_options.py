@@ -50,7 +50,7 @@ from support.oracles import (
 )
 from support.paths import TESTS
 from support.setup import config_of, learning, reward_calls, weights_of
-from support.tiny import STOP, encoder, merged, read_jsonl
+from support.tiny import STOP, encoder, merged, read_jsonl, write_jsonl
 
 # --------------------------------------------------------------------------------- rewards
 
@@ -312,6 +312,15 @@ def test_an_iteration_samples_n_responses_to_each_of_the_next_prompts(start, n):
         assert texts == [texts[i // n * n] for i in range(8)], "prompt-major"
     drawn = {tuple(r.ids) for rollout in rollouts for r in rollout.responses if len(r.ids) > 3}
     assert len(drawn) == sum(len(r.ids) > 3 for rollout in rollouts for r in rollout.responses)
+
+
+def test_every_iteration_draws_its_own_uniforms(start, data, tmp_path):
+    """[15, 27] With one prompt and an unchanged policy, only the uniforms can make two iterations differ."""
+    path = write_jsonl(tmp_path / "one.jsonl", read_jsonl(data["prompts"])[:1])
+    with start(data={"train": str(path)}, rollout={"min_new_tokens": 8}) as setup:
+        first, second, again = ([r.ids for r in ppo_stage._rollout(setup, i).responses] for i in (0, 1, 0))
+    assert first == again
+    assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_logged_samples(watch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -98,9 +97,8 @@ def test_a_failing_batch_does_not_affect_others(function, fault, message, is_asy
 
 
 def test_an_async_call_times_out(function):
-    body = "await asyncio.sleep(30 if rows[0]['n'] == 2 else 0)\nreturn [1.0 for _ in rows]"
+    body = "await asyncio.sleep(3600 if rows[0]['n'] == 2 else 0)\nreturn [1.0 for _ in rows]"
     settings = {"is_async": True, "batch_size": 2, "timeout_s": 0.2}
-    started = time.monotonic()
     with pytest.raises(RewardError, match=r"responses 3 to 4: did not return within 0.2 s \(timeout_s\)"):
         source_of(function(body, **settings)).score(batch(["x"] * 5))
     scores = total_score([source_of(function(body, on_error="zero", **settings))], batch(["x"] * 5))
@@ -108,16 +106,13 @@ def test_an_async_call_times_out(function):
     own = "raise TimeoutError('mine')"
     with pytest.raises(RewardError, match="raised TimeoutError: mine"):
         source_of(function(own, **settings)).score(batch(["x"]))
-    assert time.monotonic() - started < 10
 
 
 def test_the_first_failure_stops_the_other_calls(function):
-    body = "CALLS.append(1)\nawait asyncio.sleep(0 if rows[0]['n'] == 0 else 20)\nraise ValueError"
+    body = "CALLS.append(1)\nawait asyncio.sleep(0 if rows[0]['n'] == 0 else 3600)\nraise ValueError"
     source = source_of(function(body, is_async=True, batch_size=1, concurrency=2))
-    started = time.monotonic()
     with pytest.raises(RewardError):
         source.score(batch(["x"] * 9))
-    assert time.monotonic() - started < 10
     assert len(source.function.__globals__["CALLS"]) <= 3
 
 

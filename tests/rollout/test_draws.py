@@ -19,8 +19,8 @@ from support.tiny import LONGEST, PROMPTS, STOP, VOCAB, random_ids
 
 
 @pytest.fixture(scope="module")
-def responses(policy, table):
-    return sample(policy, PROMPTS, table, Sampling(stop=STOP))
+def responses(policy, uniforms):
+    return sample(policy, PROMPTS, uniforms, Sampling(stop=STOP))
 
 
 def ids_of(responses):
@@ -34,17 +34,17 @@ def test_the_fixture_has_responses_of_several_lengths(responses):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_equal_those_of_a_plain_forward(policy, plain, table, temperature):
+def test_sampled_logprobs_equal_those_of_a_plain_forward(policy, plain, uniforms, temperature):
     """[7, 12, 13] Left padding, cache and compaction, compared with one forward pass over the whole sequence."""
-    check_sampled_logprobs(policy, plain, table, temperature)
+    check_sampled_logprobs(policy, plain, uniforms, temperature)
 
 
-def test_a_response_does_not_depend_on_the_split_into_batches(policy, table, responses):
+def test_a_response_does_not_depend_on_the_split_into_batches(policy, uniforms, responses):
     for size in (1, 3, 4):
         parts = [
             response
             for at in range(0, len(PROMPTS), size)
-            for response in sample(policy, PROMPTS[at : at + size], table[at : at + size], Sampling(stop=STOP))
+            for response in sample(policy, PROMPTS[at : at + size], uniforms[at : at + size], Sampling(stop=STOP))
         ]
         assert ids_of(parts) == ids_of(responses)
         assert [r.ended for r in parts] == [r.ended for r in responses]
@@ -52,17 +52,17 @@ def test_a_response_does_not_depend_on_the_split_into_batches(policy, table, res
             close(torch.tensor(actual.logprobs), torch.tensor(expected.logprobs))
 
 
-def test_other_prompts_in_the_batch_change_nothing(policy, table, responses):
+def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, responses):
     """A prompt of 60 tokens adds padding to all other rows."""
     other_prompts = random_ids(60, 1, 30, seed=9)
-    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), table])
+    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), uniforms])
     beside = sample(policy, other_prompts + PROMPTS, more_uniforms, Sampling(stop=STOP))
     assert ids_of(beside[3:]) == ids_of(responses)
 
 
-def test_responses_end_with_the_first_stop_token(policy, table, responses):
+def test_responses_end_with_the_first_stop_token(policy, uniforms, responses):
     """The expected responses use the same uniforms without stop tokens and are truncated by hand."""
-    free = sample(policy, PROMPTS, table, Sampling())
+    free = sample(policy, PROMPTS, uniforms, Sampling())
     assert all(len(r.ids) == LONGEST and not r.ended for r in free)
     for full, response in zip(free, responses, strict=True):
         stops = [i for i, token in enumerate(full.ids) if token in STOP]
@@ -71,11 +71,11 @@ def test_responses_end_with_the_first_stop_token(policy, table, responses):
         assert len(response.logprobs) == len(response.ids)
 
 
-def test_each_of_several_stop_tokens_ends_a_response(policy, table):
-    free = ids_of(sample(policy, PROMPTS, table, Sampling()))
+def test_each_of_several_stop_tokens_ends_a_response(policy, uniforms):
+    free = ids_of(sample(policy, PROMPTS, uniforms, Sampling()))
     first, second = free[0][3], free[2][5]
-    one = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first})))
-    both = sample(policy, PROMPTS, table, Sampling(stop=frozenset({first, second})))
+    one = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first})))
+    both = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first, second})))
     assert one[0].ids[-1] == first
     assert one[2].ids != both[2].ids
     assert both[2].ids[-1] == second
@@ -83,29 +83,31 @@ def test_each_of_several_stop_tokens_ends_a_response(policy, table):
     assert both[0] == one[0]
 
 
-def test_a_stop_token_in_the_prompt_ends_nothing(policy, table):
+def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
     """[36] Every prompt begins and ends with one."""
     stop = frozenset(range(VOCAB, 300))
     prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]
-    free = sample(policy, prompts, table, Sampling())
-    stopped = sample(policy, prompts, table, Sampling(stop=stop))
+    free = sample(policy, prompts, uniforms, Sampling())
+    stopped = sample(policy, prompts, uniforms, Sampling(stop=stop))
     for a, b in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(a.ids) if token in stop]
         assert b.ids == (a.ids[: ends[0] + 1] if ends else a.ids)
+        assert b.ended == bool(ends)
     assert max(len(r.ids) for r in stopped) > 1
+    assert not all(r.ended for r in stopped)
 
 
-def test_one_uniform_per_row_gives_responses_of_one_token(policy, table):
-    one = sample(policy, PROMPTS, table[:, :1], Sampling(stop=STOP))
+def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
+    one = sample(policy, PROMPTS, uniforms[:, :1], Sampling(stop=STOP))
     assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
     assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_responses_do_not_depend_on_when_finished_rows_leave(policy, table, responses, monkeypatch, share):
+def test_responses_do_not_depend_on_when_finished_rows_leave(policy, uniforms, responses, monkeypatch, share):
     for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
-    moved = sample(policy, PROMPTS, table, Sampling(stop=STOP))
+    moved = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP))
     assert ids_of(moved) == ids_of(responses)
     for a, b in zip(moved, responses, strict=True):
         close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))

@@ -233,7 +233,7 @@ def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, w
         assert all(tensor.isfinite().all() for tensor in load_file(path).values()), path
 
 
-def test_good_minibatches_are_learnt_beside_a_bad_one(config_in, tmp_path):
+def test_a_bad_minibatch_does_not_stop_the_good_ones_of_its_iteration(config_in, tmp_path):
     """The metrics of an iteration with good and bad steps are means over the good ones."""
     arguments = config_in("ppo", tmp_path, bad=[])
     [number] = stream(24, 8, 1, 0, ORDER["ppo"])[3:4]

@@ -163,7 +163,7 @@ def reward(folder: Path) -> str:
 def test_a_warning_names_the_length_that_keeps_95_percent(
     truncation: str, tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bug that this is for: 252 of 287 pairs were skipped, and an accuracy of 1 was that of one pair."""
+    """Without it an accuracy of 1 may be that of a single pair: the only one that was not skipped."""
     rows = [{"prompt": "lamp " * n, "chosen": " good", "rejected": " bad"} for n in range(1, 61)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0}
     model = {"path": str(make_model("llama"))}
@@ -201,8 +201,8 @@ def train_rows(config: Any, make_model: Any) -> Any:
     return tokenise(answer_encoder(tokenizer, rm_rows(config), reads_last_token=True)).train
 
 
-def test_a_tenth_of_skipped_rows_is_no_warning() -> None:
-    """The limit itself, and that duplicates you asked to skip do not count."""
+def test_a_tenth_of_skipped_rows_gives_no_warning() -> None:
+    """More than a tenth does. Duplicates that you asked to skip do not count."""
     report = Report()
     report.kept["train"] = 90
     for _ in range(10):
@@ -217,7 +217,7 @@ def test_a_tenth_of_skipped_rows_is_no_warning() -> None:
     ]
 
 
-def test_without_a_row_left_the_error_names_the_length(tmp_path: Path, make_model: Any, run_stage: Any) -> None:
+def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(tmp_path: Path, make_model: Any, run_stage: Any) -> None:
     rows = [{"prompt": "lamp " * 50, "response": f" answer {n}"} for n in range(20)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 9}
     model = {"path": str(make_model("llama"))}
@@ -230,10 +230,10 @@ def test_without_a_row_left_the_error_names_the_length(tmp_path: Path, make_mode
     run_stage("sft", tmp_path, model=model, data=data | {"max_length": length}, evaluation={"num_samples": 0})
 
 
-def test_the_advice_says_where_the_model_ends(
+def test_the_advice_names_the_longest_input_of_the_model(
     tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tiny Llama has 128 positions, also when the tokens come from the cache."""
+    """It does so for a new cache entry and for one that exists. The tiny Llama has 128 positions."""
     rows = [{"prompt": "radio map " * 100 * (n % 2), "response": f" answer {n}"} for n in range(20)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 96}
     for _ in range(2):
@@ -255,8 +255,8 @@ def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, wri
     assert re.search(r"data.max_length: \d+ would keep 95 %", result.stdout)
 
 
-def test_a_stage_directory_as_tokenizer_measures_as_its_model_reads(tmp_path: Path, word_piece: Any) -> None:
-    """`--tokenizer RUN/rm` finds RUN/rm/model, an encoder with an EOS token: whole texts, in its special tokens."""
+def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(tmp_path: Path, word_piece: Any) -> None:
+    """`--tokenizer RUN/rm` takes RUN/rm/model. That is an encoder, so texts are measured whole, with special tokens."""
     folder = tmp_path / "rm"
     tokenizer = copy.deepcopy(word_piece)
     tokenizer.eos_token = "[SEP]"
@@ -273,7 +273,7 @@ def test_a_stage_directory_as_tokenizer_measures_as_its_model_reads(tmp_path: Pa
 # --------------------------------------------------------------------------------------- few rows, many times
 
 
-def test_one_line_of_text_that_trains_many_epochs_is_a_warning(
+def test_many_epochs_of_one_line_of_text_give_a_warning(
     tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "line.txt"
@@ -301,7 +301,7 @@ def test_one_line_of_text_that_trains_many_epochs_is_a_warning(
         ({"num_epochs": 1}, 1, "lower training.num_epochs or training.minibatch_size"),
     ],
 )
-def test_more_than_ten_epochs_are_a_warning(
+def test_more_than_ten_epochs_give_a_warning(
     training: dict[str, Any], rows: int, warned: str | None, write_config: Any, tmp_path: Path
 ) -> None:
     changes = {"model": {"path": "org/model"}, "training": {"num_steps": None, "minibatch_size": 16, **training}}

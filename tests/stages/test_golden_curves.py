@@ -75,12 +75,12 @@ def check(name, rows):
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_curve_of_stage(stage, pipeline):
+def test_metrics_of_a_stage_equal_the_recorded_curve(stage, pipeline):
     check(stage, read_jsonl(pipeline("llama") / stage / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_curve_of_ppo(name, pipeline, run_stage, tmp_path):
+def test_metrics_of_ppo_equal_the_recorded_curve(name, pipeline, run_stage, tmp_path):
     root = pipeline("llama")
     reward = tmp_path / "reward.py"
     reward.write_text(FUNCTION, encoding="utf-8")

@@ -194,7 +194,7 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
 
 
 @pytest.fixture(scope="module")
-def rollout_and_models(policy, classifiers, table):
+def rollout_and_models(policy, classifiers, uniforms):
     """A rollout of float64 models, and the models with noise added, so that some ratios leave the clip range."""
     old, ref_policy, value_model = double(policy), double(policy), double(classifiers[0])
     noise = torch.Generator().manual_seed(4)
@@ -204,7 +204,7 @@ def rollout_and_models(policy, classifiers, table):
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     rollout = collect(
         rows,
-        table,
+        uniforms,
         Models(old, ref_policy, value_model),
         sampling=Sampling(temperature=0.8, stop=frozenset(STOP)),
         tokenizer=None,
@@ -312,14 +312,14 @@ def test_every_response_is_used_once_per_epoch(rollout_and_models, write_config,
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_values_before_a_step_equal_those_of_the_rollout(classifiers, policy, table, recompute):
+def test_values_before_a_step_equal_those_of_the_rollout(classifiers, policy, uniforms, recompute):
     """[9] Old and new values belong to the same tokens, for every cut of the batch."""
     models = Models(double(policy), double(policy), double(classifiers[0]))
     rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
     drawn = Sampling(stop=frozenset(STOP))
     rollout = collect(
         rows,
-        table,
+        uniforms,
         models,
         sampling=drawn,
         tokenizer=None,
@@ -411,10 +411,10 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
     tokenizer = request.getfixturevalue(name)
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
     for row, example in zip(rows, encode_demonstrations(tokenizer, rows, template, learn_all=False), strict=True):
-        learnt = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
+        learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
         prompt = encode_prompts(tokenizer, [row.prompt], template)[0]
-        assert learnt[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(learnt[:-1]) == row.response
+        assert learned[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(learned[:-1]) == row.response
         assert example.ids[: len(prompt)] == prompt, "a rollout starts from the same ids"
         assert example.loss_mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
         assert example.ids.count(tokenizer.eos_token_id) == 1
@@ -430,9 +430,9 @@ def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
 def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
     rows = [Demonstration("", "thank you", "row")]
     (example,) = encode_demonstrations(eos_only_tokenizer, rows, None, learn_all=False)
-    learnt = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
-    assert eos_only_tokenizer.decode(learnt[:-1]) == "thank you"
-    assert learnt[-1] == eos_only_tokenizer.eos_token_id
+    learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
+    assert eos_only_tokenizer.decode(learned[:-1]) == "thank you"
+    assert learned[-1] == eos_only_tokenizer.eos_token_id
 
 
 def conversation(*contents):
@@ -442,7 +442,7 @@ def conversation(*contents):
 
 
 @pytest.mark.parametrize("template", [None, "chat"])
-def test_only_assistant_turns_are_learnt(chat_tokenizer, template):
+def test_only_assistant_turns_are_learned(chat_tokenizer, template):
     """[6]"""
     row = conversation("please help", "we will send a lamp", "today", "sorry")
     (example,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=False)
@@ -559,7 +559,7 @@ def test_every_row_is_used_once_per_epoch(rows, size):
     assert stream(rows, size, 2, 0, "test") == seen[2 * size : 3 * size]
 
 
-def test_a_score_of_zero_is_a_score(make_model, write_config, tmp_path):
+def test_a_score_of_zero_is_not_a_missing_score(make_model, write_config, tmp_path):
     """[39]"""
     rows = [
         Row({"prompt": "p", "response": f" r{i}", "score": s}, f"f:{i}") for i, s in enumerate([0.0, 0, "0", -2, 2.0])

@@ -612,7 +612,7 @@ def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
 
 
 def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
-    """Conversations in a chat template: the prompt ids of a rollout equal those before the learnt answer in SFT."""
+    """Conversations in a chat template: the prompt ids of a rollout equal those before the learned answer in SFT."""
     chat_tokenizer = copy.deepcopy(tokenizer)
     chat_tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"

@@ -219,7 +219,7 @@ def _server() -> Any:
     return context
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
     """Wait until the condition is true; raise TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

@@ -62,7 +62,8 @@ FAST = {
     "gpt2": ("gpt2", _GPT2),
     "gpt2 odd": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
 }
-GENERAL = {
+"""Models that the fast decoders support."""
+UNSUPPORTED = {
     "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, "the family gpt_neox"),
     "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "sliding_window": None}, "the family mixtral"),
     "dynamic": (
@@ -71,7 +72,8 @@ GENERAL = {
         "changes with the length",
     ),
 }
-SETTINGS = FAST | {name: parts[:2] for name, parts in GENERAL.items()}
+"""Models that the fast decoders do not support, with words of the reason that they give."""
+SETTINGS = FAST | {name: parts[:2] for name, parts in UNSUPPORTED.items()}
 _MADE = {}
 
 
@@ -101,7 +103,7 @@ PROMPTS = random_ids(1, 40, 7, 32, 33, 7, 31, 2, 70, 5, seed=4)
 PROMPTS[5] = PROMPTS[2]
 PROMPTS[9] = PROMPTS[8]  # Two full pages, which both prompts share.
 LONGEST = 45
-TABLE = draw_uniforms(1, "fast decoder", 0, len(PROMPTS), LONGEST)
+UNIFORMS = draw_uniforms(1, "fast decoder", 0, len(PROMPTS), LONGEST)
 
 
 @torch.no_grad()
@@ -110,6 +112,7 @@ def plain_logits(model, text):
 
 
 def same(found, wanted):
+    """Assert that two lists of responses are equal; log-probabilities may differ by rounding."""
     assert [r.ids for r in found] == [r.ids for r in wanted]
     assert [r.ended for r in found] == [r.ended for r in wanted]
     assert [r.allowed_ids for r in found] == [r.allowed_ids for r in wanted]
@@ -117,7 +120,7 @@ def same(found, wanted):
         assert a.logprobs == pytest.approx(b.logprobs, abs=2e-4)
 
 
-HOW = {
+SAMPLINGS = {
     "plain": Sampling(stop=STOP),
     "temperature": Sampling(0.6, stop=STOP),
     "filters": Sampling(1.2, top_k=40, top_p=0.8, min_p=0.02, stop=STOP),

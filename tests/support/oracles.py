@@ -185,12 +185,12 @@ def slow_losses(case, config, *, shared=False, learns_policy=True):
     if ppo.kl_in == "loss":
         total = total + KL_COEF * losses["kl"]
     if ptx is not None:
-        learnt = sum(sum(row.loss_mask) for row in case.ptx)
+        learned = sum(sum(row.loss_mask) for row in case.ptx)
         for row in case.ptx:
             logprobs = policy(input_ids=torch.tensor([row.ids])).logits[0].log_softmax(-1)
-            for t, is_learnt in enumerate(row.loss_mask):
-                if is_learnt:
-                    losses["ptx"] = losses["ptx"] - logprobs[t - 1, row.ids[t]] / learnt
+            for t, is_learned in enumerate(row.loss_mask):
+                if is_learned:
+                    losses["ptx"] = losses["ptx"] - logprobs[t - 1, row.ids[t]] / learned
         share = 1 - ptx.coef if ptx.mode == "convex" else 1.0
         total = share * total + ptx.coef * losses["ptx"]
     value_total = ppo.vf_coef * losses["value"]
@@ -289,8 +289,8 @@ def slow_advantages(config, rewards, values):
     returns = to_go
     if name == "gae":
         advantages = by_lambda(ppo.gae_lambda)
-        learnt = by_lambda(ppo.gae_lambda if ppo.value_lambda is None else ppo.value_lambda)
-        returns = [[a + v for a, v in zip(x, y, strict=True)] for x, y in zip(learnt, values, strict=True)]
+        learned = by_lambda(ppo.gae_lambda if ppo.value_lambda is None else ppo.value_lambda)
+        returns = [[a + v for a, v in zip(x, y, strict=True)] for x, y in zip(learned, values, strict=True)]
     elif name == "monte_carlo":
         advantages = [[a - v for a, v in zip(x, y, strict=True)] for x, y in zip(to_go, values, strict=True)]
     elif name in ("rloo", "grpo", "dr_grpo"):
@@ -320,6 +320,20 @@ def weighted_scores(config, setup, call):
         sums = values if sums is None else [a + b for a, b in zip(sums, values, strict=True)]
     num_rows = len(reward_calls(setup)[call]["responses"])
     return sums if sums is not None else [0.0] * num_rows, dense
+
+
+def check_figures(row, responses, logprobs, values, returns):
+    """Compare the figures of an iteration that are means over real tokens or responses with plain means."""
+    assert row["policy/entropy"] == pytest.approx(-statistics.fmean(itertools.chain(*logprobs)), abs=1e-4)
+    assert row["response/length"] == pytest.approx(statistics.fmean(len(r.ids) for r in responses))
+    assert row["response/eos_fraction"] == pytest.approx(statistics.fmean(r.ended for r in responses))
+    if values is None:
+        return
+    flat, targets = list(itertools.chain(*values)), list(itertools.chain(*returns))
+    assert row["value/mean"] == pytest.approx(statistics.fmean(flat), abs=1e-4)
+    errors = [target - value for target, value in zip(targets, flat, strict=True)]
+    explained = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
+    assert row["value/explained_variance"] == pytest.approx(explained, abs=1e-3)
 
 
 @torch.no_grad()
@@ -372,6 +386,7 @@ def check_update_batch(run, num_reference_calls=0):
         assert row["objective/reward"] == pytest.approx(statistics.fmean(map(sum, rewards)), abs=1e-4)
         total = [a + sum(b) for a, b in zip(raw, dense or [[]] * len(raw), strict=True)]
         assert row["objective/score"] == pytest.approx(statistics.fmean(total), abs=1e-4)
+        check_figures(row, rollout.responses, logprobs, values if models.has_values else None, returns)
         if ppo.kl_controller == "adaptive":
             error = max(-0.2, min(row["objective/kl"] / ppo.kl_target - 1, 0.2))
             kl_coef *= 1 + error * ppo.rollout_batch_size / ppo.kl_horizon

@@ -51,5 +51,5 @@ def lengths(number, body):  # noqa: ARG001
 
 
 def asks(server, **settings):
-    reward = {"type": "http", "url": server.url, "timeout_s": 10.0, "backoff_s": 0.01, "retries": 2}
+    reward = {"type": "http", "url": server.url, "timeout_s": 60.0, "backoff_s": 0.01, "retries": 2}
     return source_of(merged(reward, settings))

@@ -182,7 +182,7 @@ def transformers_serve(model: Path, log: Path) -> Iterator[str]:
         while True:
             assert process.poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < deadline, log.read_text(errors="replace")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=120):
                 break
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/v1"

@@ -21,7 +21,7 @@ def local(model: Path, **settings: Any) -> WriterOptions:
 
 
 def remote(server: ChatServer, **settings: Any) -> WriterOptions:
-    fast = {"concurrency": 2, "backoff_s": 0.01, "retries": 1, "timeout_s": 5.0}
+    fast = {"concurrency": 2, "backoff_s": 0.01, "retries": 1, "timeout_s": 60.0}
     return WriterOptions("judge-7b", server.url, **{**fast, **settings})
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from rlhf_cli.training import progress as progress_module
 from rlhf_cli.training.progress import Display, Progress, clock, figures
 
 SFT = figures(
@@ -16,12 +19,20 @@ SFT = figures(
 PPO = ["healthy", "score 0.512", "KL 1.23", "length 25.4", "entropy 0.355"]
 
 
+@contextmanager
+def still_clock() -> Iterator[float]:
+    """The time of a clock that stands still, which the progress line reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+        yield 1000.0
+
+
 def line(width: int, shown: list[str], done: int = 123, total: int = 500, stage: str = "sft") -> str:
     """The progress line of a run that did its first `done` steps in 123 seconds."""
     progress = Progress(stage, total, "step", 0)
-    progress.done, progress.figures, progress.started = done, shown, time.monotonic() - 123
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    with console.capture() as capture:
+    with still_clock() as now, console.capture() as capture:
+        progress.done, progress.figures, progress.started = done, shown, now - 123
         console.print(progress)
     text = capture.get()
     assert "\n" not in text.strip("\n"), "one line"
@@ -68,9 +79,10 @@ def test_the_bar_grows_with_the_steps() -> None:
 
 def test_a_resumed_run_estimates_the_time_from_its_own_steps() -> None:
     progress = Progress("sft", 100, "step", done=90)
-    progress.done, progress.started = 95, time.monotonic() - 10
-    assert progress.seconds_left() == pytest.approx(10, abs=0.5)
-    assert progress.rate() == "2.0 s/step"
+    with still_clock() as now:
+        progress.done, progress.started = 95, now - 10
+        assert progress.seconds_left() == pytest.approx(10)
+        assert progress.rate() == "2.0 s/step"
 
 
 def test_a_terminal_shows_the_line_and_a_file_gets_plain_lines() -> None:

@@ -1,0 +1,126 @@
+"""All stages read the same text as the same tokens: SFT, RM and PPO a prompt, and both answers of a pair their cut."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.data.answers import answer_encoder
+from rlhf_cli.data.encode import encode_pairs
+from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
+from support.tiny import write_jsonl
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = tuple(Message(*turn) for turn in (("user", "hello"), ("assistant", "hi"), ("user", "the tent is late")))
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer: Any) -> Any:
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = CHAT
+    return with_template
+
+
+@pytest.fixture
+def config_of(write_config: Any, tmp_path: Path) -> Any:
+    """A function: stage, keys of its data -> the config."""
+
+    def make(stage: str, data: dict[str, Any], **changes: Any) -> Any:
+        changes["data"] = {"test": None, "test_fraction": 0, **data}
+        return load_config(write_config(stage, tmp_path, **changes), CONFIGS[stage])
+
+    return make
+
+
+@pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:", "chat"])
+@pytest.mark.parametrize("kind", ["text", "conversation"])
+def test_every_stage_reads_a_prompt_as_the_same_tokens(
+    config_of: Any, tokenizer: Any, chat_tokenizer: Any, tmp_path: Path, template: str | None, kind: str
+) -> None:
+    """The ids before the answer in SFT, ptx, RM, its scores and its probes are those that a rollout starts from."""
+    tokenizer = chat_tokenizer if template == "chat" or kind == "conversation" else tokenizer
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "chosen": " a", "rejected": " b", "probe": "x"}]))
+    data = {"prompt_template": template}
+    sft, ppo = config_of("sft", data), config_of("ppo", data, ptx={"train": rows, "coef": 0.5, "max_length": 96})
+    pairs, scores = config_of("rm", {**data, "probes": rows}), config_of("rm", data, loss="mse")
+    prompt, messages, answers = "please help", TALK if kind == "conversation" else (), (" thank you", " we will")
+
+    (start,) = PromptEncoder(tokenizer, ppo_rows(ppo)).encode([Prompt(prompt, "row", {}, messages)])
+    whole = (*messages, Message("assistant", answers[0].strip())) if messages else ()
+    shown = Demonstration(prompt, answers[0], "row", whole)
+    ranking = Ranking(prompt, answers, "row", messages=messages)
+    scored = [Scored(prompt, answers[0], 1.0, "row", messages)]
+    sequences = {}
+    for name, spec in (("sft", sft_rows(sft)), ("ptx", ptx_rows(ppo))):
+        (example,) = DemonstrationEncoder(tokenizer, spec).encode([shown])
+        sequences[name] = example.ids
+        assert example.loss_mask[len(start.ids) :] == [True] * (len(example.ids) - len(start.ids)), name
+        assert not example.loss_mask[len(start.ids) - 1], name
+    for name, spec in (("pairs", rm_rows(pairs)), ("probes", probe_rows(pairs))):
+        (item,) = answer_encoder(tokenizer, spec, reads_last_token=True).encode([ranking])
+        sequences[name], sequences[f"{name}, worse"] = item.answers
+    (item,) = answer_encoder(tokenizer, rm_rows(scores), reads_last_token=True).encode([scored])
+    sequences["scores"] = item.ids
+
+    assert len(start.ids) > 3
+    for name, ids in sequences.items():
+        answer = answers["worse" in name]
+        assert ids[: len(start.ids)] == start.ids, name
+        assert tokenizer.decode(ids[len(start.ids) :]).strip() == f"{answer}<eos>".strip(), name
+    assert sequences["sft"] == sequences["ptx"] == sequences["pairs"] == sequences["probes"] == sequences["scores"]
+
+
+@pytest.fixture
+def word_start_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: ▁ marks the start of a text and each space. A text alone has a ▁ more than the same text later."""
+    pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
+    bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", eos_token="<eos>")
+
+
+def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = word_start_tokenizer
+    pairs = encode_pairs(tokenizer, ["Q:", "Q: "], ["help us!", "help!"], None)
+    for (prompt, answer), text in zip(pairs, ["Q:help us!", "Q: help!"], strict=True):
+        assert prompt + answer == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    alone = tokenizer("help us!")["input_ids"]
+    assert [*alone, tokenizer.eos_token_id] != pairs[0][1]
+    assert tokenizer.convert_ids_to_tokens(alone[:2]) == ["▁", "h"]
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+@pytest.mark.parametrize("limit", [12, 20])
+def test_the_answers_of_a_pair_are_cut_by_the_same_rule(
+    config_of: Any, tokenizer: Any, tmp_path: Path, truncation: str, limit: int
+) -> None:
+    """Each answer keeps the same side and, as all are longer than the limit, the same number of tokens."""
+    prompt = "we will send a new lamp today " * 5 if truncation == "left" else "we will"
+    rest = "" if truncation == "left" else " please help" * 20
+    rows = [{"prompt": prompt, "chosen": f" yes{rest}", "rejected": f" no{rest}{rest}"}]
+    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "truncation": truncation}
+
+    def answers(max_length: int) -> list[list[int]]:
+        spec = rm_rows(config_of("rm", {**data, "max_length": max_length}))
+        (item,) = tokenise(answer_encoder(tokenizer, spec, reads_last_token=True)).train
+        return item.answers
+
+    bos = tokenizer.bos_token_id
+    for ids, full in zip(answers(limit), answers(500), strict=True):
+        assert len(full) > limit
+        first = [bos] if full[0] == bos else []
+        assert ids == (full[:limit] if truncation == "right" else [*first, *full[len(full) - limit + len(first) :]])

@@ -1,0 +1,109 @@
+"""Held-out figures are those of the held-out rows, which here differ from the training rows, by plain transformers."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, linear
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.data.encode import encode_demonstrations, encode_pairs
+from rlhf_cli.data.records import Demonstration
+from rlhf_cli.models.load import load_policy, load_tokenizer, save
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from support.tiny import STOP, read_jsonl, write_jsonl
+
+
+@pytest.fixture
+def split(data, tmp_path):
+    """A function: kind of rows -> (rows, config changes, held-out rows). Two thirds of the rows are for training."""
+
+    def make(kind):
+        rows = read_jsonl(data[kind])
+        train, test = rows[:16], rows[16:]
+        paths = [write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("train", train), ("test", test))]
+        return train, {"train": str(paths[0]), "test": str(paths[1])}, test
+
+    return make
+
+
+@torch.no_grad()
+def sft_figures(model, tokenizer, rows):
+    """(mean loss, share of likeliest tokens) over the target tokens of all rows."""
+    losses, correct = [], []
+    demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
+    for example in encode_demonstrations(tokenizer, demonstrations, None, learn_all=False):
+        logits = model(input_ids=torch.tensor([example.ids])).logits[0, :-1]
+        targets, mask = torch.tensor(example.ids[1:]), torch.tensor(example.loss_mask[1:])
+        losses += cross_entropy(logits, targets, reduction="none")[mask].tolist()
+        correct += (logits.argmax(-1) == targets)[mask].tolist()
+    return statistics.fmean(losses), statistics.fmean(correct)
+
+
+def test_the_figures_of_sft_are_those_of_the_held_out_rows(make_model, run_stage, split, tmp_path):
+    train, changes, test = split("demonstrations")
+    path = str(make_model("llama"))
+    run_stage("sft", tmp_path, model={"path": path}, data=changes, evaluation={"num_samples": 0})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sft/model")
+    found = read_manifest(tmp_path / "sft").metrics
+    loss, accuracy = sft_figures(model, load_tokenizer(path), test)
+    assert found["eval/loss"] == pytest.approx(loss, abs=1e-5)
+    assert found["eval/token_accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert abs(sft_figures(model, load_tokenizer(path), train)[0] - loss) > 1e-3
+
+
+@torch.no_grad()
+def score(model, ids):
+    hidden = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+    return linear(hidden, model.score.weight).item()
+
+
+def rm_figures(model, tokenizer, rows):
+    """(mean margin, accuracy) of pairs."""
+    margins = []
+    for row in rows:
+        answers = [row["chosen"], row["rejected"]]
+        chosen, rejected = (p + a for p, a in encode_pairs(tokenizer, [row["prompt"]] * 2, answers, None))
+        margins.append(score(model, chosen) - score(model, rejected))
+    return statistics.fmean(margins), statistics.fmean(m > 0 for m in margins)
+
+
+def test_the_figures_of_rm_are_those_of_the_held_out_rows(make_model, run_stage, split, tmp_path):
+    train, changes, test = split("preferences")
+    path = str(make_model("llama"))
+    run_stage("rm", tmp_path, model={"path": path}, data=changes, evaluation={"num_normalization_samples": 0})
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
+    found = read_manifest(tmp_path / "rm").metrics
+    margin, accuracy = rm_figures(model, load_tokenizer(path), test)
+    assert found["eval/margin"] == pytest.approx(margin, abs=1e-4)
+    assert found["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert abs(rm_figures(model, load_tokenizer(path), train)[0] - margin) > 1e-3
+
+
+def test_score_statistics_are_those_of_fresh_samples_read_at_their_last_token(make_model, run_stage, split, tmp_path):
+    """The mean and the population standard deviation, as the finished model's config has them.
+
+    Many tokens end a response of this model, so most samples are shorter than the limit.
+    """
+    _, changes, test = split("preferences")
+    policy, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
+    policy.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *STOP})
+    save(policy, tokenizer, tmp_path / "policy")
+    settings = {"num_normalization_samples": 12, "max_new_tokens": 10}
+    run_stage("rm", tmp_path, model={"path": str(tmp_path / "policy")}, data=changes, evaluation=settings)
+
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in itertools.islice(itertools.cycle(test), 12)]
+    stop = Sampling(stop=frozenset({tokenizer.eos_token_id, *STOP}))
+    responses = sample(policy, prompts, draw_uniforms(0, "rm normalization", 0, 12, 10), stop)
+    assert sum(len(response.ids) < 10 for response in responses) > 6
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
+    scores = [score(model, prompt + response.ids) for prompt, response in zip(prompts, responses, strict=True)]
+    assert model.config.score_mean == pytest.approx(statistics.fmean(scores), abs=1e-5)
+    assert model.config.score_std == pytest.approx(statistics.pstdev(scores), abs=1e-5)
+    shown = [row["response"] for row in read_jsonl(tmp_path / "rm/samples.jsonl")]
+    assert shown == [tokenizer.decode(response.ids, skip_special_tokens=True) for response in responses[:8]]

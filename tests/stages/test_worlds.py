@@ -1,0 +1,73 @@
+"""Several processes as threads: the harness itself, and SFT and RM on two processes against one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_cli.artifacts import read_manifest
+from support.compare import same_weights
+from support.tiny import read_jsonl
+from support.worlds import EndedError, in_each_process, run_in_threads
+
+
+def test_processes_exchange_items_in_order_of_rank() -> None:
+    def program(world):
+        sums = world.sum_floats({"a": 1.0 + world.rank, "b": 10.0})
+        total = world.sum(torch.tensor([world.rank, 1]))
+        world.barrier()
+        return world.gather(f"of {world.rank}"), sums, total.tolist(), world.first_failure("bad" * world.rank)
+
+    results = in_each_process(3, program)
+    assert results == [(["of 0", "of 1", "of 2"], {"a": 6.0, "b": 30.0}, [3, 3], "bad")] * 3
+
+
+def test_gradients_are_summed_and_a_missing_one_counts_as_zero() -> None:
+    def program(world):
+        weight, unused, frozen = (torch.nn.Parameter(torch.ones(2), requires_grad=i < 2) for i in range(3))
+        (weight * (world.rank + 1)).sum().backward()
+        if world.rank == 0:
+            unused.grad = torch.tensor([5.0, 7.0])
+        world.sync_gradients([weight, unused, frozen])
+        return weight.grad.tolist(), unused.grad.tolist(), frozen.grad
+
+    assert in_each_process(2, program) == [([3.0, 3.0], [5.0, 7.0], None)] * 2
+
+
+def test_a_process_that_ends_does_not_leave_the_others_waiting() -> None:
+    def communicates_once_more(world):
+        for _ in range(1 + world.rank):
+            world.barrier()
+
+    with pytest.raises(EndedError, match="process 1 waits for one that has ended"):
+        in_each_process(2, communicates_once_more)
+
+    def fails(world):
+        if world.rank == 1:
+            raise ValueError("of the second process")
+        world.barrier()
+
+    with pytest.raises(ValueError, match="of the second process"):
+        in_each_process(2, fails)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_two_processes_give_the_weights_and_figures_of_one(
+    stage, pipeline, make_model, write_config, run_stage, tmp_path
+):
+    """Five rows per step: three on one process and two on the other. The loss is divided by what all have together.
+
+    A large eps makes the size of a gradient visible in Adam's first steps.
+    """
+    path = make_model("llama") if stage == "sft" else pipeline("llama") / "sft"
+    changes = {"model": {"path": str(path)}, "training": {"minibatch_size": 5}, "optimizer": {"eps": 1e-3}}
+    run_stage(stage, tmp_path / "one", **changes)
+    run_in_threads(2, stage, write_config(stage, tmp_path / "two", **changes))
+    same_weights(tmp_path / "one" / stage, tmp_path / "two" / stage)
+    one, two = (read_manifest(tmp_path / name / stage) for name in ("one", "two"))
+    assert (one.num_processes, two.num_processes) == (1, 2)
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-3, abs=1e-4)
+    for a, b in zip(*(read_jsonl(tmp_path / name / stage / "metrics.jsonl") for name in ("one", "two")), strict=True):
+        for key in a:
+            if key.startswith(("loss/", f"{stage}/", "eval/")):
+                assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-4), key
