@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import yaml
@@ -46,6 +47,13 @@ from support.tiny import (
     sentence,
     write_jsonl,
 )
+
+
+# By default an example may take 200 ms of wall time, which other processes can use up.
+hypothesis.settings.register_profile(
+    "any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any load")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -509,13 +509,13 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
 
     def wait(_: Call) -> Reply:
         inside.set()
-        resumed_step.wait(10)
+        resumed_step.wait(120)
         return 200, {}, completion("x")
 
     with ChatServer(wait) as server:
         thread = threading.Thread(target=run, args=(prompts, "demonstrations", out, remote(server)))
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(120)
         with pytest.raises(ArtifactError, match="another process is writing it"):
             run(prompts, "demonstrations", out, remote(server))
         with pytest.raises(ArtifactError, match="another process is writing it"):
@@ -526,10 +526,12 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
 
 
 def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
+    test_is_over = threading.Event()
+
     def interrupt(call: Call) -> Reply:
         if call.number == 10:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+            test_is_over.wait(120)
         return 200, {}, completion("x")
 
     out = tmp_path / "out.jsonl"
@@ -538,6 +540,7 @@ def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
         with ChatServer(interrupt) as server, pytest.raises(Interrupted, match=r"interrupted: 8 rows are in") as stop:
             run(prompts, "demonstrations", out, remote(server))
     finally:
+        test_is_over.set()
         signal.signal(signal.SIGINT, before)
     assert stop.value.exit_code == 130
     assert len(read_jsonl(out)) == 8

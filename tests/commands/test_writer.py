@@ -184,8 +184,12 @@ def test_a_server_is_reachable_in_offline_mode() -> None:
 
 
 def test_answers_keep_the_order_of_requests_and_concurrency_is_limited() -> None:
+    together = threading.Barrier(3, timeout=120)
+
     def slow_first(call: Call) -> Reply:
-        time.sleep(0.15 if call.number < 3 else 0.01)
+        if call.number < 3:
+            together.wait()
+        time.sleep(0.1 if call.number < 2 else 0.01)
         return 200, {}, completion(call.text)
 
     with ChatServer(slow_first) as server:

@@ -62,7 +62,7 @@ def test_the_next_batch_is_made_during_this_step() -> None:
 
     for step, _ in ahead(make, 0, 3, GPU):
         if step < 2:
-            assert is_ready[step + 1].wait(10)
+            assert is_ready[step + 1].wait(120)
         # and not the one after it, however long this step takes
         assert not is_ready[step + 2].wait(0.05) if step < 2 else not is_ready[3].is_set()
 

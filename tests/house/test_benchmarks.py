@@ -192,7 +192,7 @@ def test_work_done_while_waiting_is_added_to_the_next_step(tmp_path):
         assert last["cpu_s"] >= last["paused_cpu_s"]
         worker.stdin.write('{"do": "quit"}\n')
         worker.stdin.flush()
-        assert worker.wait(30) == 0
+        assert worker.wait(120) == 0
 
 
 @pytest.mark.parametrize("name", ["speed", "ppo_quality"])

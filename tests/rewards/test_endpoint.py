@@ -46,10 +46,13 @@ def test_a_bare_list_is_accepted(scripted):
 
 
 def test_texts_are_sent_in_batches_and_scores_keep_their_order(scripted):
-    rng = random.Random(0)
+    """The first three requests wait for each other, so the server sees them at the same time."""
+    rng, together = random.Random(0), threading.Barrier(3, timeout=120)
 
     def play(number, body):
-        time.sleep(rng.random() * 0.05)
+        if number < 3:
+            together.wait()
+        time.sleep(rng.random() * 0.02)
         return lengths(number, body)
 
     server = scripted(play)

@@ -134,7 +134,7 @@ class Counter:
 
 def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monkeypatch):
     goes_on = threading.Event()
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(60) and save_file(*args))
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(120) and save_file(*args))
     counter, store = Counter(), CheckpointStore(tmp_path, keep=2, writes=True)
     store.parts = {"counter": counter}
     store.save(1)
