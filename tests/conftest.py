@@ -48,11 +48,8 @@ from support.tiny import (
     write_jsonl,
 )
 
-
 # By default an example may take 200 ms of wall time, which other processes can use up.
-hypothesis.settings.register_profile(
-    "any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+hypothesis.settings.register_profile("any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any load")
 
 

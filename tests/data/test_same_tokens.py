@@ -85,7 +85,7 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
 
 @pytest.fixture
 def word_start_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama 2's: ▁ marks the start of a text and each space. A text alone has a ▁ more than the same text later."""
+    """Like Llama 2's: ▁ marks the start of a text and each space. The same text has a ▁ more alone than after another."""
     pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
     bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

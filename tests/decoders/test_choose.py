@@ -22,7 +22,7 @@ from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import sample
-from support.decoders import SAMPLINGS, PROMPTS, UNIFORMS, made, same
+from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
 
 
 def on_device(device: str) -> Any:

@@ -29,11 +29,11 @@ from support.decoders import (
     _GPT2,
     _LLAMA,
     FAST,
-    UNSUPPORTED,
-    SAMPLINGS,
     LONGEST,
     PROMPTS,
+    SAMPLINGS,
     UNIFORMS,
+    UNSUPPORTED,
     VOCAB,
     made,
     plain_logits,
@@ -176,7 +176,8 @@ def test_a_growing_pool_keeps_its_values(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, "plain") for name in FAST] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS]
+    ("name", "kind"),
+    [(name, "plain") for name in FAST] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS],
 )
 def test_the_plain_decoder_draws_the_same_tokens(name, kind, monkeypatch):
     model = made(name)

@@ -28,7 +28,7 @@ from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import sample
-from support.decoders import FAST, SAMPLINGS, LONGEST, PROMPTS, UNIFORMS, VOCAB, made, plain_logits, random_ids, same
+from support.decoders import FAST, LONGEST, PROMPTS, SAMPLINGS, UNIFORMS, VOCAB, made, plain_logits, random_ids, same
 from support.tiny import read_jsonl
 
 NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
@@ -223,7 +223,8 @@ def test_a_full_row_does_not_disturb_the_others():
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, "plain") for name in NAMES] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS]
+    ("name", "kind"),
+    [(name, "plain") for name in NAMES] + [(name, kind) for name in ("qwen2", "gpt2") for kind in SAMPLINGS],
 )
 def test_the_plain_decoder_draws_the_same_tokens(name, kind, monkeypatch):
     model = made(name)

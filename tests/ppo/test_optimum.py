@@ -132,7 +132,8 @@ def train(
                 )
             if options.entropy_coef:
                 loss = (
-                    loss - options.entropy_coef * entropy_bonus(token_entropy(new_logits), learned_mask, weights=weights)[0]
+                    loss
+                    - options.entropy_coef * entropy_bonus(token_entropy(new_logits), learned_mask, weights=weights)[0]
                 )
             if options.ptx_coef:
                 # Divided by the constant of `loss_aggregation: constant`: the largest possible length.

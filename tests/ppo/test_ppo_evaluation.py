@@ -1,4 +1,4 @@
-"""The comparison of SFT and PPO: on held-out prompts, with the same draws, KL to ref_policy, rows beside their replies."""
+"""SFT against PPO: on held-out prompts, with the same draws, the KL to ref_policy, and the row of each prompt."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_policy_that_did_not_change_has_the_figures_of_sft(watch, split, pipel
     assert abs(sft["kl"]) > 1e-2
 
 
-CHECKS_ROWS = '''
+CHECKS_ROWS = """
 def reward(prompts, responses, rows):
     for prompt, row in zip(prompts, rows, strict=True):
         if row["prompt"] != prompt:
@@ -79,7 +79,7 @@ def reward(prompts, responses, rows):
 
 def judge(prompts, responses, rows):
     return [{"gold": value} for value in reward(prompts, responses, rows)]
-'''
+"""
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

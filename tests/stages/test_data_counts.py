@@ -217,7 +217,9 @@ def test_a_tenth_of_skipped_rows_gives_no_warning() -> None:
     ]
 
 
-def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(tmp_path: Path, make_model: Any, run_stage: Any) -> None:
+def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(
+    tmp_path: Path, make_model: Any, run_stage: Any
+) -> None:
     rows = [{"prompt": "lamp " * 50, "response": f" answer {n}"} for n in range(20)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 9}
     model = {"path": str(make_model("llama"))}
@@ -255,7 +257,9 @@ def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, wri
     assert re.search(r"data.max_length: \d+ would keep 95 %", result.stdout)
 
 
-def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(tmp_path: Path, word_piece: Any) -> None:
+def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(
+    tmp_path: Path, word_piece: Any
+) -> None:
     """`--tokenizer RUN/rm` takes RUN/rm/model. That is an encoder, so texts are measured whole, with special tokens."""
     folder = tmp_path / "rm"
     tokenizer = copy.deepcopy(word_piece)

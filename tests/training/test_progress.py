@@ -28,11 +28,11 @@ def still_clock() -> Iterator[float]:
 
 
 def line(width: int, shown: list[str], done: int = 123, total: int = 500, stage: str = "sft") -> str:
-    """The progress line of a run that did its first `done` steps in 123 seconds."""
+    """The progress line of a run that did its first `done` steps in a little more than 123 seconds."""
     progress = Progress(stage, total, "step", 0)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with still_clock() as now, console.capture() as capture:
-        progress.done, progress.figures, progress.started = done, shown, now - 123
+        progress.done, progress.figures, progress.started = done, shown, now - 123.01
         console.print(progress)
     text = capture.get()
     assert "\n" not in text.strip("\n"), "one line"
