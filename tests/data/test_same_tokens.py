@@ -40,6 +40,8 @@ def config_of(write_config: Any, tmp_path: Path) -> Any:
 
     def make(stage: str, data: dict[str, Any], **changes: Any) -> Any:
         changes["data"] = {"test": None, "test_fraction": 0, **data}
+        if stage == "sft":
+            changes["model"] = {"path": "not/read"}
         return load_config(write_config(stage, tmp_path, **changes), CONFIGS[stage])
 
     return make
@@ -85,7 +87,7 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
 
 @pytest.fixture
 def word_start_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama 2's: ▁ marks the start of a text and each space. The same text has a ▁ more alone than after another."""
+    """Like Llama 2's: ▁ marks the start of a text and each space, so a text alone has one that it lacks after another."""
     pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
     bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
