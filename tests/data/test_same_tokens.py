@@ -87,7 +87,7 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
 
 @pytest.fixture
 def word_start_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama 2's: ▁ marks the start of a text and each space, so a text alone has one that it lacks after another."""
+    """Like Llama 2's: ▁ marks each space and the start of a text, so a text alone has one ▁ more."""
     pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
     bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
