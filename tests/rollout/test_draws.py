@@ -104,11 +104,16 @@ def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_responses_do_not_depend_on_when_finished_rows_leave(policy, uniforms, responses, monkeypatch, share):
+@pytest.mark.parametrize("max_live_rows", [None, 3])
+def test_responses_do_not_depend_on_when_finished_rows_leave(
+    policy, uniforms, responses, monkeypatch, share, max_live_rows
+):
+    """What is drawn for a finished row that stays is ignored, a stop token too."""
     for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
-    moved = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP))
+    moved = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP), max_live_rows=max_live_rows)
     assert ids_of(moved) == ids_of(responses)
+    assert [r.ended for r in moved] == [r.ended for r in responses]
     for a, b in zip(moved, responses, strict=True):
         close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
 
