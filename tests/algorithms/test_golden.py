@@ -1,6 +1,6 @@
 """Formulas, compared with numbers from public implementations. tests/golden/golden.json names the source of each case.
 
-Of its 73 cases 66 are checked. Each of the other 7 is in NOT_OFFERED, with the reason. Every key of a checked case's
+Of its 73 cases 68 are checked. Each of the other 5 is in NOT_OFFERED, with the reason. Every key of a checked case's
 outputs is checked, except those in NOT_A_TARGET.
 """
 
@@ -13,6 +13,8 @@ import torch
 
 from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
+from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
+from rlhf_cli.algorithms.calibration import brier_score, expected_calibration_error, reliability
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
@@ -34,8 +36,6 @@ NOT_OFFERED = {
     "remax_advantages": "its baseline is the score of a greedy response, which the rollout does not sample",
     "rm_softmax_best_of_k": "the reward model learns from pairs, rankings and scores, not from the best of K responses",
     "rm_tokenwise_deepspeed_chat": "the reward model scores whole responses, and the source counts padding",
-    "best_of_n_kl": "the project has no best-of-n sampling",
-    "bradley_terry_and_calibration": "a report on a reward model, not a formula used in training",
 }
 """Case -> why this project does not have the formula."""
 NOT_A_TARGET = {
@@ -356,6 +356,26 @@ def check_rankings(x):
     return {"loss": loss, "grad_scores": gradient(loss, x["scores"])}
 
 
+def check_best_of_n_kl(x):
+    return {"kl": torch.tensor([best_of_n_kl_bound(int(n)) for n in x["n"]], dtype=torch.float64)}
+
+
+def check_calibration(x):
+    """The probability that a is better, against the outcome; the confidence in the choice, against its correctness."""
+    probability, preferred_mask = (x["reward_a"] - x["reward_b"]).sigmoid(), x["a_preferred"].bool()
+    better, worse = (torch.where(mask, x["reward_a"], x["reward_b"]) for mask in (preferred_mask, ~preferred_mask))
+    nll, stats = pairwise_loss(better, worse)
+    errors = {
+        "brier": brier_score(probability, preferred_mask),
+        "ece_prob": expected_calibration_error(reliability(probability, preferred_mask, num_bins=x["bins_prob"])),
+        "ece_conf": expected_calibration_error(
+            reliability(torch.maximum(probability, 1 - probability), better > worse, num_bins=x["bins_conf"])
+        ),
+    }
+    figures = {"prob": probability, "nll": nll, "accuracy": stats["rm/accuracy"]}
+    return figures | {key: torch.tensor(value, dtype=torch.float64) for key, value in errors.items()}
+
+
 def check_score_loss(x):
     loss, _ = score_loss(x["predictions"], x["targets"])
     return {"loss": loss, "grad_predictions": gradient(loss, x["predictions"])}
@@ -440,6 +460,8 @@ CHECKS = {
     "rm_centre_regulariser": check_pairwise("logsigmoid"),
     "rm_margin_and_centre": check_pairwise("logsigmoid"),
     "rm_kwise_instructgpt": check_rankings,
+    "best_of_n_kl": check_best_of_n_kl,
+    "bradley_terry_and_calibration": check_calibration,
     "rm_mse": check_score_loss,
     "sft_cross_entropy": check_lm_loss,
     "sft_global_token_mean": check_lm_microbatches,
@@ -456,8 +478,8 @@ CHECKS = {
 
 
 def test_every_golden_case_is_checked_or_listed_as_not_offered():
-    assert len(CHECKS) == 66
-    assert len(NOT_OFFERED) == 7
+    assert len(CHECKS) == 68
+    assert len(NOT_OFFERED) == 5
     assert not set(NOT_OFFERED) & set(CHECKS)
     assert set(NOT_OFFERED) | set(CHECKS) == set(CASES)
     assert all(NOT_OFFERED.values())
