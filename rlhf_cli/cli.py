@@ -16,6 +16,7 @@ import typer.core
 
 from rlhf_cli.cli_data import data_app
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
+from rlhf_cli.cli_runs import add_run_commands
 from rlhf_cli.environment import set_up_process
 
 
@@ -171,49 +172,7 @@ def status(
     exit_with(work)
 
 
-@app.command("eval")
-def evaluate(
-    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
-    stage: Annotated[
-        Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
-    ] = 64,
-    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 128,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the intervals.")] = 0,
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
-    quiet: Quiet = False,
-) -> None:
-    """Measure the finished stages of a run on held-out data."""
-
-    def work() -> None:
-        from rlhf_cli.evaluation.evaluate import Settings
-        from rlhf_cli.evaluation.evaluate import evaluate as measure
-
-        measure(directory, Settings(stage, samples, sampled_prompts, seed, device), quiet=quiet)
-
-    exit_with(work)
-
-
-@app.command()
-def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of runs.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="The HTML file; report.html in the first directory by default.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Also write the main curves as a PNG.")] = None,
-) -> None:
-    """Write a page about one or several runs: curves, figures, samples, findings."""
-
-    def work() -> None:
-        from rlhf_cli.report.page import write_report
-
-        path = out or directories[0] / "report.html"
-        write_report(directories, path, png)
-        print(path)
-
-    exit_with(work)
+add_run_commands(app)
 
 
 @app.command()

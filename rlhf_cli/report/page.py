@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.charts import SCHEMA, SMOOTHING, Chart, curve_charts, evaluation_charts, first_findings
-from rlhf_cli.report.read import RunData, StageData, read_run
+from rlhf_cli.report.read import RunData, StageData, names_of, read_run
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}
 MAIN = (
@@ -50,20 +50,6 @@ def _library() -> Any:
             f"rlhf report: needs vl-convert-python. Run: {install_extra('report', 'vl-convert-python')}"
         ) from None
     return vl_convert
-
-
-def names_of(roots: Sequence[Path]) -> list[str]:
-    """A short, different name for each directory: its last parts, as many as needed.
-
-    >>> names_of([Path("a/x/run"), Path("a/y/run")])
-    ['x/run', 'y/run']
-    """
-    parts = [root.resolve().parts for root in roots]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise ConfigError(f"{roots[0]}: is named twice. Name each directory once")
 
 
 def page(runs: Sequence[RunData], bundle: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_cli.artifacts import Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, ConfigError
 
 MOST_POINTS = 600
 """Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""
@@ -49,6 +49,20 @@ class RunData:
     root: Path
     name: str
     stages: dict[str, StageData]
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """A short, different name for each directory: its last parts, as many as needed.
+
+    >>> names_of([Path("a/x/run"), Path("a/y/run")])
+    ['x/run', 'y/run']
+    """
+    parts = [root.resolve().parts for root in roots]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"{roots[0]}: is named twice. Name each directory once")
 
 
 def read_run(root: Path, name: str) -> RunData:

@@ -1,0 +1,73 @@
+"""The commands that look at finished runs: eval, compare, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rlhf_cli.cli_options import Quiet, exit_with
+
+
+def add_run_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to `rlhf`."""
+    app.command("eval")(evaluate)
+    app.command()(compare)
+    app.command()(report)
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
+    stage: Annotated[
+        Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
+    ] = 64,
+    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 128,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the intervals.")] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Measure the finished stages of a run on held-out data."""
+
+    def work() -> None:
+        from rlhf_cli.evaluation.evaluate import Settings
+        from rlhf_cli.evaluation.evaluate import evaluate as measure
+
+        measure(directory, Settings(stage, samples, sampled_prompts, seed, device), quiet=quiet)
+
+    exit_with(work)
+
+
+def compare(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR DIR...", help="Runs that `rlhf eval` measured.")],
+) -> None:
+    """Compare the PPO policies of several runs on the same prompts."""
+
+    def work() -> None:
+        from rlhf_cli.evaluation.compare import compare as show
+
+        show(directories)
+
+    exit_with(work)
+
+
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The HTML file; report.html in the first directory by default.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Also write the main curves as a PNG.")] = None,
+) -> None:
+    """Write a page about one or several runs: curves, figures, samples, findings."""
+
+    def work() -> None:
+        from rlhf_cli.report.page import write_report
+
+        path = out or directories[0] / "report.html"
+        write_report(directories, path, png)
+        print(path)
+
+    exit_with(work)

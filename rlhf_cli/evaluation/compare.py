@@ -1,0 +1,153 @@
+"""`rlhf compare`: the PPO policies of several runs on the same prompts, and what differs in their configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.comparison import bradley_terry, wins
+from rlhf_cli.artifacts import Manifest, read_manifest, stage_directory
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.evaluation.figures import Figure, mean_figure, share_figure
+from rlhf_cli.report.read import names_of
+from rlhf_cli.training.progress import Display
+
+SHOWN = ("score", "gold", "kl", "length")
+"""Numbers of a reply that are compared, where all runs have them."""
+LONGEST_VALUE = 40
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run: its replies in `rlhf eval`'s file, and its manifests."""
+
+    name: str
+    root: Path
+    replies: list[dict[str, Any]]
+    manifests: dict[str, Manifest]
+
+    def numbers(self, key: str) -> Tensor:
+        """A number of PPO's reply to each prompt, [prompts]."""
+        return torch.tensor([float(row["ppo"][key]) for row in self.replies], dtype=torch.float64)
+
+
+def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
+    """Print each run's figures, their differences from the first run, who wins, and what differs in the configs.
+
+    Raises ArtifactError for a run without `rlhf eval`'s file, ConfigError for runs with other held-out prompts.
+    """
+    if len(roots) < 2:
+        raise ConfigError("rlhf compare: takes two directories or more")
+    runs = [_read(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
+    first = runs[0]
+    for run in runs[1:]:
+        if [row["prompt"] for row in run.replies] != [row["prompt"] for row in first.replies]:
+            raise ConfigError(
+                f"{run.root}: has other held-out prompts than {first.root}. Evaluate both with the same data.test"
+            )
+    display = Display("compare", quiet=False)
+    keys = [key for key in SHOWN if all(key in row["ppo"] for run in runs for row in run.replies)]
+    if not _same_rewards(runs):
+        keys.remove("score")
+        display.note("the runs have other rewards, so their scores are not compared")
+    lines = [[run.name, *(str(mean_figure(run.numbers(key), seed=seed)) for key in keys)] for run in runs]
+    display.table(f"PPO, {len(first.replies)} held-out prompts", ["", *keys], lines)
+    lines = [[run.name, *(str(difference(first, run, key, seed=seed)) for key in keys)] for run in runs[1:]]
+    display.table(f"Less {first.name}, on the same prompts", ["", *keys], lines)
+    for key in ("score", "gold"):
+        if key in keys:
+            _show_wins(runs, key, display)
+    _show_configs(runs, display)
+
+
+def _read(root: Path, name: str) -> Compared:
+    """A run's replies and manifests."""
+    path = root / "eval" / "ppo" / "evaluation.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        replies = found["replies"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ArtifactError(f"{path}: cannot be read. Run: rlhf eval {root}") from None
+    manifests = {
+        stage: manifest for stage in STAGES if (manifest := read_manifest(stage_directory(root, stage))) is not None
+    }
+    return Compared(name, root, replies, manifests)
+
+
+def _same_rewards(runs: Sequence[Compared]) -> bool:
+    """Whether all policies were scored by the same reward models and functions, with the same settings."""
+
+    def rewards(run: Compared) -> Any:
+        identity = run.manifests["ppo"].identity if "ppo" in run.manifests else {}
+        inputs = {key: value for key, value in identity.get("inputs", {}).items() if key.startswith("rewards")}
+        return inputs, identity.get("config", {}).get("rewards")
+
+    return all(rewards(run) == rewards(runs[0]) for run in runs)
+
+
+def difference(first: Compared, other: Compared, key: str, *, seed: int) -> Figure:
+    """The mean over prompts of the other run's number minus the first run's, with its interval."""
+    return mean_figure(other.numbers(key) - first.numbers(key), seed=seed)
+
+
+def win_table(runs: Sequence[Compared], key: str) -> tuple[list[list[Figure | None]], Tensor]:
+    """(how often the run of a row beats that of a column, Bradley-Terry strength of each run in nats)."""
+    numbers = [run.numbers(key) for run in runs]
+    rates = [
+        [share_figure(wins(a, b)) if i != j else None for j, b in enumerate(numbers)] for i, a in enumerate(numbers)
+    ]
+    won = torch.tensor([[float(wins(a, b).sum()) for b in numbers] for a in numbers], dtype=torch.float64)
+    return rates, bradley_terry(won)
+
+
+def _show_wins(runs: Sequence[Compared], key: str, display: Display) -> None:
+    rates, strengths = win_table(runs, key)
+    lines = [
+        [run.name, *("" if rate is None else str(rate) for rate in row), f"{strength:+.2f}"]
+        for run, row, strength in zip(runs, rates, strengths.tolist(), strict=True)
+    ]
+    heads = ["", *(f"beats {run.name}" for run in runs), "strength"]
+    display.table(f"By {key}: share of prompts, ties 1/2; Bradley-Terry strength in nats", heads, lines)
+
+
+def config_differences(runs: Sequence[Compared]) -> list[list[str]]:
+    """Rows of stage and key, then the value in each run, for every key that differs. A missing stage is empty."""
+    rows = []
+    for stage in STAGES:
+        flat = [_flat(run.manifests[stage].identity["config"]) if stage in run.manifests else {} for run in runs]
+        for key in dict.fromkeys(key for values in flat for key in values):
+            values = [_short(one[key]) if key in one else "" for one in flat]
+            if len(set(values)) > 1:
+                rows.append([f"{stage}: {key}", *values])
+    return rows
+
+
+def _show_configs(runs: Sequence[Compared], display: Display) -> None:
+    rows = config_differences(runs)
+    if rows:
+        display.table("Keys that differ", ["", *(run.name for run in runs)], rows)
+    else:
+        display.note("the configs are equal")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a nested config.
+
+    >>> _flat({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

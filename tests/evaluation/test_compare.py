@@ -1,0 +1,99 @@
+"""`rlhf compare`: the same policy twice, other rewards, other prompts, other configs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.evaluation.compare import Compared, difference, win_table
+
+
+def run_command(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+
+
+@pytest.fixture(scope="module")
+def evaluated(pipeline, tmp_path_factory):
+    root = tmp_path_factory.mktemp("compared") / "one"
+    shutil.copytree(pipeline("llama"), root)
+    assert run_command("eval", root, "--stage", "ppo", "--samples", 0, "--quiet").exit_code == 0
+    return root
+
+
+@pytest.fixture
+def two(evaluated, tmp_path):
+    shutil.copytree(evaluated, tmp_path / "one")
+    shutil.copytree(evaluated, tmp_path / "two")
+    return tmp_path / "one", tmp_path / "two"
+
+
+def change(path, **keys):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | keys))
+
+
+def test_a_run_beside_itself_differs_in_nothing(two):
+    result = run_command("compare", *two)
+    assert result.exit_code == 0, result.output
+    assert "0.00 [0.00, 0.00]" in result.output
+    assert "the configs are equal" in result.output
+    assert "+0.00" in result.output
+
+
+def test_keys_that_differ_are_listed(two):
+    manifest = two[1] / "ppo" / "manifest.json"
+    identity = json.loads(manifest.read_text())["identity"]
+    identity["config"]["ppo"]["kl_coef"] = 0.7
+    change(manifest, identity=identity)
+    result = run_command("compare", *two)
+    (line,) = [line for line in result.output.splitlines() if "ppo: ppo.kl_coef" in line]
+    assert line.split()[-1] == "0.7"
+
+
+def test_scores_of_other_rewards_are_not_compared(two):
+    manifest = two[1] / "ppo" / "manifest.json"
+    identity = json.loads(manifest.read_text())["identity"]
+    identity["inputs"]["rewards.0"] = "another"
+    change(manifest, identity=identity)
+    result = run_command("compare", *two)
+    assert "other rewards" in result.output
+    assert "By score" not in result.output
+
+
+def test_other_prompts_are_refused(two):
+    path = two[1] / "eval" / "ppo" / "evaluation.json"
+    replies = json.loads(path.read_text())["replies"]
+    change(path, replies=replies[:-1])
+    result = run_command("compare", *two)
+    assert result.exit_code == 2
+    assert "other held-out prompts" in result.output
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(1, "two directories or more"), (2, "Run: rlhf eval")])
+def test_what_cannot_be_compared_gets_one_line(two, arguments, says):
+    shutil.rmtree(two[1] / "eval")
+    result = run_command("compare", *two[:arguments])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def made(name, scores):
+    return Compared(name, None, [{"prompt": str(i), "ppo": {"score": s}} for i, s in enumerate(scores)], {})
+
+
+def test_differences_are_paired_by_prompt():
+    base = torch.randn(200, generator=torch.Generator().manual_seed(0)) * 5
+    figure = difference(made("a", base.tolist()), made("b", (base + 0.5).tolist()), "score", seed=0)
+    assert figure.value == pytest.approx(0.5)
+    assert figure.high - figure.low < 1e-4  # Unpaired it would be about 2.
+
+
+def test_wins_and_strengths_order_three_runs():
+    rates, strengths = win_table([made("a", [3, 3, 3, 0]), made("b", [2, 2, 4, 1]), made("c", [1, 1, 1, 2])], "score")
+    assert rates[0][1] is not None
+    assert rates[0][1].value == 0.5
+    assert rates[0][0] is None
+    assert strengths[2] < min(strengths[0], strengths[1])
