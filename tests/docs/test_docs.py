@@ -198,7 +198,7 @@ NOT_OFFERED = {
     "beam and contrastive search": ("num_beams", "penalty_alpha"),
     "encoder-decoder policies": ("encoder_decoder", "is_encoder_decoder"),
     "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
-    "scaling scores without": ("shift_mean", "score_clip_low", "reward_ema"),
+    "scaling scores without": ("shift_mean", "score_clip_low"),
     "variance of returns": ("log_variance",),
 }
 """What docs/other_libraries.md says is not offered, and the names it would have in a config."""
