@@ -111,13 +111,19 @@ def rm_serve(
         str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
+    keep_special: Annotated[
+        bool, typer.Option("--keep-special-tokens", help="Read special tokens in texts as special, not as plain text.")
+    ] = False,
 ) -> None:
     """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
 
     def work() -> None:
         from rlhf_cli.commands.serve import Settings, serve
 
-        serve(Settings(model, host, port, token_env, max_batch, raw, label, probability, template, device))
+        settings = Settings(
+            model, host, port, token_env, max_batch, raw, label, probability, template, device, keep_special
+        )
+        serve(settings)
 
     exit_with(work)
 

@@ -129,14 +129,20 @@ def _one_type(kind: Any, metadata: list[Any]) -> str:
         options = [plain(option) for option in options_of(kind)]
         return options[0] if len(options) == 1 else "one of " + ", ".join(options)
     if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return f"a list, each {_type(item, [])}"
+        return f"a list {_items(get_args(kind)[0])}"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))}, each {_type(get_args(kind)[0], [])}"
     if get_origin(kind) is dict or fields_of(kind):
         return "a mapping"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return names.get(kind, "any value") + _bounds(metadata)
+
+
+def _items(kind: Any) -> str:
+    """The items of a list, in words that follow "a list"."""
+    item = _type(kind, [])
+    plurals = {"a mapping": "mappings", "text": "texts", "a number": "numbers", "a whole number": "whole numbers"}
+    return f"of {plurals[item]}" if item in plurals else f"whose items are each {item}"
 
 
 def _bounds(metadata: list[Any]) -> str:

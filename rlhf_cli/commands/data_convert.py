@@ -27,7 +27,7 @@ from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Message, Record, shown_name
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import Seen, StageRows, see
+from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
@@ -82,7 +82,8 @@ def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
     """The columns of a row whose values are not written. Rewards may need them."""
     format_ = FORMATS[report.kinds[part.rows.train[0].path]]
     read = () if part.purpose == "ppo" else format_.columns
-    return [name for name, value in record.columns.items() if name not in read and value != record.prompt]
+    kept = {*read, "ended"} if part.purpose != "ppo" and _says_ended(record) else read
+    return [name for name, value in record.columns.items() if name not in kept and value != record.prompt]
 
 
 def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Sequence[str]) -> None:
@@ -105,14 +106,27 @@ def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Seque
 def _meaning(seen: Seen, num: int) -> tuple[Any, ...]:
     """Everything that must be equal when a row is read back. Of scored answers, one row holds only the first."""
     record = seen.record
-    return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num]
+    ended = [row.ended for row in demonstrations_of(seen)]
+    return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num], ended[:num]
 
 
 def rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
-    A plain text has no prompt and stays a text, because the whole text identifies the row.
+    A plain text has no prompt and stays a text, because the whole text identifies the row. Rows with a column `ended`
+    keep it, for the answers that are written.
     """
+    rows = _rows_of(seen, purpose, format)
+    if purpose == "ppo" or format in ("text", "labelled") or not _says_ended(seen.record):
+        yield from rows
+        return
+    ended = [row.ended for row in demonstrations_of(seen)]
+    for number, row in enumerate(rows):
+        yield row | {"ended": ended if purpose == "rm pairs" else ended[number]}
+
+
+def _rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
+    """The rows without `ended`."""
     record, answers = seen.record, seen.answers
     is_text = format in ("text", "labelled")
     if purpose == "ppo":
@@ -132,6 +146,12 @@ def rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any
         yield {"messages": _messages((*record.messages, _said(answers[0])))}
     else:
         yield _prompt(record) | {"response": _answer(record, answers[0])}
+
+
+def _says_ended(record: Record) -> bool:
+    """Whether the row has a column `ended` that says which answers are complete, and not one with another meaning."""
+    ended = record.columns.get("ended")
+    return isinstance(ended, bool) or (isinstance(ended, list) and all(isinstance(flag, bool) for flag in ended))
 
 
 def _prompt(record: Record) -> dict[str, Any]:
@@ -165,9 +185,6 @@ def _seen(part: StageRows, report: Report) -> Iterator[tuple[Record, Seen]]:
             continue
         if isinstance(seen, Skipped):
             report.skip(side, seen.reason)
-        elif not all(answer.strip() for answer in seen.answers):
-            # HH-RLHF has some; our formats treat an empty column as a mistake.
-            report.skip(side, "empty answer, which our formats refuse")
         else:
             report.kept[side] += 1
             yield record, seen

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.data.report import MANY_SKIPPED
 from rlhf_cli.data.views import StageRows
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (1, 10, 50, 90, 99)
 MAX_EXAMPLES = 3
-"""Places that are named of duplicates and of leaks."""
+"""Places that are named of duplicates, of leaks and of other rows to look at."""
 FEW_SCORES = 10
 """Up to this many different scores count as labels, and each is counted."""
 WIDTH = 80
@@ -33,6 +35,7 @@ def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, An
     by_side = {"train": specs[0], "test": specs[0], **{spec.role.removeprefix("data."): spec for spec in specs[1:]}}
     names = [name for name in by_side if name in {*check.sides, *check.num_bad, *check.skipped}]
     warnings = [check.warning(name, name, by_side[name].length_key) for name in names]
+    warnings += [_glue_warning(name, check.side(name), by_side[name], check.kept[name]) for name in names]
     found: dict[str, Any] = {
         "for": specs[0].purpose,
         "formats": check.kinds,
@@ -67,6 +70,8 @@ def _side_figures(check: Check, name: str, spec: StageRows) -> dict[str, Any]:
         },
         "prompts_of_several_rows": {"prompts": int((times > 1).sum()), "rows": int(times[times > 1].sum())},
         "empty_prompts": side.empty_prompts,
+        "special_tokens": side.special.figures(),
+        "glued": side.glued.figures(),
         "max_length": limits.max_length if limits is not None else None,
         "too_long": side.too_long,
         "min_response_length": limits.min_response_length if limits is not None else 0,
@@ -79,6 +84,18 @@ def _side_figures(check: Check, name: str, spec: StageRows) -> dict[str, Any]:
     if side.scores:
         found["scores"] = _score_figures(_array(side.scores))
     return found
+
+
+def _glue_warning(name: str, side: Side, spec: StageRows, used: int) -> str | None:
+    """A warning if prompt and answer meet without a space in many rows, with the template that separates them."""
+    glued = side.glued
+    if glued.number <= MANY_SKIPPED * used:
+        return None
+    template = json.dumps((spec.template or "{prompt}") + "\n", ensure_ascii=False)
+    return (
+        f"{name}: prompt and answer meet without a space in {glued.number:,} of {used:,} rows ({glued.example}). "
+        f"data.prompt_template: {template} would separate them"
+    )
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float]:
@@ -206,6 +223,11 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
     line("prompts with several different rows", [side["prompts_of_several_rows"]["prompts"] for side in each])
     line("  rows of these", [side["prompts_of_several_rows"]["rows"] for side in each])
     line("empty prompts", [side["empty_prompts"] for side in each], "yellow")
+    for label, key in (
+        ("special tokens in the text", "special_tokens"),
+        ("answer meets prompt without space", "glued"),
+    ):
+        _print_remarkable(console, line, label, {name: side[key] for name, side in sides.items()})
     lengths = {side["max_length"] for side in each} - {None}
     for length in sorted(lengths):
         line(f"longer than {length:,} {unit}", [s["too_long"] * (s["max_length"] == length) for s in each], "yellow")
@@ -214,6 +236,20 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
         line(f"answers shorter than {length:,} {unit}", shorter, "yellow")
     if lengths and unit == "words":
         console.print(Text("    a word is one token or more: pass --tokenizer to count tokens"))
+
+
+def _print_remarkable(
+    console: Console, line: Callable[..., None], label: str, by_side: dict[str, dict[str, Any]]
+) -> None:
+    """A line with the rows of each side and, below it, the first places; nothing if no side has such rows."""
+    if not any(found["rows"] for found in by_side.values()):
+        return
+    line(label, [found["rows"] for found in by_side.values()], "yellow")
+    for name, found in by_side.items():
+        if found["rows"]:
+            of = f"{name}: " if len(by_side) > 1 else ""
+            places = _examples(found["first"], found["rows"])
+            console.print(Text(f"    {of}{places} ({printable(found['example'])})"))
 
 
 def _examples(first: Sequence[str], number: int) -> str:

@@ -292,6 +292,8 @@ class _Comparison:
         texts = [_text(record, answer.text) for answer in record.answers]
         best = 0 if answers[0] == "first" else 1
         columns: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
+        if not all(answer.ended for answer in record.answers):
+            columns["ended"] = [record.answers[n].ended for n in (best, 1 - best)]
         if self.ties == "keep":
             # A list with scores can hold a tie, which the ranking loss skips.
             columns = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
@@ -350,7 +352,7 @@ def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
     """
     row = {}
     for name, value in record.columns.items():
-        same = name in ("prompt", "response", "responses") and value == new.get(name)
+        same = name == "ended" or (name in ("prompt", "response", "responses") and value == new.get(name))
         empty = name == "scores" and isinstance(value, list) and all(score is None for score in value)
         if name not in new and name not in ("score", "scores"):
             row[name] = value

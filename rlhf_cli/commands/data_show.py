@@ -138,7 +138,7 @@ def _show_texts(screen: Screen, seen: Seen, part: StageRows) -> None:
 def _show_prompt(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
     record, row = seen.record, seen.row
     assert isinstance(row, Prompt)
-    ids = encode_rows(tokenizer, [row], part.template)[0]
+    ids = encode_rows(tokenizer, [row], part.template, keep_special=part.keep_special)[0]
     fitting = fit_prompt(ids, _limits(part), tokenizer.bos_token_id)
     kept = ids if isinstance(fitting, Skipped) else fitting
     screen.title(record.where, _tokens(ids, kept, fitting))
@@ -168,7 +168,10 @@ def _encoded(
     rows: Sequence[Demonstration], part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
     """For each row its ids, which of them are targets, and a description of both."""
-    for ids, answer in encode_answers(tokenizer, rows, part.template, start=part.purpose == "sft"):
+    encoded = encode_answers(
+        tokenizer, rows, part.template, start=part.purpose == "sft", keep_special=part.keep_special
+    )
+    for ids, answer in encoded:
         fitting = fit(ids, answer, _limits(part), tokenizer.bos_token_id)
         kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from rlhf_cli.data.words import words
+
 ROUNDING = 1e-9
 LIST_MARK = re.compile(r"(?:\d+\s*[.):]|[-*•])(?:\s+|$)")
 
@@ -29,7 +31,7 @@ def prompts_in(answer: str, *, ended: bool = True) -> list[str]:
 class KnownPrompts:
     """A set of prompts that finds near-duplicates.
 
-    A and B are near-duplicates if the Jaccard similarity of their sets of lower-case words, |A and B| / |A or B|, is
+    A and B are near-duplicates if the Jaccard similarity of their sets of `words`, |A and B| / |A or B|, is
     at least `threshold`. Order and repetition do not count.
     """
 
@@ -62,12 +64,3 @@ class KnownPrompts:
         """
         length = len(own) - math.ceil(self.threshold * len(own) - ROUNDING) + 1
         return sorted(own, key=lambda word: (-len(word), word))[:length]
-
-
-def words(text: str) -> frozenset[str]:
-    """The set of lower-case words of a text; the text itself if it has none.
-
-    >>> sorted(words("What is the TIME, what time?"))
-    ['is', 'the', 'time', 'what']
-    """
-    return frozenset(re.findall(r"\w+", text.casefold()) or [text.strip()])

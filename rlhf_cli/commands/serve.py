@@ -72,6 +72,8 @@ class Settings:
     probability: bool = False
     template: str | None = None
     device: str = "auto"
+    keep_special: bool = False
+    """Read special tokens in all texts as special, not as the plain text that they are."""
 
 
 # ------------------------------------------------------------------------------------------- answers
@@ -302,7 +304,10 @@ def start(settings: Settings) -> RewardServer:
     path = str(directory / "rm") if (directory / "rm" / MANIFEST).is_file() else settings.model
     device = distributed.start(settings.device).device
     reward = as_reward(settings, path)
-    source, notes = load_reward_source(reward, path, None, device, "auto", name=settings.model, key="--model")
+    source, notes = load_reward_source(
+        reward, path, None, device, "auto", name=settings.model, key="--model", keep_special=settings.keep_special
+    )
+    source.prompts_are_rendered = True
     for note in notes:
         print(note, file=sys.stderr)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

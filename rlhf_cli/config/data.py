@@ -33,11 +33,12 @@ Format = Literal[
 
 
 def _check_select(select: str) -> str:
-    """Check that each of the parts "k/n,k/n,..." exists."""
+    """Check a list of parts such as "0/10,1/10": part k of n exists for k from 0 to n - 1."""
     for part in select.split(","):
         k, n = map(int, part.split("/"))
         if k >= n:
-            raise ValueError(f"part {part} does not exist; the {n} parts are 0/{n} to {max(n - 1, 0)}/{n}")
+            parts = f"the parts of {n} are 0/{n} to {n - 1}/{n}" if n else "a file has at least one part"
+            raise ValueError(f"part {part} does not exist; {parts}")
     return select
 
 
@@ -52,7 +53,7 @@ class DataSource(Section):
     """The format of the rows. `auto` decides by the keys of the first row and prints its choice."""
     keys: dict[str, str] = {}
     """Maps our column names to those of the file: `{prompt: question, response: output.text}`. A dot reaches into
-    a mapping."""
+    a mapping, and a dot and a number into a list: `passages.0.text` is the text of the first passage."""
     weights: dict[str, float] = {}
     """For rows with several grades (HelpSteer, UltraFeedback): the weight of each grade in the score."""
     name: str | None = None
@@ -83,7 +84,6 @@ def _mapping_of_path(value: Any) -> Any:
 
 def _as_list(value: Any) -> Any:
     """A single source as a list of one."""
-    """A single source as a list of one."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -103,6 +103,7 @@ def _check_prompt_template(template: str) -> str:
 
 
 PromptTemplate = Annotated[str, AfterValidator(_check_prompt_template)]
+SpecialTokens = Literal["split", "keep"]
 
 
 class Rows(Section):
@@ -136,6 +137,10 @@ class Data(Rows):
     prompt_template: PromptTemplate | None = None
     """How a prompt is written: text with `{prompt}` in it. `chat` uses the tokenizer's chat template. Null leaves
     the prompt as it is; rows of messages then use the chat template if the tokenizer has one."""
+    special_tokens: SpecialTokens = "split"
+    """Special tokens in the text of rows, such as `<eos>`: `split` encodes them as the plain text that they are, so
+    that no row can end an answer early or forge a message. `keep` encodes them as special tokens, for rows that are
+    already written in a chat template."""
     max_length: PositiveInt = 512
     """Maximum length of a sequence in tokens, including EOS."""
     truncation: Literal["drop", "left", "right"] = "drop"
@@ -150,6 +155,9 @@ class PromptData(Rows):
 
     prompt_template: PromptTemplate | None = None
     """How a prompt is written, as in the SFT stage. Use the same value there and here."""
+    special_tokens: SpecialTokens = "split"
+    """Special tokens in the text of rows, also of `ptx` and in what reward models read as text: encode them as plain
+    text, or keep them. Use the same value as in the SFT stage."""
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the prompt is this many words from the start."""
     max_prompt_length: PositiveInt = 512

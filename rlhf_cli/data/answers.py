@@ -9,9 +9,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.encode import Skipped, encode_answers, encode_for_classifier, fit, whole_text
+from rlhf_cli.data.encode import (
+    Skipped,
+    before_answer,
+    encode_answers,
+    encode_for_classifier,
+    fit,
+    last_run,
+    prompt_text,
+    too_short,
+    whole_text,
+)
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
+from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
 from rlhf_cli.packing import common_prefix
@@ -73,9 +84,22 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
     def encode_rows(self, rows: Sequence[Demonstration]) -> list[Tokens]:
         """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
         if self.reads_last_token:
-            return encode_answers(self.tokenizer, rows, self.template, start=False)
-        texts = [whole_text(row, self.template, self.tokenizer) for row in rows]
-        return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
+            return encode_answers(self.tokenizer, rows, self.template, start=False, keep_special=self.keep_special)
+        return [(ids, []) for ids in encode_for_classifier(self.tokenizer, [self._text(row) for row in rows], None)]
+
+    def _text(self, row: Demonstration) -> str:
+        """The whole text of a row for an encoder model, special tokens of the row's own text marked."""
+        marks = None if self.keep_special else special_tokens_of(self.tokenizer)
+        return whole_text(row, self.template, self.tokenizer, marks)
+
+    def answer_length(self, row: Demonstration, tokens: Tokens) -> int:
+        """Tokens of the last answer. Of an encoder model's sequence, everything after the prompt."""
+        ids, answer_mask = tokens
+        if answer_mask:
+            return last_run(answer_mask)
+        marks = None if self.keep_special else special_tokens_of(self.tokenizer)
+        text = prompt_text(row.prompt, self.template, self.tokenizer, before_answer(row), marks)
+        return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
 
     def cut(self, row: Demonstration, tokens: Tokens) -> list[int] | Skipped:
         """A sequence within the length limits."""
@@ -84,13 +108,14 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
         if self.reads_last_token:
             fitting = fit(ids, answer_mask, limits, self.tokenizer.bos_token_id)
             return fitting if isinstance(fitting, Skipped) else fitting[0]
+        if limits.min_response_length and self.answer_length(row, tokens) < limits.min_response_length:
+            return too_short(limits)
         if len(ids) <= limits.max_length:
             return ids
         if limits.truncation == "drop":
             return Skipped(f"longer than {limits.max_length} tokens", needs=len(ids))
         # The tokenizer cuts, so that its special tokens stay in place.
-        text = whole_text(row, self.template, self.tokenizer)
-        return encode_for_classifier(self.tokenizer, [text], limits.max_length, limits.truncation)[0]
+        return encode_for_classifier(self.tokenizer, [self._text(row)], limits.max_length, limits.truncation)[0]
 
 
 class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):

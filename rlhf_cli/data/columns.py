@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.config.data import DataSource
@@ -20,6 +21,9 @@ PROMPT_KEYS = ("prompt", "question", "user_input", "query")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
 ANSWERS_KEYS = ("answers", "responses")
 CONVERSATION_KEYS = ("messages", "conversations")
+CONTEXT_KEYS = ("context",)
+"""The prompt of preference rows only: beside a single answer, `context` is often a passage that a question is about."""
+LABEL_KEYS = ("label", "score")
 SYSTEM_KEYS = ("system_content", "system", "system_prompt")
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
@@ -61,8 +65,9 @@ def first_key(row: Row, names: tuple[str, ...]) -> str:
 def mapped(row: Row, source: DataSource) -> Row:
     """The row with its columns renamed to our names, as `source.keys` says.
 
-    A path is a column's full name or, if there is no such column, names joined by dots that go into mappings. A
-    renamed column no longer has its old name. Raises DataError if the row lacks a named column.
+    A path is a column's full name or, if there is no such column, names joined by dots that go into mappings, and
+    numbers from 0 that go into lists. A renamed column no longer has its old name. Raises DataError if the row lacks a
+    named column.
 
     >>> row = Row({"q": "1+1=", "out": {"text": "2"}}, "file:1")
     >>> mapped(row, DataSource(path="file", keys={"prompt": "q", "response": "out.text"})).values
@@ -78,14 +83,21 @@ def mapped(row: Row, source: DataSource) -> Row:
 
 
 def at(row: Row, path: str, why: str = "") -> Any:
-    """The value at a path of names joined by dots; raises DataError, which ends with `why`, if it does not exist."""
+    """The value at a path of names and numbers joined by dots; raises DataError, which ends with `why`, without one.
+
+    >>> at(Row({"passages": [{"text": "a"}, {"text": "b"}]}, "file:1"), "passages.1.text")
+    'b'
+    """
     if path in row.values:
         return row.values[path]
     value: Any = row.values
     for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, Mapping) and name in value:
+            value = value[name]
+        else:
             raise DataError(f"{row.where}: found the keys {found_keys(row.values)}, but not `{shown_name(path)}`{why}")
-        value = value[name]
     return value
 
 
@@ -175,15 +187,15 @@ def conversation(row: Row, name: str) -> tuple[Message, ...]:
 # ------------------------------------------------------------------------------------- prompt and answers
 
 
-def prompt(row: Row, *, empty: bool = True) -> tuple[str, tuple[Message, ...]]:
+def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS) -> tuple[str, tuple[Message, ...]]:
     """(text, messages) of a row's prompt. The messages are empty unless it is a conversation; then the text is their
     transcript.
 
-    It is read from a column of `PROMPT_KEYS`, or of `CONVERSATION_KEYS` if there is none: text, or a list of messages
+    It is read from a column of `names`, or of `CONVERSATION_KEYS` if there is none: text, or a list of messages
     that does not end with the assistant. With a system column (RLHF_PPO's `system_content`, `system`,
     `system_prompt`), a text becomes the user's message after it.
     """
-    name = first_key(row, PROMPT_KEYS if has(row.values, PROMPT_KEYS) else PROMPT_KEYS + CONVERSATION_KEYS)
+    name = first_key(row, names if has(row.values, names) else names + CONVERSATION_KEYS)
     if not isinstance(row.values[name], list):
         prompt_text, system = text(row, name, empty=empty), system_message(row)
         if system is None:
@@ -268,8 +280,15 @@ def record(
     ranked: bool = False,
     undesirable: bool = False,
 ) -> Record:
-    """The Record of a row with a prompt. Its key is the prompt's text, or its messages as JSON."""
+    """The Record of a row with a prompt. Its key is the prompt's text, or its messages as JSON.
+
+    A column `ended` says which answers are complete: true or false, or a list with one for each answer.
+    """
     key = prompt_text
+    ended = row.values.get("ended")
+    flags = [ended] if isinstance(ended, bool) else ended
+    if isinstance(flags, list) and len(flags) == len(answers) and all(isinstance(flag, bool) for flag in flags):
+        answers = tuple(replace(answer, ended=flag) for answer, flag in zip(answers, flags, strict=True))
     if before:
         key = json.dumps([{"role": m.role, "content": m.content} for m in before], sort_keys=True)
     return Record(row.where, prompt_text, answers, key, ranked, undesirable, before, row.values)

@@ -9,6 +9,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.records import Demonstration, Message, Prompt
+from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
 
 
@@ -54,7 +55,7 @@ def fit(
     Skipped(reason='longer than 3 tokens, and so is its answer', needs=4)
     """
     if sum(answer_mask) < limits.min_response_length:
-        return Skipped(f"answers of fewer than {limits.min_response_length} tokens")
+        return too_short(limits)
     longest = limits.max_length
     if len(ids) <= longest:
         return ids, answer_mask
@@ -72,6 +73,11 @@ def fit(
     if (answer_start <= start and not first) or answer_start < start:
         return Skipped(f"longer than {longest} tokens, and so is its answer", needs=last_run(answer_mask) + 1)
     return first + ids[start:], [False] * len(first) + answer_mask[start:]
+
+
+def too_short(limits: Limits) -> Skipped:
+    """The reason to skip a row with an answer below `limits.min_response_length`."""
+    return Skipped(f"answers of fewer than {limits.min_response_length} tokens")
 
 
 def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | Skipped:
@@ -108,24 +114,35 @@ def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
 
 
 def prompt_text(
-    prompt: str, template: str | None, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] = ()
+    prompt: str,
+    template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message] = (),
+    special: SpecialTokens | None = None,
 ) -> str:
-    """The prompt as the model reads it. `messages` are the turns of a conversation before the answer."""
+    """The prompt as the model reads it. `messages` are the turns of a conversation before the answer.
+
+    With `special`, the special tokens of the row's own text are marked, for `SpecialTokens.encode`.
+    """
     if is_chat(messages, template, tokenizer):
-        return _chat_text(tokenizer, messages, generation=True)
-    if template is None:
-        return prompt
+        return chat_text(tokenizer, messages, special, generation=True)
     if template == "chat":
         require_chat_template(tokenizer)
-        return _chat_text(tokenizer, [Message("user", prompt)], generation=True)
-    return template.replace("{prompt}", prompt)
+        return chat_text(tokenizer, [Message("user", prompt)], special, generation=True)
+    before, _, after = (template or "{prompt}").partition("{prompt}")
+    if special is None:
+        return before + prompt + after
+    return special.join(special.join(before, special.protect(prompt)), after)
 
 
-def whole_text(row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def whole_text(
+    row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens | None = None
+) -> str:
     """A row's prompt and response as one text, for a model that tokenises the two together."""
     if is_chat(row.messages, template, tokenizer):
-        return _chat_text(tokenizer, row.messages, generation=False)
-    return prompt_text(row.prompt, template, tokenizer) + row.response
+        return chat_text(tokenizer, row.messages, special, generation=False)
+    prompt = prompt_text(row.prompt, template, tokenizer, special=special)
+    return prompt + row.response if special is None else special.join(prompt, special.protect(row.response))
 
 
 def is_chat(messages: Sequence[Message], template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -140,16 +157,23 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], template: str | None, *, start: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    template: str | None,
+    *,
+    start: bool = True,
+    keep_special: bool = False,
 ) -> list[list[int]]:
     """Encode prompts, without the EOS that some tokenizers append by themselves (T5, some Llamas).
 
     With `start`, an empty prompt becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
+    With `keep_special`, special tokens in the rows' own text stay special, here and below.
     """
-    texts = [prompt_text(prompt, template, tokenizer) for prompt in prompts]
+    special = special_tokens_of(tokenizer)
+    texts = [prompt_text(prompt, template, tokenizer, special=None if keep_special else special) for prompt in prompts]
     eos = int(tokenizer.eos_token_id)
     encoded = []
-    for ids in _encode(tokenizer, texts, special=template != "chat"):
+    for ids in special.encode(texts, add_special_tokens=template != "chat"):
         bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
         first = eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
         encoded.append(bare or ([first] if start else []))
@@ -157,16 +181,19 @@ def encode_prompts(
 
 
 def encode_rows(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration | Prompt], template: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Demonstration | Prompt],
+    template: str | None,
+    *,
+    keep_special: bool = False,
 ) -> list[list[int]]:
     """The ids that a response to each row follows, the same that SFT has before the row's last answer."""
-    plain = iter(
-        encode_prompts(tokenizer, [r.prompt for r in rows if not _row_is_chat(r, template, tokenizer)], template)
-    )
+    plain = [row.prompt for row in rows if not is_chat(row.messages, template, tokenizer)]
+    prompts = iter(encode_prompts(tokenizer, plain, template, keep_special=keep_special))
     return [
-        _encode_turns(tokenizer, before_answer(row), row.where)[0]
-        if _row_is_chat(row, template, tokenizer)
-        else next(plain)
+        _encode_turns(tokenizer, before_answer(row), row.where, keep_special=keep_special)[0]
+        if is_chat(row.messages, template, tokenizer)
+        else next(prompts)
         for row in rows
     ]
 
@@ -183,6 +210,7 @@ def encode_pairs(
     template: str | None,
     *,
     start: bool = True,
+    keep_special: bool = False,
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with EOS) of each row.
 
@@ -191,33 +219,46 @@ def encode_pairs(
     only continue after the prompt's ids.
     """
     eos = int(tokenizer.eos_token_id)
-    prompt_ids = encode_prompts(tokenizer, prompts, template, start=start)
-    texts = [prompt_text(prompt, template, tokenizer) for prompt in prompts]
-    whole_ids = _encode(tokenizer, [t + r for t, r in zip(texts, responses, strict=True)], special=template != "chat")
+    special = special_tokens_of(tokenizer)
+    marks = None if keep_special else special
+    prompt_ids = encode_prompts(tokenizer, prompts, template, start=start, keep_special=keep_special)
+    rows = [Demonstration(prompt, response, "") for prompt, response in zip(prompts, responses, strict=True)]
+    texts = [whole_text(row, template, tokenizer, marks) for row in rows]
+    whole_ids = special.encode(texts, add_special_tokens=template != "chat")
     pairs = []
     for prompt, whole, response in zip(prompt_ids, whole_ids, responses, strict=True):
         bare = whole[:-1] if whole and whole[-1] == eos else whole
         if bare[: len(prompt)] == prompt and len(bare) > len(prompt):
             answer = bare[len(prompt) :]
         else:
-            answer = _encode(tokenizer, [response], special=False)[0]
+            text = response if keep_special else special.protect(response)
+            answer = special.encode([text], add_special_tokens=False)[0]
         pairs.append((prompt, [*answer, eos]))
     return pairs
 
 
 def encode_answers(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Demonstration], template: str | None, *, start: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Demonstration],
+    template: str | None,
+    *,
+    start: bool = True,
+    keep_special: bool = False,
 ) -> list[tuple[list[int], list[bool]]]:
-    """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn."""
-    plain = [row for row in rows if not _row_is_chat(row, template, tokenizer)]
+    """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn.
+
+    An answer that was cut (`ended` is false) gets no EOS: the model would learn to stop where the cut was.
+    """
+    plain = [row for row in rows if not is_chat(row.messages, template, tokenizer)]
     texts = [r.prompt for r in plain], [r.response for r in plain]
-    pairs = iter(encode_pairs(tokenizer, *texts, template, start=start))
+    pairs = iter(encode_pairs(tokenizer, *texts, template, start=start, keep_special=keep_special))
     found = []
     for row in rows:
-        if _row_is_chat(row, template, tokenizer):
-            found.append(_encode_conversation(tokenizer, row))
+        if is_chat(row.messages, template, tokenizer):
+            found.append(_encode_conversation(tokenizer, row, keep_special=keep_special))
         else:
             prompt, response = next(pairs)
+            response = response if row.ended else response[:-1]
             found.append((prompt + response, [False] * len(prompt) + [True] * len(response)))
     return found
 
@@ -229,10 +270,11 @@ def encode_demonstrations(
     *,
     learn_all: bool,
     limits: Limits | None = None,
+    keep_special: bool = False,
 ) -> list[Example | Skipped]:
     """Encode rows to training sequences within `limits`."""
     bos = tokenizer.bos_token_id
-    encoded = encode_answers(tokenizer, rows, template)
+    encoded = encode_answers(tokenizer, rows, template, keep_special=keep_special)
     return [
         training_example(ids, answer_mask, row.where, limits, bos, learn_all=learn_all)
         for row, (ids, answer_mask) in zip(rows, encoded, strict=True)
@@ -261,22 +303,26 @@ def encode_for_classifier(
     """Encode whole texts with the special tokens that an encoder model expects.
 
     A text longer than `max_length` loses its beginning, because the response to judge is at the end. With side
-    "right" it loses its end.
+    "right" it loses its end. Special tokens that `SpecialTokens.protect` marked in a text are read as text.
     """
-    if not texts:
-        return []
-    tokenizer.truncation_side = side
     limit = max_length if max_length is not None and max_length < 10**9 else None
-    encoded = tokenizer(list(texts), truncation=limit is not None, max_length=limit, verbose=False)
-    return [list(ids) for ids in encoded["input_ids"]]
+    return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=limit, side=side)
 
 
-def _row_is_chat(row: Demonstration | Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return is_chat(row.messages, template, tokenizer)
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    special: SpecialTokens | None = None,
+    *,
+    generation: bool,
+) -> str:
+    """The messages in the tokenizer's chat template. Raises DataError if the template fails.
 
-
-def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation: bool) -> str:
-    plain = [{"role": m.role, "content": m.content} for m in messages]
+    `generation` adds the beginning of the assistant's next message. With `special`, the special tokens of the
+    messages' own text are marked.
+    """
+    protect = str if special is None else special.protect
+    plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
     try:
         return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
     except Exception as error:
@@ -286,46 +332,56 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 
 def _encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    where: str,
+    *,
+    keep_special: bool,
+    ended: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
 
-    The mask covers every assistant turn and the tokens that end it. A conversation that ends before an answer ends
-    with the template's generation prompt, in the same ids that it has when the answer follows.
+    The mask covers every assistant turn and the tokens that end it; the last one ends with its text if it has not
+    `ended`. A conversation that ends before an answer ends with the template's generation prompt, in the same ids that
+    it has when the answer follows.
     """
     require_chat_template(tokenizer)
+    special = special_tokens_of(tokenizer)
+    marks = None if keep_special else special
     cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
     if messages[-1].role != "assistant":
         cuts.append((len(messages), "before"))
-    ids: list[int] = []
-    answer_mask: list[bool] = []
+    parts: list[str] = []
     text = ""
     for end, kind in cuts:
         answered = kind == "answer"
-        longer = _chat_text(tokenizer, messages[: end + answered], generation=not answered)
+        longer = chat_text(tokenizer, messages[: end + answered], marks, generation=not answered)
         if not longer.startswith(text):
             raise DataError(
                 f"{where}: the chat template rewrites earlier turns, so the tokens of each turn are unknown. "
                 "Split the conversation into rows with one answer each"
             )
-        part = _encode(tokenizer, [longer[len(text) :]], special=False)[0]
-        ids += part
-        answer_mask += [answered] * len(part)
+        parts.append(longer[len(text) :])
         text = longer
+    if not ended:
+        content = messages[-1].content if marks is None else marks.protect(messages[-1].content)
+        own = next((form for form in (content, content.strip()) if form in parts[-1]), content)
+        parts[-1] = parts[-1].rpartition(own)[0] + own
+    ids: list[int] = []
+    answer_mask: list[bool] = []
+    for part, (_, kind) in zip(special.encode(parts, add_special_tokens=False), cuts, strict=True):
+        ids += part
+        answer_mask += [kind == "answer"] * len(part)
     return ids, answer_mask
 
 
-def _encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Demonstration) -> tuple[list[int], list[bool]]:
-    ids, answer_mask = _encode_turns(tokenizer, row.messages, row.where)
+def _encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, row: Demonstration, *, keep_special: bool
+) -> tuple[list[int], list[bool]]:
+    ids, answer_mask = _encode_turns(tokenizer, row.messages, row.where, keep_special=keep_special, ended=row.ended)
     eos = int(tokenizer.eos_token_id)
-    if eos not in ids[-3:]:
+    if row.ended and eos not in ids[-3:]:
         # Most templates end a turn with EOS, some add a newline. If a template ends without EOS, append it.
         ids.append(eos)
         answer_mask.append(True)
     return ids, answer_mask
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]]

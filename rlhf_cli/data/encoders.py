@@ -24,7 +24,8 @@ from rlhf_cli.data.encode import (
     training_example,
 )
 from rlhf_cli.data.records import Demonstration, Prompt
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.special_tokens import special_tokens_of
+from rlhf_cli.data.views import StageRows, texts_of
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class RowEncoder(Generic[V, T]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows):
         self.tokenizer, self.stage_rows = tokenizer, stage_rows
         self.template = stage_rows.template
+        self.keep_special = stage_rows.keep_special
         self.limits = stage_rows.limits or NO_LIMITS
         if self.template == "chat":
             require_chat_template(tokenizer)
@@ -68,6 +70,10 @@ class RowEncoder(Generic[V, T]):
         for row, sequences in zip(rows, self.sequences(rows), strict=True):
             yield from self.items(row, sequences)
 
+    def special_token_in(self, row: V) -> str | None:
+        """The first special token in the row's own text, or None."""
+        return special_tokens_of(self.tokenizer).first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
+
     def settings(self) -> dict[str, Any]:
         """Every option besides the tokenizer that decides the items: part of the token cache's key."""
         spec = self.stage_rows
@@ -78,6 +84,7 @@ class RowEncoder(Generic[V, T]):
             "prompt_words": spec.prompt_words,
             "learn_all": spec.learn_all,
             "margin_column": spec.margin_column,
+            "keep_special": spec.keep_special,
         }
 
 
@@ -87,7 +94,8 @@ class DemonstrationEncoder(RowEncoder[Demonstration, Example]):
     kind = Example
 
     def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
-        return [[tokens] for tokens in encode_answers(self.tokenizer, rows, self.template)]
+        encoded = encode_answers(self.tokenizer, rows, self.template, keep_special=self.keep_special)
+        return [[tokens] for tokens in encoded]
 
     def items(self, row: Demonstration, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
         ((ids, answer_mask),) = sequences
@@ -101,7 +109,8 @@ class PromptEncoder(RowEncoder[Prompt, PromptRow]):
     kind = PromptRow
 
     def sequences(self, rows: Sequence[Prompt]) -> list[list[Tokens]]:
-        return [[(ids, [])] for ids in encode_rows(self.tokenizer, rows, self.template)]
+        encoded = encode_rows(self.tokenizer, rows, self.template, keep_special=self.keep_special)
+        return [[(ids, [])] for ids in encoded]
 
     def items(self, row: Prompt, sequences: Sequence[Tokens]) -> list[PromptRow | Skipped]:
         ((ids, _),) = sequences

@@ -7,6 +7,7 @@ therefore reported instead of being read in part. docs/data.md shows a row of ea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from rlhf_cli.data import formats_graded as graded
 from rlhf_cli.data import formats_plain as plain
 from rlhf_cli.data.columns import (
     ANSWERS_KEYS,
+    CONTEXT_KEYS,
     CONVERSATION_KEYS,
+    LABEL_KEYS,
     PROMPT_KEYS,
     RESPONSE_KEYS,
     SYSTEM_KEYS,
@@ -66,11 +69,11 @@ _ALL_FORMATS = (
         "preference",
         "prompt + chosen + rejected",
         WITHOUT_SCORES,
-        ("chosen", "rejected", *PROMPTS, *CONVERSATION_KEYS),
+        ("chosen", "rejected", *PROMPTS, *CONTEXT_KEYS, *CONVERSATION_KEYS),
         lambda v, _: (
             "chosen" in v
             and "rejected" in v
-            and (has(v, PROMPT_KEYS) or has(v, CONVERSATION_KEYS) or not isinstance(v["chosen"], str))
+            and (has(v, PROMPT_KEYS + CONTEXT_KEYS) or has(v, CONVERSATION_KEYS) or not isinstance(v["chosen"], str))
         ),
         lambda row, _source, _words: graded.read_preference(row),
     ),
@@ -212,8 +215,8 @@ _ALL_FORMATS = (
         "labelled",
         "text + label",
         ALL,
-        ("text", "label"),
-        lambda v, _: "text" in v and "label" in v,
+        ("text", *LABEL_KEYS),
+        lambda v, _: "text" in v and has(v, LABEL_KEYS),
         lambda row, _source, words: plain.read_text(row, words, labelled=True),
     ),
     Format(
@@ -270,7 +273,22 @@ def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: i
     """
     if not source.keys:
         return format.read(row, source, prompt_words)
-    return replace(format.read(mapped(row, source), source, prompt_words), columns=row.values)
+    ours = mapped(row, source)
+    try:
+        return replace(format.read(ours, source, prompt_words), columns=row.values)
+    except DataError as error:
+        raise DataError(_in_names_of_the_file(str(error), row, ours, source)) from None
+
+
+def _in_names_of_the_file(message: str, row: Row, ours: Row, source: DataSource) -> str:
+    """A message about a mapped row with the file's names of its columns.
+
+    >>> source, row = DataSource(path="file", keys={"response": "out.text"}), Row({"out": {"text": ""}}, "file:1")
+    >>> _in_names_of_the_file("file:1: `response` is empty", row, mapped(row, source), source)
+    'file:1: `out.text` is empty'
+    """
+    message = message.replace(found_keys(ours.values), found_keys(row.values))
+    return re.sub(r"`(\w+)`", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}`", message)
 
 
 def _suits(format: Format, source: DataSource, purpose: Purpose) -> bool:

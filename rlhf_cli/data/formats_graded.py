@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_cli.data.columns import (
     ANSWERS_KEYS,
+    CONTEXT_KEYS,
     CONVERSATION_KEYS,
     PROMPT_KEYS,
     RESPONSE_KEYS,
@@ -43,14 +44,16 @@ from rlhf_cli.errors import DataError
 def read_preference(row: Row) -> Record:
     """A prompt with a chosen and a rejected answer; each answer is text, a message or a conversation.
 
-    The prompt is text, messages, ShareGPT's `conversations`, or the messages that both conversations share.
+    The prompt is text, messages, ShareGPT's `conversations`, or the messages that both conversations share. It may be
+    in a column `context`.
     """
+    names = PROMPT_KEYS + CONTEXT_KEYS
     answers = [answer(row.values[first_key(row, (name,))], name, row) for name in ("chosen", "rejected")]
     prompt_text: str | None = None
     before: tuple[Message, ...] = ()
     whole = next((turns for turns, _ in answers if turns), ())
-    if has(row.values, PROMPT_KEYS) or (not whole and has(row.values, CONVERSATION_KEYS)):
-        prompt_text, before = prompt(row)
+    if has(row.values, names) or (not whole and has(row.values, CONVERSATION_KEYS)):
+        prompt_text, before = prompt(row, names=names)
     elif whole and whole[0].role != "system":
         before = system_message(row) or ()
     prompt_text, before, (chosen, rejected) = joined(row, prompt_text, before, answers)

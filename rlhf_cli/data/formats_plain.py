@@ -6,6 +6,7 @@ import re
 
 from rlhf_cli.data.columns import (
     CONVERSATION_KEYS,
+    LABEL_KEYS,
     RESPONSE_KEYS,
     answer,
     column_number,
@@ -39,7 +40,7 @@ def read_prompt(row: Row) -> Record:
 
 
 def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
-    """A text whose first words are the prompt; with `labelled`, the label is the score of the whole text.
+    """A text whose first words are the prompt; with `labelled`, the label or score is that of the whole text.
 
     The key is the whole text. A text of at most `prompt_words` words has no prompt.
     """
@@ -47,7 +48,7 @@ def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
     start, rest = first_words(full_text, prompt_words)
     if not rest.strip():
         start, rest = "", full_text
-    score = column_number(row, "label") if labelled else None
+    score = column_number(row, first_key(row, LABEL_KEYS)) if labelled else None
     return Record(row.where, start, (Answer(rest, score),), full_text, columns=row.values)
 
 

@@ -31,6 +31,8 @@ class Answer:
 
     text: str
     score: float | None = None
+    ended: bool = True
+    """False for an answer that was cut before its end, as `data generate` marks it: no EOS follows it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Demonstration:
     where: str
     messages: tuple[Message, ...] = ()
     """Every turn of a conversation, the answer last."""
+    ended: bool = True
+    """See `Answer.ended`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Ranking:
     columns: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     """Every turn of a conversation before the answers."""
+    cut: tuple[str, ...] = ()
+    """The answers that have not `Answer.ended`."""
 
     @property
     def chosen(self) -> str:
@@ -99,6 +105,8 @@ class Scored:
     where: str
     messages: tuple[Message, ...] = ()
     """Every turn of a conversation before the response."""
+    ended: bool = True
+    """See `Answer.ended`."""
 
 
 @dataclass(frozen=True)

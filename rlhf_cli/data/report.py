@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlhf_cli.config.data import Rows
 from rlhf_cli.errors import DataError
 
 MANY_SKIPPED = 0.1
-"""Above this share of skipped rows a stage warns."""
+"""Above this share of skipped or otherwise remarkable rows a stage warns."""
 ENOUGH = 0.95
 """The advice is the length limit that keeps this share of the rows."""
 DUPLICATE = "the same prompt and answers came before"
@@ -34,12 +35,22 @@ class Report:
     """For each side the smallest length limit that each item skipped for its length would need."""
     bad: list[str] = field(default_factory=list)
     """The first rows that cannot be read: where and why."""
+    special: Counter[str] = field(default_factory=Counter)
+    """Rows of each side with a special token in their own text that is encoded as plain text."""
+    special_token: str = ""
+    """The first such token."""
 
     def skip(self, side: str, reason: str, needs: int | None = None) -> None:
         """Count a skipped item. `needs` is the smallest length limit that would keep it, if one would."""
         self.skipped.setdefault(side, Counter())[reason] += 1
         if needs is not None:
             self.needs.setdefault(side, Counter())[needs] += 1
+
+    def add_special(self, side: str, tokens: Sequence[str]) -> None:
+        """Count rows of which each has one of `tokens` in its own text."""
+        if tokens:
+            self.special[side] += len(tokens)
+            self.special_token = self.special_token or tokens[0]
 
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:
         """Count a row that cannot be read. Raises `error` instead if `data.on_bad_row` is error."""
@@ -84,12 +95,28 @@ class Report:
         for side, reasons in self.skipped.items():
             total = self.total(side)
             found += [f"{role}.{side}: {n:,} of {total:,} rows skipped: {reason}" for reason, n in reasons.items()]
+        found += [
+            f"{role}.{side}: {n:,} rows have special tokens in their text ({self.special_token}), which are encoded as "
+            "plain text"
+            for side, n in self.special.items()
+        ]
         return [*found, *(f"skipped: {line}" for line in self.bad)]
 
     def warnings(self, role: str, length_key: str, longest: int | None = None) -> list[str]:
-        """The warnings about skipped rows, one per side."""
-        found = (self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped)
+        """The warnings about skipped rows and about special tokens, one of each kind per side."""
+        found = [self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped]
+        found += [self._special_warning(side, f"{role}.{side}") for side in self.special]
         return [line for line in found if line is not None]
+
+    def _special_warning(self, side: str, name: str) -> str | None:
+        """A warning if more than a tenth of a side has special tokens in its text: it may be rendered chats."""
+        if self.special[side] <= MANY_SKIPPED * self.kept[side]:
+            return None
+        return (
+            f"{name}: {self.special[side]:,} of {self.kept[side]:,} rows have special tokens in their text "
+            f"({self.special_token}), which are encoded as plain text. If the rows are written in a chat template "
+            "already, set data.special_tokens: keep"
+        )
 
     def warning(self, side: str, name: str, length_key: str, longest: int | None = None) -> str | None:
         """A warning if a side lost more than a tenth of its rows, with the length limit that keeps 95 %."""
@@ -129,6 +156,8 @@ class Report:
             "skipped": self.skipped,
             "needs": self.needs,
             "bad": self.bad,
+            "special": self.special,
+            "special_token": self.special_token,
         }
 
     @classmethod
@@ -142,4 +171,6 @@ class Report:
             # JSON has text keys only.
             needs={side: Counter({int(n): times for n, times in of.items()}) for side, of in facts["needs"].items()},
             bad=facts["bad"],
+            special=Counter(facts["special"]),
+            special_token=facts["special_token"],
         )

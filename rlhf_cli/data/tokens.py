@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.artifacts import digest_file
@@ -71,14 +70,16 @@ def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokeni
     """
     key = _key(encoder)
     with _entry(key) as entry:
-        if not (entry / "facts.json").is_file():
-            _build(entry, encoder, longest)
+        report, lines = _stored_report(entry), []
+        if report is None:
+            if entry.is_dir():
+                lines.append(f"{entry}: the cached tokens are damaged, the rows are tokenised again")
+            report = _build(entry, encoder, longest)
         os.utime(entry)
-        report = Report.from_facts(json.loads((entry / "facts.json").read_text(encoding="utf-8")))
         tables = [Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES]
     spec = encoder.stage_rows
     warnings = report.warnings(spec.role, spec.length_key, longest)
-    return Tokenised(tables[0], tables[1], report.lines(spec.role), warnings)
+    return Tokenised(tables[0], tables[1], [*lines, *report.lines(spec.role)], warnings)
 
 
 def cache_directory() -> Path:
@@ -92,7 +93,7 @@ def cache_directory() -> Path:
 # ------------------------------------------------------------------------------------------- writing
 
 
-def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> None:
+def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> Report:
     """Read and encode the rows into the folder `entry`."""
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
@@ -100,7 +101,10 @@ def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> None:
     partial.mkdir()
     try:
         _write_tables(partial, encoder, report, longest)
-        (partial / "facts.json").write_text(json.dumps(report.facts()), encoding="utf-8")
+        digests = {side: digest_file(partial / f"{side}.arrow") for side in SIDES}
+        facts = json.dumps({"report": report.facts(), "digests": digests})
+        stored = {"facts": facts, "digest": _digest(facts)}
+        (partial / "facts.json").write_text(json.dumps(stored), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         partial.rename(entry)
     except OSError as error:
@@ -110,13 +114,18 @@ def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> None:
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return report
 
 
 def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longest: int | None) -> None:
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
+    spec = encoder.stage_rows
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
-    for side, rows in _by_side(_views(encoder.stage_rows, report)):
+    for side, rows in _by_side(_views(spec, report)):
         items = []
+        if not spec.keep_special:
+            found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]  # type: ignore[arg-type]
+            report.add_special(side, found)
         for item in encoder.encode(rows):  # type: ignore[arg-type]  # The rows are those of the encoder's purpose.
             if isinstance(item, Skipped):
                 report.skip(side, item.reason, item.needs)
@@ -124,7 +133,6 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
                 items.append(item)
         report.kept[side] += len(items)
         writers[side].write(items)
-    spec = encoder.stage_rows
     for side, writer in writers.items():
         writer.close()
         if report.rows[side] and not writer.num_rows:
@@ -175,21 +183,27 @@ def _entry(key: str) -> Iterator[Path]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_old(root)
-        if (root / key).is_dir() and not _is_intact(root / key):
-            shutil.rmtree(root / key)
         yield root / key
 
 
-def _is_intact(entry: Path) -> bool:
-    """Whether the files of an entry can be read."""
+def _stored_report(entry: Path) -> Report | None:
+    """The report of a cache entry, or None if there is no entry or any byte of it changed since it was written.
+
+    Hashing costs about a second per gigabyte of tokens. A changed token would train another model unseen.
+    """
     try:
-        json.loads((entry / "facts.json").read_text(encoding="utf-8"))
-        for side in SIDES:
-            with pa.memory_map(str(entry / f"{side}.arrow")) as file:
-                pa.ipc.open_file(file)
-    except (OSError, ValueError, pa.ArrowException):
-        return False
-    return True
+        stored = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+        facts = json.loads(stored["facts"])
+        digests = {side: digest_file(entry / f"{side}.arrow") for side in SIDES}
+        if stored["digest"] != _digest(stored["facts"]) or facts["digests"] != digests:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Report.from_facts(facts["report"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _make_root(root: Path) -> None:

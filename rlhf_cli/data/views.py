@@ -7,7 +7,7 @@ which options. Its `view` turns a Record into a Demonstration (SFT), a Ranking o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,9 @@ from rlhf_cli.errors import DataError
 
 Viewed = Demonstration | Ranking | list[Scored] | Prompt
 """A row as one stage sees it."""
+BLANK = "an answer is blank"
+"""The reason to skip a row with an answer of white space, such as HH-RLHF has: SFT would learn to end at once, and the
+reward model to prefer it."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,33 @@ class StageRows:
     learn_all: bool = False
     """SFT: learn the prompt's tokens too."""
     margin_column: str | None = None
+    keep_special: bool = False
+    """Special tokens in the rows' text stay special (`data.special_tokens: keep`)."""
 
     def view(self, record: Record, side: str) -> Viewed | Skipped:
         """What the stage sees of a record. Raises DataError for a bad row."""
-        if self.purpose == "sft":
-            return demonstration(record) or Skipped("no answer to learn from")
         if self.purpose == "ppo":
             return prompt(record)
-        if self.purpose == "rm scores":
-            return scored(record) or Skipped("no answer with a score")
+        if self.purpose == "sft":
+            found: Viewed | None = demonstration(record)
+            reason = "no answer to learn from"
+        elif self.purpose == "rm scores":
+            found, reason = scored(record) or None, "no answer with a score"
+        else:
+            found, reason = self._ranking(record, side)
+        if found is None:
+            return Skipped(reason)
+        return found if all(answer.strip() for answer in answers_of(found)) else Skipped(BLANK)
+
+    def _ranking(self, record: Record, side: str) -> tuple[Ranking | None, str]:
+        """The ranking of a record, or None and the reason."""
         if self.role == "data.probes" and not isinstance(record.columns.get("probe"), str):
             raise DataError(f"{record.where}: a row of data.probes needs a text column `probe`, the probe's name")
         margin_column = self.margin_column if side == "train" else None
-        found = ranking(record, margin_column=margin_column)
-        if found is not None:
-            return found
         texts = {answer.text for answer in record.answers}
         all_equal = len(texts) == 1 < len(record.answers)
-        return Skipped("its answers are equal" if all_equal else "no answer is better than another")
+        reason = "its answers are equal" if all_equal else "no answer is better than another"
+        return ranking(record, margin_column=margin_column), reason
 
 
 # --------------------------------------------------------------------------------- the rows of each stage
@@ -73,6 +85,7 @@ def sft_rows(config: SFTConfig) -> StageRows:
         "sft",
         limits=Limits(data.max_length, data.truncation, data.min_response_length),
         template=data.prompt_template,
+        keep_special=data.special_tokens == "keep",
         prompt_words=data.prompt_words,
         learn_all=data.loss_on == "all",
     )
@@ -90,6 +103,7 @@ def rm_rows(config: RMConfig) -> StageRows:
         "rm scores" if is_scored else "rm pairs",
         limits=Limits(data.max_length, data.truncation, data.min_response_length),
         template=data.prompt_template,
+        keep_special=data.special_tokens == "keep",
         margin_column=data.margin_column,
     )
 
@@ -111,6 +125,7 @@ def ppo_rows(config: PPOConfig) -> StageRows:
         limits=Limits(data.max_prompt_length, data.truncation),
         length_key="data.max_prompt_length",
         template=data.prompt_template,
+        keep_special=data.special_tokens == "keep",
         prompt_words=data.prompt_words,
     )
 
@@ -127,6 +142,7 @@ def ptx_rows(config: PPOConfig) -> StageRows | None:
         limits=Limits(ptx.max_length),
         length_key="ptx.max_length",
         template=config.data.prompt_template,
+        keep_special=config.data.special_tokens == "keep",
         prompt_words=ptx.prompt_words,
         learn_all=ptx.loss_on == "all",
     )
@@ -165,7 +181,7 @@ def demonstration(record: Record) -> Demonstration | None:
     messages = record.messages
     if messages:
         messages = (*messages, Message("assistant", answer.text.removeprefix(" ")))
-    return Demonstration(record.prompt, answer.text, record.where, messages)
+    return Demonstration(record.prompt, answer.text, record.where, messages, answer.ended)
 
 
 def ranking(record: Record, *, margin_column: str | None = None) -> Ranking | None:
@@ -198,13 +214,14 @@ def ranking(record: Record, *, margin_column: str | None = None) -> Ranking | No
     if len(texts) < 2:
         return None
     margin = number(record.columns.get(margin_column), margin_column, record.where) if margin_column else 0.0
-    return Ranking(record.prompt, tuple(texts), record.where, margin, record.columns, record.messages)
+    cut = tuple(answer.text for answer in answers if not answer.ended)
+    return Ranking(record.prompt, tuple(texts), record.where, margin, record.columns, record.messages, cut)
 
 
 def scored(record: Record) -> list[Scored]:
     """The answers of a record that have a score."""
     return [
-        Scored(record.prompt, answer.text, answer.score, record.where, record.messages)
+        Scored(record.prompt, answer.text, answer.score, record.where, record.messages, answer.ended)
         for answer in record.answers
         if answer.score is not None
     ]
@@ -232,17 +249,32 @@ class Seen:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The answers that the stage learns from, those of a ranking best first. A prompt has none."""
-        if isinstance(self.row, Demonstration):
-            return (self.row.response,)
-        if isinstance(self.row, Ranking):
-            return self.row.answers
-        return () if isinstance(self.row, Prompt) else tuple(one.response for one in self.row)
+        """See `answers_of`."""
+        return answers_of(self.row)
 
     @property
     def scores(self) -> tuple[float, ...]:
         """The score of each answer of a scored row, else empty."""
         return tuple(one.score for one in self.row) if isinstance(self.row, list) else ()
+
+
+def answers_of(row: Viewed) -> tuple[str, ...]:
+    """The answers that the stage learns from, those of a ranking best first. A prompt has none."""
+    if isinstance(row, Demonstration):
+        return (row.response,)
+    if isinstance(row, Ranking):
+        return row.answers
+    return () if isinstance(row, Prompt) else tuple(one.response for one in row)
+
+
+def texts_of(row: Viewed) -> Iterator[str]:
+    """Every text of a row that is encoded, as its file has it: the prompt or the messages before, and the answers."""
+    first = row[0] if isinstance(row, list) else row
+    if first.messages:
+        yield from (message.content for message in first.messages)
+    else:
+        yield first.prompt
+    yield from answers_of(row)
 
 
 def see(record: Record, rows: StageRows, side: str) -> Seen | Skipped:
@@ -264,7 +296,8 @@ def demonstrations_of(seen: Seen) -> list[Demonstration]:
 def answered(row: Ranking | Scored, answer: str) -> Demonstration:
     """A row with one of its answers, as the reward model reads it."""
     messages = (*row.messages, Message("assistant", answer.removeprefix(" "))) if row.messages else ()
-    return Demonstration(row.prompt, answer, row.where, messages)
+    ended = row.ended if isinstance(row, Scored) else answer not in row.cut
+    return Demonstration(row.prompt, answer, row.where, messages, ended)
 
 
 def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list[tuple[int, int]]:

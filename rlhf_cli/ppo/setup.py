@@ -112,7 +112,14 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     policy = load_policy(path, config.policy.revision)
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
-    rewards, reward_notes = load_rewards(config.rewards, config.artifacts, tokenizer, world.device, config.precision)
+    rewards, reward_notes = load_rewards(
+        config.rewards,
+        config.artifacts,
+        tokenizer,
+        world.device,
+        config.precision,
+        keep_special=config.data.special_tokens == "keep",
+    )
     value_model, value_head, value_note = choose_value_model(config, path, rewards, policy)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")

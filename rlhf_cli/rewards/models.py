@@ -16,6 +16,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
+from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
@@ -48,6 +49,10 @@ class RewardModel(RewardSource):
     precision: str
     budget: Budget = AT_A_TIME
     """Maximum tokens per forward pass."""
+    keep_special: bool = False
+    """Special tokens in prompts and responses stay special. Otherwise only those of a template are."""
+    prompts_are_rendered: bool = False
+    """Prompts come from a client's template: special tokens in them stay special without `template`."""
     num_cut: int = 0
     """Texts cut so far because they were longer than the model accepts or was trained on."""
 
@@ -101,17 +106,26 @@ class RewardModel(RewardSource):
 
     def _texts(self, samples: Samples) -> dict[int, str]:
         """The text to score for each row, by row number; a row that the chat template refuses is missing."""
+        special = special_tokens_of(self.tokenizer)
+        protect = str if self.keep_special else special.protect
         texts = {}
         for i, response in enumerate(samples.responses):
             prompt = samples.prompts[i] if samples.prompts and self.reads_prompt else ""
             own = samples.own_prompts[i] if samples.own_prompts else prompt
-            if self.template is None:
+            messages = samples.messages[i] if samples.messages else ()
+            if self.template is None and self.keep_special:
                 texts[i] = prompt + response
+            elif self.template is None:
+                if not self.prompts_are_rendered:
+                    prompt = special.protect_within(prompt, [m.content for m in messages] or [own])
+                texts[i] = special.join(prompt, self._protected_response(response, special))
             elif self.template != "chat":
-                texts[i] = written(self.template, own, response)
+                texts[i] = written(self.template, protect(own), protect(response))
             else:
-                before = (samples.messages[i] if samples.messages else ()) or (Message("user", own),)
-                turns = [{"role": m.role, "content": m.content} for m in (*before, Message("assistant", response))]
+                before = messages or (Message("user", own),)
+                turns = [
+                    {"role": m.role, "content": protect(m.content)} for m in (*before, Message("assistant", response))
+                ]
                 try:
                     texts[i] = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
                 except Exception as error:
@@ -119,6 +133,15 @@ class RewardModel(RewardSource):
                     reason = shown(str(error)) or type(error).__name__
                     self.fail(samples, [i], f"its chat template failed: {reason}", error)
         return texts
+
+    def _protected_response(self, response: str, special: SpecialTokens) -> str:
+        """A response as plain text, but for an EOS that a client wrote behind it."""
+        eos = self.tokenizer.eos_token
+        text = response.rstrip()
+        if not self.prompts_are_rendered or not eos or not text.endswith(eos):
+            return special.protect(response)
+        end = len(text) - len(eos)
+        return special.protect(response[:end]) + response[end:]
 
 
 def load_reward_source(
@@ -130,6 +153,7 @@ def load_reward_source(
     *,
     name: str,
     key: str,
+    keep_special: bool = False,
 ) -> tuple[RewardModel, list[str]]:
     """The reward model at `path`, ready to score, and notes for the user.
 
@@ -168,6 +192,7 @@ def load_reward_source(
         mean=float(mean or 0.0) if normalize else 0.0,
         std=float(std or 1.0) if normalize else 1.0,
         precision=precision,
+        keep_special=keep_special,
         budget=Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model)),
     )
     return source, [note for note in notes if note]
@@ -329,8 +354,8 @@ def encode_whole(
     longest, side = length_limit(model, tokenizer)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if is_chat:
-        encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return cut_all([list(ids) for ids in encoded], longest, side, bos)
+        encoded = special_tokens_of(tokenizer).encode(texts, add_special_tokens=False)
+        return cut_all(encoded, longest, side, bos)
     sequences = encode_for_classifier(tokenizer, texts, None)
     if not reads_last_token(model) or eos is None:
         # The tokenizer cuts, so that it keeps its special tokens.

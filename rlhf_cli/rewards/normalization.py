@@ -18,6 +18,7 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Skipped, encode_rows
 from rlhf_cli.data.formats_plain import first_words
 from rlhf_cli.data.records import Prompt, Ranking, Scored
+from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import answered
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
@@ -94,7 +95,8 @@ def _samples(
     if path is None:
         return []
     policy_tokenizer, policy = load_tokenizer(path), load_policy(path)
-    encoded = encode_rows(policy_tokenizer, prompts, config.data.prompt_template)
+    keep_special = config.data.special_tokens == "keep"
+    encoded = encode_rows(policy_tokenizer, prompts, config.data.prompt_template, keep_special=keep_special)
     room = positions(policy) - config.evaluation.max_new_tokens
     fitting = [(prompt.prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
     if not fitting:
@@ -107,6 +109,8 @@ def _samples(
     if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
         return cut_all(texts, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
     decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+    if not keep_special:
+        decoded = [special_tokens_of(tokenizer).protect(text) for text in decoded]
     return encode_texts(model, tokenizer, decoded, [response.ended for response in responses])
 
 

@@ -34,8 +34,13 @@ def load_rewards(
     policy_tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     precision: str,
+    *,
+    keep_special: bool = False,
 ) -> tuple[list[RewardSource], list[str]]:
-    """The sources, ready to score, and notes for the user."""
+    """The sources, ready to score, and notes for the user.
+
+    With `keep_special`, reward models that encode text keep special tokens in it (`data.special_tokens`).
+    """
     sources: list[RewardSource] = []
     notes: list[str] = []
     for number, (reward, name) in enumerate(zip(rewards, reward_names(rewards), strict=True)):
@@ -46,7 +51,14 @@ def load_rewards(
             case ModelReward():
                 path = reward.path if reward.path is not None else f"{artifacts_root}/rm"
                 source, lines = load_reward_source(
-                    reward, path, policy_tokenizer, device, precision, name=name, key=key
+                    reward,
+                    path,
+                    policy_tokenizer,
+                    device,
+                    precision,
+                    name=name,
+                    key=key,
+                    keep_special=keep_special,
                 )
             case FunctionReward():
                 source = load_function_reward(reward, name, key)

@@ -36,12 +36,13 @@ def first_questions(
 ) -> list[Question]:
     """The first prompts that leave room for an answer in the model's positions."""
     settings, template = config.evaluation, config.data.prompt_template
+    keep_special = config.data.special_tokens == "keep"
     room = positions(model) - settings.max_new_tokens
     found: list[Question] = []
     for row in rows:
         if len(found) == settings.num_samples:
             return found
-        ids = encode_rows(tokenizer, [row], template)[0]
+        ids = encode_rows(tokenizer, [row], template, keep_special=keep_special)[0]
         if len(ids) <= room:
             found.append(Question(prompt_text(row.prompt, template, tokenizer, before_answer(row)), ids))
     if settings.num_samples and not found:

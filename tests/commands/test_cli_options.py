@@ -100,7 +100,7 @@ def test_docs_of_a_key() -> None:
         ("rewards.http.url", "text; required"),
         ("gradient_checkpointing", "true or false; default false"),
         ("evaluation.gold", "text or null; default null"),
-        ("ppo.rewards", "a list, each a mapping; default [{type: reward_model}]"),
+        ("ppo.rewards", "a list of mappings; default [{type: reward_model}]"),
     ],
 )
 def test_docs_name_type_and_default(key: str, facts: str) -> None:

@@ -778,7 +778,7 @@ def test_a_bad_row_stops_convert_or_is_skipped_and_counted(tmp_path: Path) -> No
 def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     output = rlhf("convert", FIXTURES / "hh.jsonl", "--for", "rm", "--out", out).stdout
-    assert re.search(r"1 of \d+ rows skipped: empty answer", output)
+    assert re.search(r"1 of \d+ rows skipped: an answer is blank", output)
     assert "columns not copied" not in output
 
 

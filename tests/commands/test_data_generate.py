@@ -25,12 +25,13 @@ from rlhf_cli import http_client
 from rlhf_cli.cli import app
 from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output, writer
 from rlhf_cli.commands.data_generate import generate
-from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in, words
+from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
 from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, ranking
+from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.rollout.local_writer import LocalWriter
 from rlhf_cli.rollout.requests import Drawing, Written

@@ -114,7 +114,12 @@ PPO: dict[str, Any] = {
         ("ppo", PPO, ["ppo.minibatch_size=3"], "must divide rollout_batch_size"),
         ("ppo", PPO, ["rewards=[]"], "at least 1"),
         ("sft", SFT, ["optimizer.betas=[1, 0.9]"], "less than 1"),
-        ("sft", SFT, ["data.train={path: d.jsonl, select: 3/3}"], "part 3/3 does not exist; the 3 parts"),
+        (
+            "sft",
+            SFT,
+            ["data.train={path: d.jsonl, select: 3/3}"],
+            "part 3/3 does not exist; the parts of 3 are 0/3 to 2/3",
+        ),
         ("ppo", PPO, ["rewards.0={type: function, function: nope}"], "function"),
         ("ppo", PPO, ["rewards.0={type: reward_model, output: probability}"], "probability is for a classifier"),
         # A group baseline with one sample, or with samples that do not fill a batch.

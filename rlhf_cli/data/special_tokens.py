@@ -1,0 +1,253 @@
+"""Text from data is text: special tokens in it are encoded as the characters that they are.
+
+A tokenizer reads the text `<eos>` as its EOS token wherever it occurs. In a row that would teach a model to stop in
+the middle of an answer, or let a user's message forge a message of the system. Special tokens that a chat template or
+`data.prompt_template` writes must stay special. So a row's text is encoded in three steps:
+
+    protect    replace each special token in the row's own text by a mark that no text can contain
+    render     the template, which passes marks through
+    encode     a special token is one of the template's now; each mark becomes its token's characters again
+
+A text without a mark goes to the tokenizer unchanged, so rows without special tokens keep their usual ids.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf_cli.errors import DataError
+
+EDGE, STAND_IN = ("".join(chr(0x10F000 + byte) for byte in secrets.token_bytes(12)) for _ in range(2))
+"""EDGE begins and ends a mark, STAND_IN begins the text that stands for a special token of the template. Data cannot
+forge them: they differ in each process, and no id depends on them."""
+NUMBERS = 0x100000
+"""The character of this code stands for special token 0 in a mark, the next one for token 1, and so on."""
+MARK = re.compile(f"{EDGE}([\U00100000-\U0010efff]?){EDGE}")
+"""A mark: a special token's number between two edges, or nothing for a mere boundary."""
+BOUNDARY = EDGE + EDGE
+NO_TOKEN = 0xEFFF
+"""The number of a boundary among the stand-ins."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, as text and as ids. `special_tokens_of` makes it once for each tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = weakref.ref(tokenizer)
+        added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+        special = [content for content, token in added.items() if token.special]
+        self.named = tuple(tokenizer.all_special_tokens)
+        known = tokenizer.get_vocab()
+        self.tokens = [token for token in dict.fromkeys([*self.named, *special]) if token and token in known]
+        self.ids = [known[token] for token in self.tokens]
+        self._added = [added.get(token, AddedToken(token)) for token in self.tokens]
+        self._number = {token: number for number, token in enumerate(self.tokens)}
+        # The longest first: one token may begin with another.
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))) or "(?!)")
+        self._longest = max(map(len, self.tokens), default=0)
+        self._backend: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer. Only a weak reference is kept, so that the cache of this class does not keep it alive."""
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None
+        return tokenizer
+
+    def first_in(self, texts: Iterable[str]) -> str | None:
+        """The first special token that occurs in the texts, or None."""
+        matches = (self._pattern.search(text) for text in texts)
+        return next((match[0] for match in matches if match is not None), None)
+
+    # ---------------------------------------------------------------------------------------- marks
+
+    def protect(self, text: str) -> str:
+        """A row's own text with a mark in place of each special token."""
+        return self._pattern.sub(lambda match: f"{EDGE}{chr(NUMBERS + self._number[match[0]])}{EDGE}", text)
+
+    def join(self, before: str, after: str) -> str:
+        """The two texts together, with a boundary between them if a special token would arise where they meet."""
+        window = before[len(before) - self._longest + 1 :] if len(before) >= self._longest else before
+        meets = len(window)
+        for match in self._pattern.finditer(window + after[: self._longest - 1]):
+            if match.start() < meets < match.end():
+                return before + BOUNDARY + after
+        return before + after
+
+    def protect_within(self, rendered: str, own_texts: Iterable[str]) -> str:
+        """A rendered text with marks in those parts that are `own_texts` of a row.
+
+        If a template changed an own text with a special token so that it is not found, every special token of the
+        rendered text is marked.
+        """
+        for own in own_texts:
+            if self.first_in([own]) is None:
+                continue
+            core = own.strip()
+            if core not in rendered:
+                return self.protect(rendered)
+            rendered = rendered.replace(core, self.protect(core))
+        return rendered
+
+    # --------------------------------------------------------------------------------------- encoding
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_length: int | None = None,
+        side: Literal["left", "right"] = "left",
+    ) -> list[list[int]]:
+        """The ids of rendered texts. A text longer than `max_length` is cut at `side`.
+
+        Raises DataError for a special token that the tokenizer makes even of its separate characters.
+        """
+        usual = [text for text in texts if EDGE not in text]
+        encoded = iter(self._usual(usual, add_special_tokens, max_length, side))
+        return [
+            next(encoded) if EDGE not in text else self._split(text, add_special_tokens, max_length, side)
+            for text in texts
+        ]
+
+    def _usual(self, texts: list[str], add_special_tokens: bool, max_length: int | None, side: str) -> list[list[int]]:
+        if not texts:
+            return []
+        tokenizer = self.tokenizer
+        if max_length is not None:
+            tokenizer.truncation_side = side
+        encoded = tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            truncation=max_length is not None,
+            max_length=max_length,
+            verbose=False,
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
+        """The ids of a text with marks."""
+        before, ids, after = self._parts(text, add_special_tokens, separate=False)
+        if self._makes_special(text, ids):
+            # Models with a vocabulary of whole words or of pieces know the token's text: cut it in two.
+            before, ids, after = self._parts(text, add_special_tokens, separate=True)
+            if self._makes_special(text, ids):
+                token = next((self._marked(match) for match in MARK.finditer(text) if match[1]), "a special token")
+                raise DataError(
+                    f"the text contains {token!r}, which this tokenizer cannot read as plain text. Remove it from the "
+                    "data, or set data.special_tokens: keep"
+                )
+        if max_length is not None:
+            room = max(0, max_length - len(before) - len(after))
+            ids = ids[:room] if side == "right" else ids[max(0, len(ids) - room) :]
+        return [*before, *ids, *after]
+
+    def _makes_special(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether `ids` have more special tokens than the template wrote into `text`, unknown characters aside."""
+        special = {*self.ids} - {self.tokenizer.unk_token_id}
+        written = [self.ids[self._number[match[0]]] for match in self._pattern.finditer(text)]
+        return sum(i in special for i in ids) > sum(i in special for i in written)
+
+    def _parts(self, text: str, add_special_tokens: bool, *, separate: bool) -> tuple[list[int], list[int], list[int]]:
+        """(tokens that the tokenizer adds before, the text's, those added after). `separate` cuts marked tokens."""
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            return self._slow_parts(text, add_special_tokens, self._restored(separate, BOUNDARY))
+        backend = self._stand_in_backend()
+        # As the usual tokenizer does, but with ordinary added tokens in place of the template's special tokens.
+        replaced = self._pattern.sub(lambda match: _stand_in(self._number[match[0]]), text)
+        encoding = backend.encode(
+            MARK.sub(self._restored(separate, _stand_in(NO_TOKEN)), replaced), add_special_tokens=add_special_tokens
+        )
+        mask = encoding.special_tokens_mask
+        start = next((n for n, added in enumerate(mask) if not added), len(mask))
+        end = max((n + 1 for n, added in enumerate(mask) if not added), default=start)
+        real = {backend.token_to_id(_stand_in(number)): i for number, i in enumerate(self.ids)}
+        boundary = backend.token_to_id(_stand_in(NO_TOKEN))
+        body = [real.get(i, i) for i in encoding.ids[start:end] if i != boundary]
+        return encoding.ids[:start], body, encoding.ids[end:]
+
+    def _marked(self, match: re.Match[str]) -> str:
+        """The special token of a mark; "" for a boundary."""
+        return self.tokens[ord(match[1]) - NUMBERS] if match[1] else ""
+
+    def _restored(self, separate: bool, boundary: str) -> Callable[[re.Match[str]], str]:
+        """What replaces a mark: its special token's text, with a boundary behind the first character if `separate`."""
+
+        def restored(match: re.Match[str]) -> str:
+            token = self._marked(match)
+            return token[:1] + boundary + token[1:] if separate else token
+
+        return restored
+
+    def _stand_in_backend(self) -> Tokenizer:
+        """A copy of the tokenizer that reads special tokens as text, and an ordinary added token in place of each."""
+        if self._backend is None:
+            assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
+            backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+            backend.no_truncation()
+            backend.no_padding()
+            names = [(_stand_in(number), token) for number, token in enumerate(self._added)]
+            backend.add_tokens(
+                [AddedToken(_stand_in(NO_TOKEN), normalized=False)]
+                + [
+                    AddedToken(
+                        name,
+                        single_word=token.single_word,
+                        lstrip=token.lstrip,
+                        rstrip=token.rstrip,
+                        normalized=False,
+                    )
+                    for name, token in names
+                ]
+            )
+            backend.encode_special_tokens = True
+            self._backend = backend
+        return self._backend
+
+    def _slow_parts(
+        self, text: str, add_special_tokens: bool, restored: Callable[[re.Match[str]], str]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """`_parts` of a tokenizer in Python, which encodes the text between two special tokens by itself."""
+        tokenizer = self.tokenizer
+        matches = [*self._pattern.finditer(text)]
+        starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
+        numbers = [self._number[match[0]] for match in matches]
+        ids: list[int] = []
+        for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            piece = text[start:end]
+            if n > 0 and self._added[numbers[n - 1]].rstrip:
+                piece = piece.lstrip()
+            if n < len(numbers) and self._added[numbers[n]].lstrip:
+                piece = piece.rstrip()
+            for plain in MARK.sub(restored, piece).split(BOUNDARY):
+                tokens = tokenizer.tokenize(plain, split_special_tokens=EDGE in piece) if plain else []
+                ids += [int(i) for i in tokenizer.convert_tokens_to_ids(tokens)]
+            ids += [self.ids[number] for number in numbers[n : n + 1]]
+        if not add_special_tokens:
+            return [], ids, []
+        whole = tokenizer.build_inputs_with_special_tokens(ids)
+        num_before = next(n for n in range(len(whole) + 1) if whole[n : n + len(ids)] == ids)
+        return whole[:num_before], ids, whole[num_before + len(ids) :]
+
+
+def _stand_in(number: int) -> str:
+    """The text that stands for a special token of the template, or for a boundary."""
+    return STAND_IN + chr(NUMBERS + number)
+
+
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, SpecialTokens] = weakref.WeakKeyDictionary()
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """The special tokens of a tokenizer."""
+    found = _KNOWN.get(tokenizer)
+    if found is None or found.named != tuple(tokenizer.all_special_tokens):
+        found = _KNOWN[tokenizer] = SpecialTokens(tokenizer)
+    return found
