@@ -228,7 +228,9 @@ class SpecialTokens:
                 piece = piece.rstrip()
             for plain in MARK.sub(restored, piece).split(BOUNDARY):
                 tokens = tokenizer.tokenize(plain, split_special_tokens=EDGE in piece) if plain else []
-                ids += [int(i) for i in tokenizer.convert_tokens_to_ids(tokens)]
+                converted = tokenizer.convert_tokens_to_ids(tokens)
+                assert isinstance(converted, list)
+                ids += converted
             ids += [self.ids[number] for number in numbers[n : n + 1]]
         if not add_special_tokens:
             return [], ids, []

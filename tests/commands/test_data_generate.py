@@ -222,6 +222,27 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
     assert len(set(shown)) > 1, "every round draws its own seeds"
 
 
+@pytest.mark.parametrize(
+    ("known", "near", "far"),
+    [
+        ("请给我写一首关于春天的短诗", "请给我写一首关于春天的诗", "请解释一下光合作用的过程"),
+        ("日本の首都について短く説明してください", "日本の首都について説明してください", "美味しいカレーの作り方は?"),
+        ("ช่วยแต่งกลอนเกี่ยวกับฤดูใบไม้ผลิให้หน่อย", "ช่วยแต่งกลอนเกี่ยวกับฤดูใบไม้ผลิหน่อย", "อธิบายการสังเคราะห์ด้วยแสงให้หน่อย"),
+    ],
+)
+def test_near_duplicates_in_scripts_without_spaces(known: str, near: str, far: str) -> None:
+    prompts = KnownPrompts(0.7)
+    prompts.add(known)
+    assert prompts.similar(near) == known
+    assert prompts.similar(far) is None
+
+
+def test_other_scripts_are_still_compared_by_words() -> None:
+    assert words("Ein Über-Satz mit GPT4 und 3,5") == frozenset({"ein", "über", "satz", "mit", "gpt4", "und", "3", "5"})
+    assert words("나는 학교에") == frozenset({"나는", "학교에"})
+    assert words("用Python写") == frozenset({"用", "python", "写"})
+
+
 def test_similarity_is_the_fraction_of_common_words() -> None:
     def slow(a: str, b: str) -> float:
         left, right = ({w.lower() for w in "".join(c if c.isalnum() else " " for c in t).split()} for t in (a, b))

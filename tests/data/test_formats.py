@@ -808,3 +808,81 @@ def test_real_sharegpt_pairs() -> None:
     records = [read_record(row, FORMATS["preference"], SOURCE) for row in rows]
     assert sum(record.messages[0].role == "system" for record in records) == 80
     assert {record.messages[-1].role for record in records} == {"user"}
+
+
+# ------------------------------------------------------------------------------- paths and names of columns
+
+
+def test_a_column_inside_a_list() -> None:
+    """Miracl's passages. A number goes into a list, a name into a mapping."""
+    values = {
+        "query": "q?",
+        "positive_passages": [{"text": "good"}, {"text": "x"}],
+        "negative_passages": [{"text": "bad"}],
+    }
+    keys = {"prompt": "query", "chosen": "positive_passages.0.text", "rejected": "negative_passages.0.text"}
+    given = source(keys=keys)
+    assert recognise(Row(values, "file:3"), given, "rm pairs").name == "preference"
+    assert seen(read(values, "preference", given))[2] == ("good", "bad")
+    for path in ("positive_passages.2.text", "positive_passages.-1.text", "positive_passages.x.text", "query.0.text"):
+        with pytest.raises(
+            DataError, match=rf"file:3: found the keys .*, but not `{path}`, which `keys` maps to `chosen`"
+        ):
+            read(values, "preference", source(keys={**keys, "chosen": path}))
+
+
+@pytest.mark.parametrize(
+    ("values", "prompt_text"),
+    [
+        ({"context": "1+1=", "chosen": " 2", "rejected": " 3"}, "1+1="),
+        (
+            {
+                "context": [{"from": "user", "content": "1+1?"}],
+                "chosen": [{"from": "assistant", "content": "2"}],
+                "rejected": [{"from": "assistant", "content": "3"}],
+            },
+            transcript((Message("user", "1+1?"),)),
+        ),
+        ({"context": "a passage", "question": "1+1=", "chosen": " 2", "rejected": " 3"}, "1+1="),
+    ],
+)
+def test_preferences_may_have_their_prompt_in_context(values: dict[str, Any], prompt_text: str) -> None:
+    """ColossalChat's rows. A question beside it is the prompt."""
+    assert recognise(Row(values, "file:3"), SOURCE, "rm pairs").name == "preference"
+    assert seen(read(values, "preference"))[::2] == (prompt_text, (" 2", " 3"))
+
+
+def test_context_beside_a_single_answer_is_no_prompt() -> None:
+    """Dolly's rows have a passage there."""
+    with pytest.raises(DataError, match="found the keys instruction, context, response"):
+        recognise(Row({"instruction": "a", "context": "b", "response": "c"}, "file:1"), SOURCE, "sft")
+
+
+def test_texts_with_scores_are_labelled_texts() -> None:
+    values = {"text": "a slow film", "score": 0.25}
+    for purpose in ("rm pairs", "rm scores"):
+        assert recognise(Row(values, "file:1"), SOURCE, purpose).name == "labelled"
+    assert recognise(Row(values, "file:1"), SOURCE, "sft").name == "text"
+    assert seen(read(values, "labelled"))[3] == [("a slow film", 0.25)]
+    assert seen(read({**values, "label": 1}, "labelled"))[3] == [("a slow film", 1.0)]
+    with pytest.raises(DataError, match="`score` is 'x', it must be a number"):
+        read({"text": "a", "score": "x"}, "labelled")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"q": "1+1=", "out": {"text": 3}}, "`out.text` is a number, it must be text"),
+        ({"q": "1+1=", "out": {"text": " "}}, "`out.text` is empty, it must contain text"),
+        ({"q": None, "out": {"text": "a"}}, "`q` is null, it must be text"),
+    ],
+)
+def test_a_message_about_a_mapped_column_names_the_column_of_the_file(values: dict[str, Any], message: str) -> None:
+    given = source(keys={"prompt": "q", "response": "out.text"})
+    with pytest.raises(DataError, match=message):
+        read(values, "prompt_response", given)
+
+
+def test_a_missing_column_beside_mapped_ones_lists_the_columns_of_the_file() -> None:
+    with pytest.raises(DataError, match="found the keys q, out, every row needs `rejected`"):
+        read({"q": "a", "out": "b"}, "preference", source(keys={"prompt": "q", "chosen": "out"}))

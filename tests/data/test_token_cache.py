@@ -1,0 +1,63 @@
+"""The cache of tokens is verified when it is read."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.config.data import Rows
+from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.tokens import cache_directory, tokenise
+from rlhf_cli.data.views import StageRows
+from support.tiny import write_jsonl
+
+ROWS = [{"prompt": f"question {n}", "response": f" the lamp is late {n * n}"} for n in range(60)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Any:
+    """A function that tokenises the rows with a cache of this test's own."""
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    data = Rows.model_validate({"train": str(write_jsonl(tmp_path / "rows.jsonl", ROWS)), "test_fraction": 0.1})
+    return lambda: tokenise(DemonstrationEncoder(tokenizer, StageRows(data, "sft")))
+
+
+def entry_of() -> Path:
+    (entry,) = (path for path in cache_directory().iterdir() if path.is_dir())
+    return entry
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "test.arrow", "facts.json"])
+@pytest.mark.parametrize("damage", ["bit", "random", "longer", "empty"])
+def test_a_changed_byte_rebuilds_the_entry_and_says_so(run: Any, name: str, damage: str) -> None:
+    first = run()
+    rows, lines = [list(first.train), list(first.test)], first.lines
+    file = entry_of() / name
+    before = file.read_bytes()
+    draw = random.Random(name)
+    for _ in range(12 if damage == "bit" else 1):
+        broken = bytearray(before)
+        if damage == "bit":
+            broken[draw.randrange(len(broken))] ^= 1 << draw.randrange(8)
+        changed = {"bit": bytes(broken), "random": draw.randbytes(len(before)), "longer": before + b"\0", "empty": b""}
+        file.write_bytes(changed[damage])
+        again = run()
+        assert [list(again.train), list(again.test)] == rows
+        assert again.lines == [f"{entry_of()}: the cached tokens are damaged, the rows are tokenised again", *lines]
+        assert file.read_bytes() == before
+    assert run().lines == lines
+
+
+def test_counts_of_the_report_are_verified_too(run: Any) -> None:
+    """A changed number in facts.json would be a wrong count on the screen."""
+    run()
+    file = entry_of() / "facts.json"
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    facts = json.loads(stored["facts"])
+    facts["report"]["kept"]["train"] += 1
+    file.write_text(json.dumps({**stored, "facts": json.dumps(facts)}), encoding="utf-8")
+    assert "damaged" in run().lines[0]
