@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import textwrap
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -195,7 +196,8 @@ def print_figures(console: Console, found: dict[str, Any]) -> None:
         if leaks["rows"]:
             console.print(Text(f"    {_examples(leaks['first'], leaks['rows'])}"))
     for line in found["warnings"]:
-        console.print(Text(f"\nWarning: {printable(line)}", "yellow"))
+        text = textwrap.fill(f"Warning: {printable(line)}", WIDTH, break_long_words=False, break_on_hyphens=False)
+        console.print(Text(f"\n{text}", "yellow"))
     print_bad_rows(console, found["bad_rows"]["first"], found["bad_rows"]["number"])
 
 
