@@ -173,8 +173,10 @@ def encode_prompts(
     texts = [prompt_text(prompt, template, tokenizer, special=None if keep_special else special) for prompt in prompts]
     eos = int(tokenizer.eos_token_id)
     encoded = []
-    for ids in special.encode(texts, add_special_tokens=template != "chat"):
-        bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+    different = list(dict.fromkeys(texts))  # the answers of a ranking share their prompt
+    ids_of = dict(zip(different, special.encode(different, add_special_tokens=template != "chat"), strict=True))
+    for ids in (ids_of[text] for text in texts):
+        bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
         first = eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
         encoded.append(bare or ([first] if start else []))
     return encoded

@@ -128,6 +128,8 @@ class SpecialTokens:
             add_special_tokens=add_special_tokens,
             truncation=max_length is not None,
             max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=False,
             verbose=False,
         )
         return [list(ids) for ids in encoded["input_ids"]]
