@@ -22,7 +22,6 @@ from rlhf_cli.data.encode import (
 )
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
-from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
 from rlhf_cli.packing import common_prefix
@@ -89,7 +88,7 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
 
     def _text(self, row: Demonstration) -> str:
         """The whole text of a row for an encoder model, special tokens of the row's own text marked."""
-        marks = None if self.keep_special else special_tokens_of(self.tokenizer)
+        marks = None if self.keep_special else self.special
         return whole_text(row, self.template, self.tokenizer, marks)
 
     def answer_length(self, row: Demonstration, tokens: Tokens) -> int:
@@ -97,9 +96,9 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
         ids, answer_mask = tokens
         if answer_mask:
             return last_run(answer_mask)
-        marks = None if self.keep_special else special_tokens_of(self.tokenizer)
+        marks = None if self.keep_special else self.special
         text = prompt_text(row.prompt, self.template, self.tokenizer, before_answer(row), marks)
-        return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
+        return len(ids) - len(self.special.encode([text], add_special_tokens=False)[0])
 
     def cut(self, row: Demonstration, tokens: Tokens) -> list[int] | Skipped:
         """A sequence within the length limits."""

@@ -52,6 +52,7 @@ class RowEncoder(Generic[V, T]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows):
         self.tokenizer, self.stage_rows = tokenizer, stage_rows
         self.template = stage_rows.template
+        self.special = special_tokens_of(tokenizer)
         self.keep_special = stage_rows.keep_special
         self.limits = stage_rows.limits or NO_LIMITS
         if self.template == "chat":
@@ -72,7 +73,7 @@ class RowEncoder(Generic[V, T]):
 
     def special_token_in(self, row: V) -> str | None:
         """The first special token in the row's own text, or None."""
-        return special_tokens_of(self.tokenizer).first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
+        return self.special.first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
 
     def settings(self) -> dict[str, Any]:
         """Every option besides the tokenizer that decides the items: part of the token cache's key."""
