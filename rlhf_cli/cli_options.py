@@ -14,7 +14,21 @@ Overrides = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
 
-ORDER = ("sft", "rm", "ppo", "pipeline", "status", "eval", "compare", "report", "doctor", "init", "data", "config")
+ORDER = (
+    "sft",
+    "rm",
+    "ppo",
+    "pipeline",
+    "status",
+    "watch",
+    "eval",
+    "compare",
+    "report",
+    "doctor",
+    "init",
+    "data",
+    "config",
+)
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 

@@ -1,4 +1,4 @@
-"""The commands that look at finished runs: eval, compare, report."""
+"""The commands that look at runs: watch, eval, compare, report."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from rlhf_cli.cli_options import Quiet, exit_with
 
 def add_run_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `rlhf`."""
+    app.command()(watch)
     app.command("eval")(evaluate)
     app.command()(compare)
     app.command()(report)
+
+
+def watch(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of runs.")],
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print a single time.")] = False,
+) -> None:
+    """Show curves and the latest samples of runs in the terminal, until Ctrl-C."""
+
+    def work() -> None:
+        from rlhf_cli.report.watch import watch as show
+
+        show(directories, seconds=seconds, once=once)
+
+    exit_with(work)
 
 
 def evaluate(

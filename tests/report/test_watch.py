@@ -1,0 +1,95 @@
+"""`rlhf watch`: what it shows of a run, while it is written and after."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.report.watch import ASCII_BLOCKS, Tail, Watched, sparkline, watch
+
+
+def write(path, rows, mode="w"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished SFT stage, and a PPO stage that is running."""
+    write(tmp_path / "run" / "sft" / "metrics.jsonl", [{"step": 1, "loss/sft": 2.0}, {"step": 2, "loss/sft": 1.0}])
+    ppo = tmp_path / "run" / ".ppo.partial"
+    write(ppo / "metrics.jsonl", [{"step": i, "objective/score": i / 10, "objective/kl": 0.1} for i in range(1, 13)])
+    write(ppo / "health.jsonl", [{"step": 12, "line": "healthy: score 1.2", "findings": []}])
+    write(ppo / "samples.jsonl", [{"step": 12, "prompt": "Where is [b]my\n\ntent?", "response": "Here \x1b[31mit is."}])
+    (ppo / "config.yaml").write_text("ppo:\n  num_iterations: 50\n")
+    return tmp_path / "run"
+
+
+def shown(run, width=80, **options):
+    console = Console(file=io.StringIO(), width=width, highlight=False, **options)
+    watch([run], console=console)
+    return console.file.getvalue()
+
+
+def test_a_running_stage_shows_steps_curves_health_and_samples(run):
+    text = shown(run)
+    assert "run ppo  12/50  running or interrupted" in text
+    assert "run sft  step 2  finished" in text
+    assert "1.2 ▁▁▂" in text
+    assert "healthy: score 1.2" in text
+    assert "Where is [b]my tent?" in text
+    assert "held-out loss" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(run, width):
+    assert max(len(line.rstrip()) for line in shown(run, width).splitlines()) <= width
+
+
+def test_escapes_of_a_sample_do_not_reach_the_terminal(run):
+    assert "\x1b[31m" not in shown(run, force_terminal=False)
+
+
+def test_only_new_rows_are_read_and_a_half_written_one_waits(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, [{"step": 1}])
+    tail = Tail(path)
+    assert tail.new() == (True, [{"step": 1}])
+    with path.open("a") as file:
+        file.write('{"step": 2}\n{"ste')
+    assert tail.new() == (False, [{"step": 2}])
+    with path.open("a") as file:
+        file.write('p": 3}\n')
+    assert tail.new() == (False, [{"step": 3}])
+    write(path, [{"step": 9}])
+    assert tail.new() == (True, [{"step": 9}])
+
+
+def test_a_stage_that_finishes_keeps_its_curve(run):
+    stage = Watched(run, "run", "ppo")
+    stage.update()
+    (run / ".ppo.partial").rename(run / "ppo")
+    write(run / "ppo" / "metrics.jsonl", [{"step": 13, "objective/score": 2.0}], "a")
+    stage.update()
+    assert not stage.is_running
+    assert stage.curves["objective/score"] == [*(i / 10 for i in range(1, 13)), 2.0]
+
+
+def test_sparklines_without_unicode_and_of_nothing():
+    assert sparkline([0.0, 1.0], 5, ASCII_BLOCKS) == "_#"
+    assert sparkline([float("nan"), float("inf")], 5) == ""
+    assert len(sparkline(list(range(1000)), 37)) == 37
+
+
+def test_the_command_prints_once_into_a_pipe(run, tmp_path):
+    result = CliRunner().invoke(app, ["watch", str(run)])
+    assert result.exit_code == 0
+    assert "12/50" in result.output
+    result = CliRunner().invoke(app, ["watch", str(tmp_path / "missing")])
+    assert result.exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert "no stage has metrics yet" in CliRunner().invoke(app, ["watch", str(tmp_path / "empty")]).output
