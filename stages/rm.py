@@ -56,7 +56,6 @@ from rlhf_cli.models.load import (
     save_facts,
 )
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import gold_gap, margins, ranking_figures, score_figures, scores_of_rows
 from rlhf_cli.rewards.models import sequence_scores
@@ -148,11 +147,9 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
     check_vocabulary(model, tokenizer, path)
     if reads_last_token(model):
         require_eos(tokenizer, path)
-    lines = [freeze(model, config.model.freeze, "model.freeze")]
-    add_tokens(tokenizer, config.model.add_tokens, "model.add_tokens")
-    lines.append(embed_tokens(model, tokenizer, config.model.add_tokens, "model.add_tokens"))
     ensure_pad_token(model, tokenizer)
-    for line in filter(None, [*lines, prepare(model, stage.world.device)]):
+    lines = [freeze(model, config.model.freeze, "model.freeze"), prepare(model, stage.world.device)]
+    for line in filter(None, lines):
         stage.display.note(line)
     check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
     return model, tokenizer

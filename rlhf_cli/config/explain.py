@@ -47,10 +47,12 @@ NO_DROPOUT = (
     "dropout is not offered: two passes of the same weights would differ, so the ratio would not be 1 before PPO's "
     "first step, and runs would not repeat. Remove it"
 )
-NOT_OFFERED = dict.fromkeys(
-    ("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT
-)
-"""Keys of other libraries that have no counterpart, and why."""
+NOT_OFFERED = {
+    **dict.fromkeys(("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT),
+    "add_tokens": "add_tokens belongs to the SFT stage, which learns the tokens. RM and PPO read the tokenizer of that "
+    "stage, and a reward model with another tokenizer reads text",
+}
+"""Keys that a section does not have on purpose, and why."""
 
 VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16"}
 """Values from other libraries. A value counts only where its translation is a valid one."""

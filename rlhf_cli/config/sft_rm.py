@@ -98,18 +98,6 @@ class RMModel(TrainedModel):
 
     head_std: PositiveFloat | None = None
     """Standard deviation of the weights of the new head. Null uses 1 / sqrt(hidden_size + 1)."""
-    add_tokens: Tokens = []
-    """Tokens to add to the tokenizer of `path`, as in the SFT stage. Only with `path`: the run's own SFT model has its
-    tokens already, and PPO could not write others."""
-
-    @model_validator(mode="after")
-    def _tokens(self) -> Self:
-        if self.add_tokens and self.path is None:
-            raise ValueError(
-                "add_tokens needs path. Without it the reward model reads the tokens of the SFT stage; add them there "
-                "(model.add_tokens in its file), so that the policy can write them"
-            )
-        return self
 
 
 class RMData(Data):

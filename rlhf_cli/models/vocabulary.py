@@ -77,3 +77,20 @@ def require_same_tokens(
     raise ArtifactError(
         f"{key}: {path} {what}, and it has to read the policy's ids. Use a model with the policy's tokenizer"
     )
+
+
+def require_template_tokens(
+    template: str | None, policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Raise ConfigError if the prompt template has a token that the reward model knows and the policy does not.
+
+    A reward model that reads the policy's ids would get the characters of the token one by one. In its training it had
+    the token itself.
+    """
+    unknown = set(tokenizer.get_added_vocab()) - set(policy_tokenizer.get_vocab())
+    for token in sorted(unknown):
+        if token in (template or ""):
+            raise ConfigError(
+                f"data.prompt_template: {token!r} is a token of the reward model ({name}) and not of the policy. Start "
+                "from a policy that was trained with it (model.add_tokens of the SFT stage)"
+            )

@@ -32,7 +32,7 @@ from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
-from rlhf_cli.models.vocabulary import require_same_tokens
+from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.processes import responses_together
 from rlhf_cli.ppo.value_model import choose_value_model
@@ -120,6 +120,9 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         config.precision,
         keep_special=config.data.special_tokens == "keep",
     )
+    for source in rewards:
+        if isinstance(source, RewardModel) and source.reads_policy_tokens:
+            require_template_tokens(config.data.prompt_template, tokenizer, source.tokenizer, source.name)
     value_model, value_head, value_note = choose_value_model(config, path, rewards, policy)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")

@@ -110,6 +110,8 @@ def test_tokens_of_the_sft_stage_are_known_to_the_later_stages(make_model, run_s
     assert (new - before.mean(0)).abs().max() > 1e-4, "their embeddings are learned"
     assert all("<|" not in row["response"] for row in read_jsonl(ppo / "samples.jsonl"))
     changes |= {"policy": {"path": str(sft)}, "rewards": [{"type": "reward_model", "path": str(rm)}]}
+    with pytest.raises(ConfigError, match=r"data.prompt_template: '<\|end\|>' is a token of the reward model"):
+        run_stage("ppo", tmp_path / "base", **changes | {"policy": {"path": str(start)}})
     with pytest.raises(ArtifactError, match=r"ref_policy.path: .* does not know 2 of the policy's tokens"):
         run_stage("ppo", tmp_path / "other", **changes, ref_policy={"path": str(start)})
 
