@@ -260,7 +260,7 @@ def _warn_of_unused_tokens(
         if i not in present:
             display.warn(
                 f"model.add_tokens: {token!r} is in no training row, so it is not learned. Write it in "
-                "data.prompt_template or in the tokenizer's chat template"
+                "data.prompt_template or the chat template, or set data.special_tokens: keep if your rows contain it"
             )
 
 

@@ -42,25 +42,25 @@ class KnownPrompts:
 
     def add(self, text: str) -> None:
         """Compare later prompts with this one too."""
-        own = words(text)
-        for word in self._prefix(own):
+        word_set = words(text)
+        for word in self._index_words(word_set):
             self._by_word.setdefault(word, []).append(len(self._known))
-        self._known.append((own, text))
+        self._known.append((word_set, text))
 
     def similar(self, text: str) -> str | None:
         """The first known prompt that `text` nearly duplicates, or None."""
-        own = words(text)
-        for n in sorted({n for word in self._prefix(own) for n in self._by_word.get(word, ())}):
+        word_set = words(text)
+        for n in sorted({n for word in self._index_words(word_set) for n in self._by_word.get(word, ())}):
             other, known = self._known[n]
-            if len(own & other) >= self.threshold * len(own | other) - ROUNDING:
+            if len(word_set & other) >= self.threshold * len(word_set | other) - ROUNDING:
                 return known
         return None
 
-    def _prefix(self, own: frozenset[str]) -> list[str]:
-        """A few words of a set, at least one of which every similar set has among its own (Bayardo et al. 2007).
+    def _index_words(self, word_set: frozenset[str]) -> list[str]:
+        """The words under which a set is indexed. Two similar sets share at least one of them (Bayardo et al. 2007).
 
         Of n words a similar set lacks at most n - ceil(threshold * n). With both sets in the same order, a common
         word is therefore among the first n - ceil(threshold * n) + 1 of each. Long words come first: they are rare.
         """
-        length = len(own) - math.ceil(self.threshold * len(own) - ROUNDING) + 1
-        return sorted(own, key=lambda word: (-len(word), word))[:length]
+        length = len(word_set) - math.ceil(self.threshold * len(word_set) - ROUNDING) + 1
+        return sorted(word_set, key=lambda word: (-len(word), word))[:length]

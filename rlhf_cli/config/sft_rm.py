@@ -27,7 +27,8 @@ class SFTModel(TrainedModel):
     """Build a new model and its tokenizer instead of loading one from `path`."""
     add_tokens: Tokens = []
     """Tokens to add to the tokenizer, such as `<|im_end|>`. Each becomes one special token, and the embeddings grow by
-    rows that start as the mean of the others. The later stages of the run read the tokenizer of this one."""
+    rows that start as the mean of the others. Write them in `data.prompt_template` or the chat
+    template. The later stages of the run read the tokenizer of this one."""
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:

@@ -232,7 +232,7 @@ def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None,
     return turns[:-1], turns[-1].content
 
 
-def joined(
+def prompt_and_answers(
     row: Row,
     prompt_text: str | None,
     before: tuple[Message, ...],

@@ -22,11 +22,11 @@ from rlhf_cli.data.columns import (
     column_number,
     first_key,
     has,
-    joined,
     one_of,
     optional_number,
     optional_text,
     prompt,
+    prompt_and_answers,
     record,
     sequence,
     system_message,
@@ -56,7 +56,7 @@ def read_preference(row: Row) -> Record:
         prompt_text, before = prompt(row, names=names)
     elif whole and whole[0].role != "system":
         before = system_message(row) or ()
-    prompt_text, before, (chosen, rejected) = joined(row, prompt_text, before, answers)
+    prompt_text, before, (chosen, rejected) = prompt_and_answers(row, prompt_text, before, answers)
     return record(row, prompt_text, before, (Answer(chosen), Answer(rejected)), ranked=True)
 
 
@@ -242,7 +242,9 @@ def read_kto(row: Row) -> Record:
 def _one_answer(row: Row, score: float | None, *, undesirable: bool = False) -> Record:
     prompt_text, before = prompt(row)
     name = first_key(row, RESPONSE_KEYS)
-    prompt_text, before, (response,) = joined(row, prompt_text, before, [answer(row.values[name], name, row)])
+    prompt_text, before, (response,) = prompt_and_answers(
+        row, prompt_text, before, [answer(row.values[name], name, row)]
+    )
     return record(row, prompt_text, before, (Answer(response, score),), undesirable=undesirable)
 
 
@@ -251,7 +253,7 @@ def _several_answers(row: Row, weights: Mapping[str, float], *, with_scores: boo
     items = sequence(row.values[name], f"`{name}`", row.where)
     answers = [answer(item, f"{name} {n}", row) for n, item in enumerate(items, 1)]
     prompt_text, before = prompt(row)
-    prompt_text, before, texts = joined(row, prompt_text, before, answers)
+    prompt_text, before, texts = prompt_and_answers(row, prompt_text, before, answers)
     scores = _scores(row, weights, len(texts)) if with_scores else [None] * len(texts)
     return record(row, prompt_text, before, tuple(map(Answer, texts, scores)), ranked=not with_scores)
 

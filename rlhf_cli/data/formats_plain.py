@@ -12,9 +12,9 @@ from rlhf_cli.data.columns import (
     column_number,
     conversation,
     first_key,
-    joined,
     optional_text,
     prompt,
+    prompt_and_answers,
     record,
     text,
 )
@@ -29,7 +29,9 @@ def read_prompt_response(row: Row) -> Record:
     """A prompt and an answer; each is text or messages."""
     prompt_text, before = prompt(row)
     name = first_key(row, RESPONSE_KEYS)
-    prompt_text, before, (response,) = joined(row, prompt_text, before, [answer(row.values[name], name, row)])
+    prompt_text, before, (response,) = prompt_and_answers(
+        row, prompt_text, before, [answer(row.values[name], name, row)]
+    )
     return record(row, prompt_text, before, (Answer(response),))
 
 

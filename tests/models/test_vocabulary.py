@@ -117,9 +117,10 @@ def test_tokens_of_the_sft_stage_are_known_to_the_later_stages(make_model, run_s
 
 
 def test_a_new_token_that_no_row_contains_is_said(make_model, write_config, tmp_path):
-    config = write_config("sft", tmp_path, model={"path": str(make_model("llama")), "add_tokens": ["<|end|>", "Q:"]})
+    model = {"path": str(make_model("llama")), "add_tokens": ["<|end|>", "<|user|>"]}
+    config = write_config("sft", tmp_path, model=model, data={"prompt_template": "<|user|>{prompt}"})
     result = CliRunner().invoke(app, ["sft", "--config", str(config)])
     assert result.exit_code == 0, result.output
     output = " ".join(result.output.split())
     assert "model.add_tokens: '<|end|>' is in no training row, so it is not learned." in output
-    assert "'Q:' is in no training row" not in output
+    assert "'<|user|>' is in no training row" not in output
