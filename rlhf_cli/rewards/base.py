@@ -75,7 +75,7 @@ class RewardSource:
         """[B] float32 on the CPU."""
         raise NotImplementedError
 
-    def fail(self, samples: Samples, rows: Sequence[int], problem: str, cause: Exception | None = None) -> None:
+    def fail(self, samples: Samples, rows: Sequence[int], problem: str, cause: BaseException | None = None) -> None:
         """Report that these rows have no score: raise RewardError or, with on_error "zero", count them."""
         source = f"{self.kind} {self.name}"
         if self.on_error == "stop":

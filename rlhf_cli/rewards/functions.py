@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -22,6 +23,8 @@ from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
+from rlhf_cli.rewards.guard import user_code
+from rlhf_cli.training.signals import is_interrupt
 
 CONCURRENCY = 8
 
@@ -58,13 +61,19 @@ class PythonFunction(RewardSource):
 
     def values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
         """`check` of the function's value for each row; None for a row that failed."""
+        with user_code():
+            return self._values(samples, check)
+
+    def _values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
         found: list[Any] = [None] * len(samples.responses)
         batches = list(chunks(range(len(found)), self.batch_size))
         if not inspect.iscoroutinefunction(self.function):
             for batch in batches:
                 try:
                     values = list(self.function(*arguments(samples, batch)))
-                except Exception as error:
+                except BaseException as error:  # SystemExit too: only we end the run
+                    if is_interrupt(error):
+                        raise
                     self.fail(samples, batch, raised(error), error)
                 else:
                     self._keep(found, samples, batch, values, check)
@@ -75,7 +84,9 @@ class PythonFunction(RewardSource):
             try:
                 async with clock:
                     values = list(await self.function(*arguments(samples, batch)))
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error) or is_cancellation(error):
+                    raise
                 problem = f"did not return within {self.timeout_s} s (timeout_s)" if clock.expired() else raised(error)
                 self.fail(samples, batch, problem, error)
             else:
@@ -112,7 +123,14 @@ def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[s
     return [samples.prompts[i] for i in batch], [samples.responses[i] for i in batch], rows
 
 
-def raised(error: Exception) -> str:
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the current task is being cancelled or closed. Code may raise CancelledError without a cancellation."""
+    task = asyncio.current_task()
+    cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    return cancelled or isinstance(error, GeneratorExit)
+
+
+def raised(error: BaseException) -> str:
     """The exception of a user's function with its file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = shown(str(error))
@@ -193,11 +211,15 @@ def load_function(reference: str) -> Callable[..., Any]:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.parent))
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with user_code():
+            spec.loader.exec_module(module)
+    except BaseException as error:  # SystemExit too: only we end the run
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
     finally:
-        sys.path.pop(0)
+        with contextlib.suppress(ValueError):  # the file may have changed sys.path
+            sys.path.remove(str(file.parent))
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{reference}: {path} has no function {name}")

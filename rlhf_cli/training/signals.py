@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C; the end of a job or container; Slurm's warning before the end of a job (`--signal=USR1@120`)."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C; the end of a job or container; Slurm's warning before the end of a job (`--signal=USR1@120`); the end of the
+terminal or connection."""
+
+
+class SecondSignal(KeyboardInterrupt):
+    """A second stop signal: the run ends immediately."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a signal raised this exception. Code that is not ours may raise KeyboardInterrupt by itself.
+
+    Outside of a stage Python's own handler raises it for Ctrl-C, and the two cannot be told apart.
+    """
+    python_raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, SecondSignal) or (python_raises and isinstance(error, KeyboardInterrupt))
 
 
 class StopRequests:
-    """While installed, records the first stop signal. The second one raises KeyboardInterrupt."""
+    """While installed, records the first stop signal. The second one raises SecondSignal, a KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -21,7 +37,7 @@ class StopRequests:
     def install(self) -> None:
         """Install the handlers. Does nothing outside the main thread, where Python does not allow it."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS if _ends(number)}
 
     def remove(self) -> None:
         """Restore the previous handlers."""
@@ -31,5 +47,26 @@ class StopRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.received is not None:
-            raise KeyboardInterrupt
+            raise SecondSignal
         self.received = number
+        if number == signal.SIGHUP:
+            discard_output_of_closed()
+
+
+def _ends(number: int) -> bool:
+    """Whether a signal would end the process. Under `nohup` SIGHUP does not, and the run is meant to continue."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+
+
+def discard_output_of_closed(files: Iterable[int] = (1, 2)) -> None:
+    """Redirect those file descriptors whose terminal was closed to /dev/null.
+
+    A write to a closed terminal fails, and would end the run before it is saved.
+    """
+    for file in files:
+        try:
+            os.write(file, b"")
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, file)
+            os.close(null)

@@ -1,0 +1,109 @@
+"""Runs the user's code with settings of its own, so that it cannot change those of the training.
+
+A reward file may call `torch.set_grad_enabled(False)` or `os.chdir`, and both apply to the whole process. The user's
+code keeps what it sets: its next call finds it again. The training gets its own settings back after each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_cli.training.signals import STOP_SIGNALS
+
+GetAndSet = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _directory() -> Path | None:
+    """The working directory; None if it was removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+def _change_directory(path: Path | None) -> None:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(path)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # Any other argument than None slows down every call of a torch function.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+MODES: tuple[GetAndSet, ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    *(
+        (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device))
+        for device in ("cpu", "cuda")
+    ),
+    (_directory, _change_directory),
+)
+"""Settings of the process that are set only if they differ: a new number of threads starts a new pool of threads."""
+GENERATORS: tuple[GetAndSet, ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (np.random.get_state, np.random.set_state),
+    (random.getstate, random.setstate),
+)
+"""The global random generators. A draw by the user's code continues its own sequence."""
+
+
+class Settings:
+    """The settings of the process at the time of construction."""
+
+    def __init__(self) -> None:
+        self._modes = [get() for get, _ in MODES]
+        self._generators = [get() for get, _ in GENERATORS]
+
+    def apply(self) -> None:
+        """Make these the settings of the process again."""
+        for (get, set_to), value in zip(MODES, self._modes, strict=True):
+            if get() != value:
+                set_to(value)
+        for (_, set_to), value in zip(GENERATORS, self._generators, strict=True):
+            set_to(value)
+
+
+_of_user: Settings | None = None
+"""What the user's code has set so far; None before it first ran."""
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Within this context the settings of the user's code apply, and after it those from before.
+
+    Covers the global random generators of torch, NumPy and Python, `MODES`, inference mode, and the handlers of the
+    signals that stop a run. These handlers are ours again after the context; the user's code cannot keep its own.
+    """
+    global _of_user  # one process has one set of these settings
+    ours = Settings()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with torch.inference_mode(mode=False):
+            (_of_user or ours).apply()
+            try:
+                yield
+            finally:
+                _of_user = Settings()
+    finally:
+        ours.apply()
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -1,0 +1,194 @@
+"""Settings that a user's code changes for the whole process: they apply to its own calls, never to the training."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.rewards import guard
+from rlhf_cli.rewards.functions import call, load_function
+from rlhf_cli.rewards.sources import total_score
+from rlhf_cli.training.signals import StopRequests, discard_output_of_closed
+from support.rewards import batch, source_of
+from support.tiny import read_jsonl
+
+IMPORTS = "import os, random, signal, sys\nimport numpy, torch\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_user(monkeypatch):
+    monkeypatch.setattr(guard, "_of_user", None)
+
+
+def handler():
+    return signal.getsignal(signal.SIGTERM)
+
+
+CHANGES = {
+    "gradients": ("torch.set_grad_enabled(False)", torch.is_grad_enabled),
+    "inference mode": ("mode = torch.inference_mode(); mode.__enter__()", torch.is_inference_mode_enabled),
+    "default dtype": ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
+    "default device": ("torch.set_default_device('meta')", torch.get_default_device),
+    "threads": ("torch.set_num_threads(3)", torch.get_num_threads),
+    "precision of products": ("torch.set_float32_matmul_precision('medium')", torch.get_float32_matmul_precision),
+    "determinism": ("torch.use_deterministic_algorithms(True)", torch.are_deterministic_algorithms_enabled),
+    "anomaly mode": ("torch.autograd.set_detect_anomaly(True)", torch.is_anomaly_enabled),
+    "autocast": ("torch.autocast('cpu', torch.bfloat16).__enter__()", lambda: torch.is_autocast_enabled("cpu")),
+    "seed of torch": ("torch.manual_seed(5)", lambda: torch.get_rng_state().tolist()),
+    "seed of numpy": ("numpy.random.seed(5)", lambda: np.random.get_state()[1].tolist()),
+    "seed of python": ("random.seed(5)", random.getstate),
+    "directory": ("os.chdir('/')", Path.cwd),
+    "signals": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", handler),
+}
+
+
+@pytest.mark.parametrize("when", ["at import", "in a call", "in an async call", "before an error"])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_settings_of_user_code_do_not_reach_the_training(tmp_path, name, when):
+    change, read = CHANGES[name]
+    inside = {"at import": "0", "before an error": f"{change}\n    raise ValueError"}.get(when, change)
+    start = "async def" if when == "in an async call" else "def"
+    first = change if when == "at import" else ""
+    body = f"{IMPORTS}{first}\n{start} f(prompts, responses, rows):\n    {inside}\n    return [1.0 for _ in rows]\n"
+    (tmp_path / "reward.py").write_text(body)
+    before = read()
+    source = source_of({"type": "function", "function": f"{tmp_path}/reward.py:f", "on_error": "zero"})
+    assert read() == before
+    for _ in range(2):
+        scores = total_score([source], batch(["x", "y"]))
+        assert list(scores.errors.values()) == [2 if when == "before an error" else 0]
+        assert read() == before
+
+
+def test_user_code_keeps_what_it_sets(tmp_path):
+    """Random draws continue from call to call, from the file's own seed; its directory and dtype stay."""
+    (tmp_path / "reward.py").write_text(
+        f"{IMPORTS}random.seed(5); numpy.random.seed(6); torch.manual_seed(7)\n"
+        f"os.chdir({str(tmp_path)!r}); torch.set_default_dtype(torch.float64)\n"
+        "def f(prompts, responses, rows):\n"
+        "    assert torch.get_default_dtype() == torch.float64 and os.path.isfile('reward.py')\n"
+        "    return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in rows]\n"
+    )
+    source = source_of({"type": "function", "function": f"{tmp_path}/reward.py:f"})
+    drawn = []
+    for _ in range(3):
+        drawn += source.score(batch(["x", "y"])).tolist()
+        random.random(), np.random.rand(), torch.rand(3)  # draws of ours change nothing
+    own, numbers = random.Random(5), np.random.RandomState(6)
+    torch_numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).tolist()
+    expected = [own.random() + numbers.rand() + number for number in torch_numbers]
+    assert drawn == pytest.approx(expected)
+
+
+def test_a_reward_that_switches_gradients_off_does_not_change_the_run(tmp_path, run_stage, make_model):
+    """At import and in a call: the run has the rows of metrics of one whose reward does nothing else."""
+    function = "def f(prompts, responses, rows):\n    {}\n    return [float(len(r) % 7) for r in responses]\n"
+    rows = []
+    for name, change in (("plain", "pass"), ("off", "torch.set_grad_enabled(False)")):
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"import torch\n{change}\n{function.format(change)}")
+        reward = {"type": "function", "function": f"{path}:f", "name": "f"}
+        run_stage(
+            "ppo",
+            tmp_path / name,
+            policy={"path": str(make_model("llama"))},
+            rewards=[reward],
+            evaluation={"gold": f"{path}:f"},
+            ppo={"num_iterations": 1},
+        )
+        keys = ("policy/grad_norm", "value/grad_norm", "loss/policy", "policy/approx_kl")
+        rows.append([row[key] for row in read_jsonl(tmp_path / name / "ppo/metrics.jsonl") for key in keys])
+    assert rows[0] == rows[1]
+    assert all(norm > 0 for norm in rows[0][:2])
+
+
+# ------------------------------------------------------------------------------------------- exits
+
+EXITS = {
+    "sys.exit(0)": "SystemExit: 0",
+    "raise SystemExit": "SystemExit",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "raise asyncio.CancelledError": "CancelledError",
+    "raise GeneratorExit": "GeneratorExit",
+}
+
+
+@pytest.fixture
+def in_a_stage():
+    """The signal handlers of a stage: Ctrl-C raises no KeyboardInterrupt by itself."""
+    requests = StopRequests()
+    requests.install()
+    yield requests
+    requests.remove()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("statement", EXITS)
+@pytest.mark.usefixtures("in_a_stage")
+def test_an_exit_from_a_function_is_an_error_of_the_function(function, statement, is_async):
+    if is_async and "GeneratorExit" in statement:
+        pytest.skip("asyncio closes a coroutine with it")
+    body = f"import sys\nif rows[0]['n'] == 2: {statement}\nreturn [1.0 for _ in rows]"
+    settings = {"is_async": is_async, "batch_size": 2}
+    with pytest.raises(RewardError, match=rf"responses 3 to 4: raised {re.escape(EXITS[statement])} \(f0.py:5\)"):
+        source_of(function(body, **settings)).score(batch(["x"] * 5))
+    source = source_of(function(body, on_error="zero", **settings))
+    assert total_score([source], batch(["x"] * 5)).errors == {"f": 2}
+
+
+@pytest.mark.parametrize("statement", ["sys.exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.usefixtures("in_a_stage")
+def test_an_exit_at_import_is_an_error_of_the_file(tmp_path, statement):
+    (tmp_path / "reward.py").write_text(f"import sys\n{statement}\n")
+    with pytest.raises(ConfigError, match=r"reward.py: cannot be imported \((SystemExit: 0|KeyboardInterrupt: )\)"):
+        load_function(f"{tmp_path}/reward.py:f")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_second_signal_during_a_call_stops_immediately(function, in_a_stage, is_async):
+    body = "import signal\nsignal.raise_signal(signal.SIGTERM)\nsignal.raise_signal(signal.SIGINT)\nreturn [1.0]"
+    with pytest.raises(KeyboardInterrupt):
+        source_of(function(body, is_async=is_async, on_error="zero")).score(batch(["x"]))
+    assert in_a_stage.received == signal.SIGTERM
+
+
+def test_an_exit_from_a_judge_is_an_error(tmp_path):
+    (tmp_path / "judge.py").write_text("import sys\ndef f(prompts, responses, rows):\n    sys.exit()\n")
+    with pytest.raises(RewardError, match="gold, responses 1 to 2: raised SystemExit"):
+        call("gold", load_function(f"{tmp_path}/judge.py:f"), batch(["x", "y"]), float)
+
+
+# ------------------------------------------------------------------------------------------- a closed terminal
+
+
+def test_output_to_a_closed_terminal_is_discarded(in_a_stage):
+    """After SIGHUP the run still has to print and save; an open terminal stays."""
+    files = SimpleNamespace(open=os.openpty(), closed=os.openpty())
+    os.close(files.closed[0])
+    discard_output_of_closed([files.open[1], files.closed[1]])
+    assert os.write(files.closed[1], b"text") == 4
+    assert os.isatty(files.open[1])
+    signal.raise_signal(signal.SIGHUP)
+    assert in_a_stage.received == signal.SIGHUP
+    for file in (*files.open, files.closed[1]):
+        os.close(file)
+
+
+def test_a_run_under_nohup_does_not_stop_at_the_end_of_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    requests = StopRequests()
+    requests.install()
+    signal.raise_signal(signal.SIGHUP)
+    requests.remove()
+    assert requests.received is None
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
