@@ -18,9 +18,10 @@ import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlhf_cli.digests import digest_file, digest_once
 from rlhf_cli.errors import ArtifactError
 
 CONTRACT_VERSION = 1
@@ -131,12 +132,6 @@ def read_manifest_or_none(directory: str | Path) -> Manifest | None:
 # ------------------------------------------------------------------------------------------- digests
 
 
-def digest_file(path: str | Path) -> str:
-    """sha256 of a file's content, in hex."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def fingerprint(path: str | None, revision: str | None = None) -> str:
     """A digest that changes when the content of `path` changes; "missing" for None.
 
@@ -147,13 +142,13 @@ def fingerprint(path: str | None, revision: str | None = None) -> str:
         return "missing"
     local = Path(path)
     if local.is_file():
-        return digest_file(local)
+        return digest_once(local)
     if (local / MANIFEST).is_file():
         return digest_file(local / MANIFEST)
     if local.is_dir():
         digest = hashlib.sha256()
         for file in sorted(p for p in local.rglob("*") if p.is_file()):
-            digest.update(f"{file.relative_to(local).as_posix()}\0{digest_file(file)}\n".encode())
+            digest.update(f"{file.relative_to(local).as_posix()}\0{digest_once(file)}\n".encode())
         return digest.hexdigest()
     return f"hub:{path}@{revision or 'main'}"
 
@@ -283,6 +278,54 @@ def require_stage(root: str | Path, stage: str) -> Path:
     if read_manifest(directory) is None:
         raise MissingStageError(root, stage)
     return directory
+
+
+class DamagedStageError(ArtifactError):
+    """A model of a finished stage is not as the stage wrote it."""
+
+    def __init__(self, directory: Path, stage: str, damage: str):
+        self.root, self.stage = str(directory.parent), stage
+        self.is_of_run = directory.name == stage
+        super().__init__(
+            f"{directory}: {damage}. Restore it, or rebuild the {stage} stage with --restart; to use it as it is, copy "
+            "the folder elsewhere and give that path"
+        )
+
+
+def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, thorough: bool = False) -> str | None:
+    """What is wrong with the models in a finished stage's directory; None if their files have their recorded digests.
+
+    Args:
+        directory: the stage's directory.
+        manifest: its manifest. One without digests is accepted.
+        folder: only this model; "" for all.
+        thorough: read every file. Otherwise a file is read only if it was changed or copied after the manifest was
+            written, by the file system's time stamps.
+    """
+    written = (directory / MANIFEST).stat().st_ctime_ns
+    for name, digest in manifest.files.items():
+        first, *rest = PurePosixPath(name).parts
+        if not rest or ".." in rest or first != (folder or first):
+            continue
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (thorough or path.stat().st_ctime_ns >= written) and digest_once(path) != digest:
+            return f"{name} was modified after the stage was finished"
+    return None
+
+
+def require_intact(path: str | Path, *, thorough: bool = False) -> None:
+    """Raise DamagedStageError if a model of a finished stage is not as it was written.
+
+    `path` is the stage's directory or the folder of one of its models. Nothing is checked for other folders and hub
+    ids.
+    """
+    for directory, folder in ((Path(path), ""), (Path(path).parent, Path(path).name)):
+        manifest = read_manifest_or_none(directory)
+        damage = damage_of_models(directory, manifest, folder, thorough=thorough) if manifest is not None else None
+        if manifest is not None and damage is not None:
+            raise DamagedStageError(directory, manifest.stage, damage)
 
 
 def model_directory(path: str) -> str:

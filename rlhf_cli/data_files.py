@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rlhf_cli.digests import digest_once
 from rlhf_cli.errors import DataError
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -69,18 +70,13 @@ def data_fingerprint(path: str, revision: str | None = None) -> str:
         if not files:
             return f"hub:{path}@{revision or 'main'}"
         if files == [Path(path)]:
-            return _digest(files[0])
+            return digest_once(files[0])
         digest = hashlib.sha256()
         for file in files:
-            digest.update(f"{file.name}\0{_digest(file)}\n".encode())
+            digest.update(f"{file.name}\0{digest_once(file)}\n".encode())
         return digest.hexdigest()
     except (DataError, OSError):
         return "missing"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def ending(path: Path) -> tuple[str, str]:

@@ -31,6 +31,14 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
+class EndedElsewhere(Exception):
+    """Another process of the same run ended with an error that it reports; this process ends silently."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("another process of the run reports the error")
+        self.exit_code = exit_code
+
+
 class RunError(Exception):
     """The run itself failed, for example on a NaN loss. Exit code 1."""
 

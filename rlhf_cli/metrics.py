@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -23,20 +24,29 @@ class JsonLines:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab")
+        present = self.path.read_bytes()
+        self._size, self._digest = len(present), hashlib.sha256(present)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; NaN and infinity become null. Raises OSError with the file's name."""
         clean = {key: _finite(value) for key, value in row.items()}
+        line = (json.dumps(clean, ensure_ascii=False) + "\n").encode()
         try:
-            self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self._size += len(line)
+        self._digest.update(line)
 
     def size(self) -> int:
-        """Size of the file in bytes."""
-        return self.path.stat().st_size
+        """Number of bytes written, those before this object included."""
+        return self._size
+
+    def digest(self) -> str:
+        """sha256 of these bytes, in hex."""
+        return self._digest.hexdigest()
 
     def close(self) -> None:
         self._file.close()

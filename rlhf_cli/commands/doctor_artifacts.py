@@ -14,7 +14,6 @@ from typing import Literal
 from rlhf_cli.artifacts import (
     MANIFEST,
     Manifest,
-    digest_file,
     model_directory,
     partial_directory,
     read_manifest,
@@ -24,6 +23,7 @@ from rlhf_cli.artifacts import (
 from rlhf_cli.commands.doctor_text import Line, names, size
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.training.identity import what_changed

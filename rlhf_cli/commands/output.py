@@ -24,10 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
-from rlhf_cli.artifacts import differences, digest_file, fingerprint
+from rlhf_cli.artifacts import differences, fingerprint
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
+from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.rollout.requests import Failure, Writer
 from rlhf_cli.training.checkpoint_files import write_text

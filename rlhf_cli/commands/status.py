@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
-from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step
-from rlhf_cli.training.identity import what_changed
+from rlhf_cli.training.identity import problems_of
 from rlhf_cli.training.lock import owner_of
 from rlhf_cli.training.progress import Display
 
@@ -86,11 +85,9 @@ def _unfinished_state(root: Path, stage: str) -> str | None:
 
 def _finished_state(root: Path, stage: str, manifest: Manifest) -> str:
     try:
-        config = load_stage_config(stage, stage_directory(root, stage) / "config.yaml")
+        words = problems_of(root, stage, manifest)
     except ConfigError:
         return "finished by another version of rlhf (its config.yaml cannot be read)"
-    try:
-        words = what_changed(config, manifest.identity, root)
     except OSError as error:
         return f"finished; its data or inputs cannot be read ({error})"
-    return words if words.startswith("stale") else "; ".join(filter(None, ("finished", words)))
+    return words if words.startswith(("stale", "damaged")) else "; ".join(filter(None, ("finished", words)))

@@ -25,7 +25,6 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_cli.artifacts import digest_file
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
@@ -34,6 +33,7 @@ from rlhf_cli.data.report import Report
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.views import StageRows, Viewed
 from rlhf_cli.data_files import data_fingerprint
+from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import DataError
 
 T = TypeVar("T")

@@ -28,11 +28,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
+from rlhf_cli.artifacts import require_intact
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
+from rlhf_cli.models.checks import check_weights
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import reads_last_token, require_scores_without_padding, scalar_heads
 from rlhf_cli.seeding import seeded
@@ -258,22 +260,13 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=new_head,
+                ignore_mismatched_sizes=True,  # `check_weights` names them
             )
     except ArtifactError:
         raise
     except Exception as error:
         raise ArtifactError(f"{path}: cannot load a model ({_reason(error)})") from None
-    head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
-    missing = sorted(set(info["missing_keys"]) - (head if new_head else set()))
-    wrong = sorted(str(key[0]) for key in info["mismatched_keys"] if not (new_head and key[0] in head))
-    if missing:
-        raise ArtifactError(
-            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file ({', '.join(missing[:3])}), "
-            "and would be random. Give a directory that was saved as this kind of model"
-        )
-    if wrong:
-        raise ArtifactError(f"{path}: weights differ in shape from config.json ({', '.join(wrong[:3])})")
+    check_weights(model, info, path, new_head=new_head)
     set_dropout_off(model)
     if not model.config.is_encoder_decoder:
         _try_out(model, path)
@@ -332,6 +325,7 @@ def _check_directory(path: str, revision: str | None, *, weights: bool) -> None:
             raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
         require_hub_model(path, revision)
         return
+    require_intact(path, thorough=weights)
     if not directory.is_dir():
         raise ArtifactError(f"{path}: is a file. Give a Hugging Face model directory")
     if not (directory / "config.json").is_file():

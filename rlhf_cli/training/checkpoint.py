@@ -65,6 +65,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, *, keep: int, writes: bool):
         self.directory, self.keep, self.writes = directory, keep, writes
+        self._absolute = directory.absolute()  # a reward function may change the directory while the thread writes
         self.parts: dict[str, Stateful] = {}
         """The objects whose state is saved, by name."""
         self._writer: threading.Thread | None = None
@@ -73,7 +74,7 @@ class CheckpointStore:
     def save(self, step: int) -> float:
         """Copy the state after `step` and start writing it; returns the seconds for which training waited.
 
-        If there is not enough memory for a copy, the checkpoint is written before this returns. Raises the error of
+        If there is not enough memory for a copy or a thread, the checkpoint is written before this returns. Raises the error of
         the previous checkpoint, if it had one.
         """
         started = time.monotonic()
@@ -83,15 +84,15 @@ class CheckpointStore:
             live = {f"{name}/{key}": t.detach() for name, (tensors, _) in states.items() for key, t in tensors.items()}
             numbers = json.dumps({name: values for name, (_, values) in states.items()})
             try:
-                copies = copied(live)
+                writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
+                writer.start()
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 self._write(step, {name: tensor.contiguous() for name, tensor in live.items()}, numbers)
                 self.wait()
             else:
-                self._writer = threading.Thread(target=self._write, args=(step, copies, numbers))
-                self._writer.start()
+                self._writer = writer
         return time.monotonic() - started
 
     def not_finite(self) -> str | None:
@@ -110,6 +111,8 @@ class CheckpointStore:
             self._writer = None
         if self._error is not None:
             error, self._error = self._error, None
+            if not self.directory.is_dir():
+                raise ArtifactError(f"{self.directory}: was removed during a checkpoint. Run the same command again")
             # safetensors writes from Rust and reports a full disk with its own exception.
             if isinstance(error, OSError | SafetensorError):
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -146,9 +149,9 @@ class CheckpointStore:
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
         try:
-            with new_checkpoint(self.directory, step) as directory:
+            with new_checkpoint(self._absolute, step) as directory:
                 save_file(tensors, directory / TENSORS)
                 (directory / NUMBERS).write_text(numbers, encoding="utf-8")
-            remove_old(self.directory, self.keep)
+            remove_old(self._absolute, self.keep)
         except BaseException as error:
             self._error = error

@@ -19,14 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import (
-    digest_file,
-    partial_directory,
-    recover,
-    set_aside_directory,
-    stage_directory,
-    sync,
-)
+from rlhf_cli.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
+from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.training.lock import Lock
 

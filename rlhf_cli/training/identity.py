@@ -11,11 +11,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import MANIFEST, MissingStageError, fingerprint, require_stage
+from rlhf_cli.artifacts import (
+    MANIFEST,
+    DamagedStageError,
+    Manifest,
+    MissingStageError,
+    damage_of_models,
+    fingerprint,
+    require_intact,
+    require_stage,
+    stage_directory,
+)
+from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.hub import is_local
+from rlhf_cli.training.user_files import imported_files
 
 NOT_IN_IDENTITY: dict[str, Any] = {
     "artifacts": True,
@@ -69,8 +81,23 @@ def identity(config: Stage) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json", exclude=NOT_IN_IDENTITY),
         "data": {role: data_fingerprint(s.path, s.revision) for role, s in config.sources.items()},
-        "inputs": {role: fingerprint(*where) for role, where in config.inputs.items()},
+        "inputs": {role: fingerprint(*where) for role, where in _inputs(config, Path()).items()},
     }
+
+
+def _inputs(config: Stage, base: Path) -> dict[str, tuple[str, str | None]]:
+    """`config.inputs`, and for each file of the user's code the modules beside it that it imports.
+
+    Relative paths are looked up in `base`.
+    """
+    inputs = dict(config.inputs)
+    for role, (path, _) in config.inputs.items():
+        if path.endswith(".py"):
+            folder = Path(path).parent
+            for file in imported_files(base / path):
+                name = file.relative_to((base / path).parent)
+                inputs[f"{role} import {name.as_posix()}"] = (str(folder / name), None)
+    return inputs
 
 
 def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -> str:
@@ -84,12 +111,13 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
     stages_of_run = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
     changed, missing = [], []
     used = [("data", role, source.path, source.revision) for role, source in config.sources.items()]
-    used += [("inputs", role, *path) for role, path in config.inputs.items()]
+    used += [("inputs", role, *path) for role, path in _inputs(config, base).items()]
     for section, role, path, revision in used:
         local = stages_of_run.get(path, str(base / path))
         digest_of = data_fingerprint if section == "data" else fingerprint
         exists = Path(local).exists() or (section == "data" and data_fingerprint(local) != "missing")
-        if digest_of(local if exists else path, revision) == recorded[section].get(role):
+        same = digest_of(local if exists else path, revision) == recorded[section].get(role)
+        if same and not (section == "inputs" and _is_damaged(local)):
             continue
         name = f"{section.removesuffix('s')} {role}"
         if exists:
@@ -104,6 +132,26 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
     if missing:
         words.append(f"not found from {base}: {', '.join(missing)}")
     return "; ".join(words)
+
+
+def _is_damaged(path: str) -> bool:
+    try:
+        require_intact(path)
+    except DamagedStageError:
+        return True
+    return False
+
+
+def problems_of(root: str | Path, stage: str, manifest: Manifest) -> str:
+    """Why the finished stage at `root` should not be used as it is: damaged models, changed data; "" if it can be.
+
+    Raises ConfigError if this version cannot read its config.yaml, and OSError if its data cannot be read.
+    """
+    directory = stage_directory(root, stage)
+    damage = damage_of_models(directory, manifest)
+    config = load_stage_config(stage, directory / "config.yaml")
+    words = what_changed(config, manifest.identity, root)
+    return "; ".join(filter(None, (f"damaged: {damage}" if damage else "", words)))
 
 
 def working_directory(artifacts: str, root: str | Path) -> Path | None:
@@ -126,6 +174,15 @@ def require_inputs(config: Stage) -> None:
     """Raise MissingStageError for the first stage of the run that this one needs and that is not finished."""
     for stage in config.needs:
         require_stage(config.artifacts, stage)
+
+
+def require_intact_inputs(config: Stage) -> None:
+    """Raise DamagedStageError for an input whose files changed after its stage was finished.
+
+    Only files with new time stamps are read here. The stage compares every file again when it loads it.
+    """
+    for path, _ in config.inputs.values():
+        require_intact(path)
 
 
 def require_files(config: Stage) -> None:

@@ -7,6 +7,7 @@ is read and checked before torch is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -19,10 +20,10 @@ from typing import Any
 from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
+from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.identity import identity, require_files, require_inputs
+from rlhf_cli.training.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {
@@ -59,9 +60,13 @@ def run_stage(
     with explained(config_path, config.artifacts, overrides):
         require_inputs(config)
         require_files(config)
+        require_intact_inputs(config)
+        if os.environ.get("RANK", "0") == "0":
+            _warn_of_stale_inputs(stage, config)
         reason = _reason_to_run(stage, config, restart=restart)
         directory = artifacts.stage_directory(config.artifacts, stage)
         if reason is None:
+            artifacts.require_intact(directory)
             if not silent:
                 print(f"{stage}: skipped, {directory} is finished and its config, data and inputs are unchanged")
                 sys.stdout.flush()
@@ -78,6 +83,18 @@ def run_stage(
             how_to_resume = _resume(resume_with or _command(stage, config_path, overrides))
             raise Interrupted(f"{error}. {how_to_resume}", error.exit_code) from None
     return True
+
+
+def _warn_of_stale_inputs(stage: str, config: Stage) -> None:
+    """Warn of stages that this one reads and whose own data or inputs changed since they were finished."""
+    for path in dict.fromkeys(path for path, _ in config.inputs.values()):
+        manifest = artifacts.read_manifest_or_none(path)
+        if manifest is None or Path(path).name != manifest.stage:
+            continue
+        with contextlib.suppress(ConfigError, OSError):
+            problems = problems_of(Path(path).parent, manifest.stage, manifest)
+            if problems.startswith("stale"):
+                print(f"{stage}: warning: {path} is used as it is, but it is {problems}", flush=True)
 
 
 def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
@@ -146,6 +163,8 @@ class explained:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, artifacts.MissingStageError):
             raise ArtifactError(f"{error}. Run: {self._command_for(error.stage, error.root)}") from None
+        if isinstance(error, artifacts.DamagedStageError) and error.is_of_run:
+            raise ArtifactError(f"{error}. To rebuild: {self._command_for(error.stage, error.root)} --restart") from None
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             raise ConfigError(f"{str(error.filename)[:80]}...: the file name is too long. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
@@ -181,6 +200,8 @@ def exit_code(work: Callable[[], object]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(stop, file=sys.stderr)
         return stop.exit_code
+    except EndedElsewhere as end:
+        return end.exit_code
     except KeyboardInterrupt:
         print("interrupted; finished stages and the last checkpoint are intact", file=sys.stderr)
         return 130

@@ -10,11 +10,14 @@ from rlhf_cli.config.stage import Stage
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, Python or torch's CPU allocator ran out of memory. The last raises a plain RuntimeError."""
+    """Whether a GPU, Python, torch's CPU allocator or the start of a thread ran out of memory.
+
+    The last two raise a plain RuntimeError. A thread needs memory for its stack.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    texts = ("can't allocate memory", "out of memory", "can't start new thread")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_cli import artifacts
+from rlhf_cli.digests import digest_once
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training.checkpoint import State
 
@@ -51,13 +53,21 @@ class StageFiles:
             file.close()
 
     def state(self) -> State:
-        """The size of each file of rows, the folders in the directory, and the seconds so far."""
+        """Size and digest of each file of rows, the folders and the digests of their files, and the seconds so far."""
         if not self.writes:
             return {}, {}
         artifacts.sync_tree(self.directory)
-        sizes = {name: file.size() for name, file in self._rows.items() if name != NOT_RESTORED}
-        folders = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
-        return {}, {"sizes": sizes, "folders": folders, "seconds": self.seconds()}
+        rows = {name: file for name, file in self._rows.items() if name != NOT_RESTORED}
+        digests = {f"{name}.jsonl": file.digest() for name, file in rows.items()}
+        folders = sorted(path for path in self.directory.iterdir() if path.is_dir())
+        for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+            digests[path.relative_to(self.directory).as_posix()] = digest_once(path)
+        return {}, {
+            "sizes": {name: file.size() for name, file in rows.items()},
+            "digests": digests,
+            "folders": [folder.name for folder in folders],
+            "seconds": self.seconds(),
+        }
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Remove everything written after the checkpoint: rows, models, the manifest of an unfinished publication."""
@@ -74,7 +84,10 @@ class StageFiles:
             self._rows[name] = JsonLines(self.directory / f"{name}.jsonl")
 
     def mismatch(self, numbers: Mapping[str, Any]) -> str | None:
-        """Why the directory does not have the rows of a checkpoint with these numbers; None if it has them."""
+        """Why the directory does not have the rows and models of a checkpoint with these numbers; None if it has them.
+
+        Checkpoints without digests, which earlier versions wrote, are accepted.
+        """
         for name, size in numbers["sizes"].items():
             if Path(name).name != name:
                 return f"it names a file outside the stage ({name})"
@@ -82,4 +95,13 @@ class StageFiles:
             present = path.stat().st_size if path.is_file() else 0
             if present < size:
                 return f"{path.name} has {present} bytes, and had {size} when it was saved"
+        for name, digest in numbers.get("digests", {}).items():
+            path = self.directory / name
+            if not path.is_file():
+                return f"{name} is missing"
+            size = numbers["sizes"].get(name.removesuffix(".jsonl"))
+            with path.open("rb") as file:
+                present_digest = digest_once(path) if size is None else hashlib.sha256(file.read(size)).hexdigest()
+            if present_digest != digest:
+                return f"{name} was modified after it was saved"
         return None

@@ -25,7 +25,7 @@ from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
+from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
@@ -79,10 +79,14 @@ class StageRun:
             try:
                 self.lock.acquire()
                 self._open()
-            except BaseException:
+            except BaseException as error:
                 self.lock.release()
+                if isinstance(error, UserError):
+                    self.world.gather(error.exit_code)  # the other processes wait for it below
                 raise
-        self.world.barrier()
+        refusal = self.world.gather(None)[0]
+        if refusal is not None:
+            raise EndedElsewhere(refusal)
         self.stop_requests.install()
         return self
 
@@ -99,12 +103,20 @@ class StageRun:
                     self.files.close()
             finally:
                 self.lock.release()
+        if isinstance(error, FileNotFoundError) and self._is_own(error.filename):
+            raise ArtifactError(
+                f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
+            ) from None
         if error is not None and is_out_of_memory(error):
             raise RunError(
                 f"{self.stage}: {what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)}"
             ) from None
         if error is None and self.stop_requests.received is not None:
             raise self._interrupted(self.stop_requests.received, "the stage had already finished")
+
+    def _is_own(self, path: Any) -> bool:
+        """Whether only this run writes to a path."""
+        return str(path).startswith((str(self.directory), str(self.checkpoints_directory)))
 
     # ------------------------------------------------------------------------------------ start and resume
 

@@ -12,6 +12,7 @@ from support.paths import ROOT
 # The first matching prefix gives the floor. The room is the folder, or the module itself at the top level.
 FLOORS = {
     "rlhf_cli.errors": 0,
+    "rlhf_cli.digests": 0,
     "rlhf_cli.environment": 0,
     "rlhf_cli.program": 0,
     "rlhf_cli.templates": 0,
@@ -50,6 +51,7 @@ FLOORS = {
 
 WITHOUT_TORCH = (
     "errors",
+    "digests",
     "environment",
     "program",
     "artifacts",
@@ -70,6 +72,7 @@ WITHOUT_TORCH = (
     "report",
     "training.launch",
     "training.identity",
+    "training.user_files",
     "training.health",
     "training.health_history",
     "training.health_rules",

@@ -128,7 +128,7 @@ def _watch(watch: Watch) -> None:
     real_write = JsonLines.write
 
     def write(self: JsonLines, row: dict[str, Any]) -> None:
-        point("half", self.path, last_words=lambda: self._file.write('{"half": ') and self._file.flush())
+        point("half", self.path, last_words=lambda: self._file.write(b'{"half": ') and self._file.flush())
         real_write(self, row)
 
     sys.addaudithook(audit)

@@ -1,0 +1,41 @@
+"""Checks of a model that was just loaded: every weight is in the file, has its shape, and is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rlhf_cli.errors import ArtifactError
+
+
+def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> None:
+    """Raise ArtifactError for weights that are missing, have another shape than config.json says, or are not finite.
+
+    `info` is transformers' report of the loading. With `new_head` nothing is checked outside of the backbone.
+    """
+    prefix = f"{model.base_model_prefix}."
+    head = {name for name, _ in model.named_parameters() if not name.startswith(prefix)} if new_head else set()
+    missing = sorted(set(info["missing_keys"]) - head)
+    if missing:
+        raise ArtifactError(
+            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file ({', '.join(missing[:3])}), "
+            "and would be random. Give a directory that was saved as this kind of model"
+        )
+    wrong = sorted((name, list(given), list(needed)) for name, given, needed in info["mismatched_keys"])
+    wrong = [entry for entry in wrong if entry[0] not in head]
+    if wrong:
+        name, given, needed = wrong[0]
+        more = f" (and {len(wrong) - 1} more weights)" if len(wrong) > 1 else ""
+        raise ArtifactError(
+            f"{path}: weight {name} has shape {given} in the file, and config.json says {needed}{more}. Give a "
+            "directory whose weights and config.json were saved together"
+        )
+    for name, weight in model.named_parameters():
+        if name not in head and not weight.isfinite().all():
+            bad = weight.numel() - int(weight.isfinite().sum())
+            raise ArtifactError(
+                f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values), so no training "
+                "step can be computed from it. Give a model whose weights are finite"
+            )
