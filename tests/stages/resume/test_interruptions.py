@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from rlhf_cli.training.stage_files import StageFiles
 from rlhf_cli.training.stage_run import StageRun
 from stages import sft as sft_stage
 from support import crash
+from support.paths import ROOT
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, status, succeed
 
 # ------------------------------------------------------------------------------------------ signals
@@ -280,6 +284,69 @@ def test_a_stage_directory_that_is_deleted_during_the_run(
     at_step(0, ask_to_stop)
     succeed(config_in("sft", root))
     same(crash.outcome(root / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.parametrize("removed", [".sft.partial", ".sft.checkpoints"])
+@pytest.mark.parametrize("when", ["before the copy", "while it is written"])
+def test_a_directory_that_is_deleted_during_a_checkpoint(
+    removed, when, config_in, undisturbed, tmp_path, monkeypatch
+):
+    """One line, and the next run is complete."""
+    root = tmp_path / "run"
+    arguments = config_in("sft", root)
+    save, write = CheckpointStore.save, CheckpointStore._write
+
+    def saves(self: CheckpointStore, step: int) -> float:
+        shutil.rmtree(root / removed)
+        return save(self, step)
+
+    def writes(self: CheckpointStore, *arguments: Any) -> None:
+        shutil.rmtree(root / removed)
+        write(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        if when == "before the copy":
+            patch.setattr(CheckpointStore, "save", saves)
+        else:
+            patch.setattr(CheckpointStore, "_write", writes)
+        assert "was removed" in refused(arguments)
+    assert not (root / "sft").exists()
+    succeed(config_in("sft", root))
+    same(crash.outcome(root / "sft"), undisturbed("sft"))
+
+
+def test_the_end_of_the_terminal_saves(config_in, at_step, undisturbed, tmp_path):
+    arguments = config_in("sft", tmp_path)
+    at_step(3, lambda _: signal.raise_signal(signal.SIGHUP))
+    result = rlhf(arguments, "--quiet")
+    assert result.exit_code == 143
+    assert "SIGHUP: stopped after step 3 of 6, and saved" in result.stderr
+    at_step(0, ask_to_stop)
+    assert "resuming after step 3" in succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.slow
+def test_a_second_start_with_several_processes_is_refused_in_one_line(config_in, tmp_path):
+    """Only the first process reports it. The other one does not wait for a connection that is closed."""
+    arguments = config_in("sft", tmp_path)
+    lock = Lock(tmp_path, "sft")
+    lock.acquire()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "stages.sft", *arguments[1:]],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lock.release()
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "is writing its sft stage" in done.stderr
+    assert "barrier" not in done.stderr
+    assert "gather" not in done.stderr
 
 
 def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step, undisturbed, tmp_path):

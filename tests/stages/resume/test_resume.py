@@ -19,6 +19,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.program import program
 from rlhf_cli.training import checkpoint, checkpoint_files
 from rlhf_cli.training.checkpoint import CheckpointStore, State
+from rlhf_cli.training.stage_files import StageFiles
 from rlhf_cli.training.stage_run import StageRun
 from support import crash
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
@@ -197,6 +198,28 @@ def test_a_checkpoint_without_memory_for_a_copy_is_written_in_the_foreground(
         CheckpointStore(tmp_path, keep=2, writes=True).save(1)
 
 
+def test_a_checkpoint_without_memory_for_a_thread_is_written_in_the_foreground(
+    config_in, undisturbed, at_step, tmp_path, monkeypatch
+):
+    """Under `ulimit -v` the stack of a thread may not fit."""
+    arguments = config_in("sft", tmp_path)
+    with monkeypatch.context() as patch:
+        start = threading.Thread.start
+
+        def starts(thread: threading.Thread) -> None:
+            if "_write" in thread.name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patch.setattr(threading.Thread, "start", starts)
+        at_step(4, ask_to_stop)
+        assert rlhf(arguments).exit_code == 143
+    assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000002", "step-00000004"]
+    at_step(0, ask_to_stop)
+    assert "resuming after step 4" in succeed(arguments)
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
 def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
     """Checked by the order of file operations. Only a power cut, not a kill, could show a mistake."""
     root = tmp_path / "run"
@@ -318,6 +341,35 @@ def test_a_checkpoint_with_missing_metrics_rows_is_reported(gone, stopped, undis
     output = succeed(arguments)
     assert "resuming" not in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+@pytest.mark.parametrize(("row", "result"), [(0, "starting over"), (-1, "using an older one")])
+def test_a_changed_byte_in_the_rows_is_reported(row, result, stopped, undisturbed, tmp_path):
+    """Else it would be published. A checkpoint that is older than the changed row can be used."""
+    arguments = stopped("sft", tmp_path)
+    path = tmp_path / ".sft.partial/metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[row] = lines[row].replace(b'"step": ', b'"step":\t')
+    path.write_bytes(b"".join(lines))
+    output = succeed(arguments)
+    assert "cannot be used, metrics.jsonl was modified after it was saved" in output
+    assert result in output
+    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+
+
+def test_a_changed_best_model_of_an_unfinished_run_is_reported(stopped, undisturbed, tmp_path):
+    arguments = stopped("ppo", tmp_path)
+    flip_a_bit(tmp_path / ".ppo.partial/best_model/model.safetensors")
+    assert "cannot be used, best_model/model.safetensors was modified after it was saved" in succeed(arguments)
+    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+
+
+def test_checkpoints_of_earlier_versions_have_no_digests_of_rows(stopped, tmp_path):
+    stopped("sft", tmp_path)
+    numbers = json.loads((checkpoints(tmp_path, "sft")[-1] / "numbers.json").read_text())["files"]
+    files = StageFiles(tmp_path / ".sft.partial", writes=True)
+    assert set(numbers.pop("digests")) == {"metrics.jsonl", "samples.jsonl"}
+    assert files.mismatch(numbers) is None
 
 
 def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp_path):
