@@ -10,7 +10,8 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,24 +66,17 @@ GENERATORS: tuple[GetAndSet, ...] = (
 """The global random generators. A draw by the user's code continues its own sequence."""
 
 
-class Settings:
-    """The settings of the process at the time of construction."""
+@dataclass
+class Kept:
+    """What the user's code has set for itself so far."""
 
-    def __init__(self) -> None:
-        self._modes = [get() for get, _ in MODES]
-        self._generators = [get() for get, _ in GENERATORS]
-
-    def apply(self) -> None:
-        """Make these the settings of the process again."""
-        for (get, set_to), value in zip(MODES, self._modes, strict=True):
-            if get() != value:
-                set_to(value)
-        for (_, set_to), value in zip(GENERATORS, self._generators, strict=True):
-            set_to(value)
+    modes: dict[int, Any] = field(default_factory=dict)
+    """Values that differ from ours, by their number in `MODES`."""
+    generators: list[Any] | None = None
+    """The states of `GENERATORS`; None before the code first ran."""
 
 
-_of_user: Settings | None = None
-"""What the user's code has set so far; None before it first ran."""
+_kept = Kept()
 
 
 @contextlib.contextmanager
@@ -92,18 +86,34 @@ def user_code() -> Iterator[None]:
     Covers the global random generators of torch, NumPy and Python, `MODES`, inference mode, and the handlers of the
     signals that stop a run. These handlers are ours again after the context; the user's code cannot keep its own.
     """
-    global _of_user  # one process has one set of these settings
-    ours = Settings()
+    modes, generators = _values(MODES), _values(GENERATORS)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with torch.inference_mode(mode=False):
-            (_of_user or ours).apply()
+            entered = [_kept.modes.get(number, value) for number, value in enumerate(modes)]
+            _set(MODES, entered)
+            for (_, set_to), state in zip(GENERATORS, _kept.generators or [], strict=False):
+                set_to(state)
             try:
                 yield
             finally:
-                _of_user = Settings()
+                now = _values(MODES)
+                _kept.modes |= {n: value for n, value in enumerate(now) if value != entered[n]}
+                _kept.generators = _values(GENERATORS)
     finally:
-        ours.apply()
+        _set(MODES, modes)
+        for (_, set_to), state in zip(GENERATORS, generators, strict=True):
+            set_to(state)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+
+
+def _values(settings: Sequence[GetAndSet]) -> list[Any]:
+    return [get() for get, _ in settings]
+
+
+def _set(settings: Sequence[GetAndSet], values: Sequence[Any]) -> None:
+    for (get, set_to), value in zip(settings, values, strict=True):
+        if get() != value:
+            set_to(value)

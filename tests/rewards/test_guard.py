@@ -26,7 +26,7 @@ IMPORTS = "import os, random, signal, sys\nimport numpy, torch\n"
 
 @pytest.fixture(autouse=True)
 def _no_earlier_user(monkeypatch):
-    monkeypatch.setattr(guard, "_of_user", None)
+    monkeypatch.setattr(guard, "_kept", guard.Kept())
 
 
 def handler():
@@ -88,6 +88,16 @@ def test_user_code_keeps_what_it_sets(tmp_path):
     torch_numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).tolist()
     expected = [own.random() + numbers.rand() + number for number in torch_numbers]
     assert drawn == pytest.approx(expected)
+
+
+def test_user_code_that_sets_nothing_follows_the_process(tmp_path, monkeypatch):
+    (tmp_path / "reward.py").write_text(
+        "import os\ndef f(prompts, responses, rows):\n    return [len(os.getcwd()) for _ in rows]\n"
+    )
+    source = source_of({"type": "function", "function": f"{tmp_path}/reward.py:f"})
+    for directory in ("/", str(tmp_path)):
+        monkeypatch.chdir(directory)
+        assert source.score(batch(["x"])).item() == len(directory)
 
 
 def test_a_reward_that_switches_gradients_off_does_not_change_the_run(tmp_path, run_stage, make_model):
