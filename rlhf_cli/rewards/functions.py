@@ -94,7 +94,7 @@ class PythonFunction(RewardSource):
 
         if self.runner is None:
             self.runner = asyncio.Runner()
-            atexit.register(self.runner.close)
+            atexit.register(close, self.runner)
         self.runner.run(for_each(batches, call_async, self.concurrency))
         return found
 
@@ -121,6 +121,13 @@ def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[s
         row = {**samples.rows[i], "ended": samples.ended[i]}
         rows.append(row if samples.tokens is None else {**row, "tokens": samples.tokens[i]})
     return [samples.prompts[i] for i in batch], [samples.responses[i] for i in batch], rows
+
+
+def close(runner: asyncio.Runner) -> None:
+    """Close an event loop. What its calls raised when a signal interrupted them is not reported again."""
+    with contextlib.suppress(BaseException):
+        runner.get_loop().set_exception_handler(lambda *_: None)
+        runner.close()
 
 
 def is_cancellation(error: BaseException) -> bool:

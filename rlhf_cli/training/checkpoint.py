@@ -74,8 +74,8 @@ class CheckpointStore:
     def save(self, step: int) -> float:
         """Copy the state after `step` and start writing it; returns the seconds for which training waited.
 
-        If there is not enough memory for a copy or a thread, the checkpoint is written before this returns. Raises the error of
-        the previous checkpoint, if it had one.
+        If there is not enough memory for a copy or a thread, the checkpoint is written before this returns. Raises the
+        error of the previous checkpoint, if it had one.
         """
         started = time.monotonic()
         self.wait()

@@ -164,7 +164,8 @@ class explained:
         if isinstance(error, artifacts.MissingStageError):
             raise ArtifactError(f"{error}. Run: {self._command_for(error.stage, error.root)}") from None
         if isinstance(error, artifacts.DamagedStageError) and error.is_of_run:
-            raise ArtifactError(f"{error}. To rebuild: {self._command_for(error.stage, error.root)} --restart") from None
+            rebuild = self._command_for(error.stage, error.root)
+            raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             raise ConfigError(f"{str(error.filename)[:80]}...: the file name is too long. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:

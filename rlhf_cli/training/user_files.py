@@ -1,4 +1,4 @@
-"""The modules beside a reward file that it imports: a change of one is a change of the reward. Does not import torch."""
+"""The modules beside a reward file that it imports. They are part of the reward's identity. Does not import torch."""
 
 from __future__ import annotations
 

@@ -142,12 +142,13 @@ def in_a_stage():
     requests.remove()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("statement", EXITS)
+@pytest.mark.parametrize(
+    ("statement", "is_async"),
+    # asyncio closes coroutines with GeneratorExit.
+    [(text, is_async) for text in EXITS for is_async in (False, True) if not (is_async and "Generator" in text)],
+)
 @pytest.mark.usefixtures("in_a_stage")
 def test_an_exit_from_a_function_is_an_error_of_the_function(function, statement, is_async):
-    if is_async and "GeneratorExit" in statement:
-        pytest.skip("asyncio closes a coroutine with it")
     body = f"import sys\nif rows[0]['n'] == 2: {statement}\nreturn [1.0 for _ in rows]"
     settings = {"is_async": is_async, "batch_size": 2}
     with pytest.raises(RewardError, match=rf"responses 3 to 4: raised {re.escape(EXITS[statement])} \(f0.py:5\)"):

@@ -176,10 +176,9 @@ def test_nan_in_loaded_weights_is_reported_with_the_tensor(make_model, tmp_path)
         tensors["model.layers.1.mlp.up_proj.weight"][4, 5] = math.inf
 
     path = changed_weights(make_model("llama"), tmp_path / "m", change)
+    expected = r"m: weight model.layers.1.mlp.up_proj.weight contains NaN or inf \(2 of 1,536 values\)"
     for load in (load_policy, lambda path: new_reward_model(path, None, seed=0, head_std=None)):
-        with pytest.raises(
-            ArtifactError, match=r"m: weight model.layers.1.mlp.up_proj.weight contains NaN or inf \(2 of 1,536 values\)"
-        ):
+        with pytest.raises(ArtifactError, match=expected):
             load(path)
 
 
@@ -189,7 +188,9 @@ def test_a_wrong_shape_is_reported_with_the_tensor(make_model, tmp_path):
             tensors[name] = tensors[name][:7].clone()
 
     path = changed_weights(make_model("llama"), tmp_path / "m", change)
-    expected = r"layers.0.mlp.up_proj.weight has shape \[7, 32\] in the file, and config.json says \[48, 32\] \(and 1 more"
+    expected = (
+        r"layers.0.mlp.up_proj.weight has shape \[7, 32\] in the file, and config.json says \[48, 32\] \(and 1 more"
+    )
     for load in (load_policy, lambda path: new_reward_model(path, None, seed=0, head_std=None)):
         with pytest.raises(ArtifactError, match=expected):
             load(path)
@@ -263,7 +264,8 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_refused_start_ends_every_process_with_one_message(here, rank, monkeypatch, capsys):
+@pytest.mark.usefixtures("here")
+def test_a_refused_start_ends_every_process_with_one_message(rank, monkeypatch, capsys):
     """The first process tells the others before it raises; they end silently with the same exit code."""
     from rlhf_cli.training import distributed, launch
     from rlhf_cli.training.lock import Lock

@@ -288,9 +288,7 @@ def test_a_stage_directory_that_is_deleted_during_the_run(
 
 @pytest.mark.parametrize("removed", [".sft.partial", ".sft.checkpoints"])
 @pytest.mark.parametrize("when", ["before the copy", "while it is written"])
-def test_a_directory_that_is_deleted_during_a_checkpoint(
-    removed, when, config_in, undisturbed, tmp_path, monkeypatch
-):
+def test_a_directory_that_is_deleted_during_a_checkpoint(removed, when, config_in, undisturbed, tmp_path, monkeypatch):
     """One line, and the next run is complete."""
     root = tmp_path / "run"
     arguments = config_in("sft", root)
