@@ -331,9 +331,17 @@ def ends(*arguments: str) -> str:
     return result.stderr
 
 
+def model_file(project: Path, name: str) -> Path:
+    """A file of a finished stage's model, whose manifest has no digests: a changed file is read, not refused."""
+    path = project / "run" / name
+    manifest = path.parents[1] / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+    return path
+
+
 @pytest.mark.parametrize("key", ["score_mean", "score_std"])
 def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: str) -> None:
-    path = project / "run/rm/model/config.json"
+    path = model_file(project, "rm/model/config.json")
     config = json.loads(path.read_text())
     for value in (*OTHERS, *((0, 0.0) if key == "score_std" else ())):
         path.write_text(json.dumps(config | {key: value}))
@@ -345,7 +353,8 @@ def test_reward_model_settings_of_a_wrong_type_are_reported(project: Path, key: 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "", "null", "3", "[]", '"x"', "{}", "\xff"])
 @pytest.mark.parametrize("name", ["manifest.json", "model/config.json", "model/tokenizer_config.json"])
 def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: str, text: str) -> None:
-    (project / "run/sft" / name).write_bytes(text.encode("latin-1"))
+    path = project / "run/sft" / name if name == "manifest.json" else model_file(project, f"sft/{name}")
+    path.write_bytes(text.encode("latin-1"))
     stderr = ends("rm", "--config", str(project / "rm.yaml"), "--restart", "--quiet")
     if name == "manifest.json":
         assert "manifest.json: " in stderr
@@ -394,7 +403,7 @@ def test_an_unreadable_evaluation_does_not_break_status(project: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_run_is_reported(project: Path, key: str, value: Any) -> None:
-    path = project / "run/sft/model/config.json"
+    path = model_file(project, "sft/model/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     message = fails(project, "rm", "--restart")
     assert "run/sft/model: " in message
@@ -405,7 +414,7 @@ def test_a_model_that_cannot_run_is_reported(project: Path, key: str, value: Any
     [("model_max_length", "x"), ("model_max_length", []), ("chat_template", {"a": {"b": 1}}), ("chat_template", 3)],
 )
 def test_a_tokenizer_config_with_arbitrary_values_is_reported(project: Path, key: str, value: Any) -> None:
-    path = project / "run/sft/model/tokenizer_config.json"
+    path = model_file(project, "sft/model/tokenizer_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert "run/sft/model: cannot load a tokenizer (" in fails(project, "rm", "--restart")
 
@@ -415,7 +424,7 @@ def test_a_generation_config_with_arbitrary_values_is_reported_at_the_start(
     project: Path, key: str, value: Any
 ) -> None:
     """The error comes at the start, not when the trained model is saved."""
-    path = project / "run/sft/model/generation_config.json"
+    path = model_file(project, "sft/model/generation_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     message = fails(project, "ppo", "--restart")
     assert "run/sft/model: " in message
@@ -424,7 +433,7 @@ def test_a_generation_config_with_arbitrary_values_is_reported_at_the_start(
 
 def test_a_generation_config_with_temperature_but_no_sampling_is_saved(project: Path) -> None:
     """Some released models have such a generation config."""
-    path = project / "run/sft/model/generation_config.json"
+    path = model_file(project, "sft/model/generation_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False, "temperature": 0.6}))
     override = f"model={{path: {project}/run/sft/model}}"
     assert ends("sft", "--config", str(project / "sft.yaml"), "--quiet", "--set", override) == ""
