@@ -141,8 +141,12 @@ def _one_type(kind: Any, metadata: list[Any]) -> str:
 def _items(kind: Any) -> str:
     """The items of a list, in words that follow "a list"."""
     item = _type(kind, [])
-    plurals = {"a mapping": "mappings", "text": "texts", "a number": "numbers", "a whole number": "whole numbers"}
-    return f"of {plurals[item]}" if item in plurals else f"whose items are each {item}"
+    if item in ("a mapping", "text"):
+        return f"of {item.removeprefix('a ')}s"
+    for number in ("number", "whole number"):
+        if item.startswith(f"a {number}"):
+            return f"of {number}s{item.removeprefix(f'a {number}')}"
+    return f"whose items are each {item}"
 
 
 def _bounds(metadata: list[Any]) -> str:

@@ -100,6 +100,8 @@ def test_docs_of_a_key() -> None:
         ("rewards.http.url", "text; required"),
         ("gradient_checkpointing", "true or false; default false"),
         ("evaluation.gold", "text or null; default null"),
+        ("rollout.stop_strings", "a list of texts; default []"),
+        ("data.split", "a list of whole numbers at least 0 or null; default null"),
         ("ppo.rewards", "a list of mappings; default [{type: reward_model}]"),
     ],
 )

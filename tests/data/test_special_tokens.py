@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlhf_cli.commands import serve
+from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
+from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import (
@@ -27,10 +29,11 @@ from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.data.special_tokens import BOUNDARY, SpecialTokens, special_tokens_of
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
+from rlhf_cli.rewards.sources import load_rewards
 from support.tiny import CPU, write_jsonl
 
 CHATML = (
@@ -338,11 +341,39 @@ def test_a_client_renders_its_prompts_and_may_end_a_response(chat_reward_model: 
     assert ids[-1] == eos
 
 
-def test_ids_of_a_cached_row_do_not_depend_on_the_process(tmp_path: Path, tokenizer: Any) -> None:
-    """Marks are drawn in each process, the ids are not."""
+@pytest.mark.parametrize("choice", ["split", "keep"])
+def test_the_option_reaches_every_reader(
+    write_config: Any, tmp_path: Path, make_model: Any, chat_reward_model: Any, choice: str
+) -> None:
+    """Rows of all stages, probes, PPO's pretraining text, and the reward models of a run."""
+
+    def config_of(stage: str, **changes: Any) -> Any:
+        changes["data"] = {"special_tokens": choice, **changes.get("data", {})}
+        return load_config(write_config(stage, tmp_path, **changes), CONFIGS[stage])
+
+    model = {"path": str(make_model("llama"))}
+    ppo = config_of("ppo", ptx={"train": "x.jsonl", "coef": 1.0})
+    read = [sft_rows(config_of("sft", model=model)), rm_rows(rm := config_of("rm", data={"probes": "x.jsonl"}))]
+    read += [probe_rows(rm), ppo_rows(ppo), ptx_rows(ppo)]
+    assert [rows is not None and rows.keep_special for rows in read] == [choice == "keep"] * 5
+    reward = ModelReward(type="reward_model", path=str(chat_reward_model()), template="{prompt}{response}")
+    (source,), _ = load_rewards([reward], "x", None, CPU, "float32", keep_special=choice == "keep")
+    assert isinstance(source, RewardModel)
+    assert source.keep_special == (choice == "keep")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_server_reads_prompts_as_rendered(chat_reward_model: Any, keep: bool) -> None:
+    server = serve.start(serve.Settings(str(chat_reward_model()), port=0, keep_special=keep))
+    try:
+        assert (server.source.prompts_are_rendered, server.source.keep_special) == (True, keep)
+    finally:
+        server.listener.close()
+
+
+def test_split_ids_are_those_of_transformers(tmp_path: Path, tokenizer: Any) -> None:
+    """Where the template has no special token, `split_special_tokens` of the library gives the same."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a <eos>", "response": " b<bos>"}])
-    (first,) = tokenise(DemonstrationEncoder(tokenizer, stage_rows(path, "sft"))).train
+    (found,) = tokenise(DemonstrationEncoder(tokenizer, stage_rows(path, "sft"))).train
     plain = copy.deepcopy(tokenizer)
-    bare = plain("a <eos> b<bos>", split_special_tokens=True)["input_ids"]
-    assert first.ids == [*bare, plain.eos_token_id]
-    assert json.dumps(first.ids)
+    assert found.ids == [*plain("a <eos> b<bos>", split_special_tokens=True)["input_ids"], plain.eos_token_id]
