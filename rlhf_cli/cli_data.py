@@ -96,6 +96,10 @@ Concurrency = Annotated[int, typer.Option("--concurrency", min=1, max=64, help="
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds without an answer of the server.")]
 Retries = Annotated[int, typer.Option("--retries", min=0, help="Maximum retries of a failed request.")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where a local model runs.")]
+KeepSpecial = Annotated[
+    bool,
+    typer.Option("--keep-special-tokens", help="Read special tokens in rows and in --template as special tokens."),
+]
 OnBadRow = Annotated[
     Literal["error", "skip"], typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")
 ]
@@ -231,6 +235,7 @@ def data_generate(
     timeout: Timeout = 120.0,
     retries: Retries = 5,
     device: Device = "auto",
+    keep_special: KeepSpecial = False,
     overrides: SourceSet = None,
     format: Format = None,
     keys: Keys = None,
@@ -245,7 +250,9 @@ def data_generate(
         from rlhf_cli.commands.writer import WriterOptions
 
         sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
-        options = WriterOptions(model, server, api_key_env, *sampling, timeout, retries, device=device)
+        options = WriterOptions(
+            model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
+        )
         generate(
             _source(path, overrides, format, keys),
             task,
@@ -293,6 +300,7 @@ def data_score(
     timeout: Timeout = 120.0,
     retries: Retries = 5,
     device: Device = "auto",
+    keep_special: KeepSpecial = False,
     overrides: SourceSet = None,
     format: Format = None,
     keys: Keys = None,
@@ -307,7 +315,9 @@ def data_score(
         from rlhf_cli.commands.writer import WriterOptions
 
         sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
-        options = WriterOptions(model, server, api_key_env, *sampling, timeout, retries, device=device)
+        options = WriterOptions(
+            model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
+        )
         score(
             _source(path, overrides, format, keys),
             out,

@@ -32,6 +32,8 @@ class WriterOptions:
     retries: int = 5
     backoff_s: float = 1.0
     device: str = "auto"
+    keep_special: bool = False
+    """A local model reads special tokens in rows and templates as special, not as plain text."""
 
     @property
     def chunk(self) -> int:
@@ -51,6 +53,7 @@ class WriterOptions:
             "top_p": self.top_p,
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
+            **({"keep_special": True} if self.keep_special else {}),
         }
 
     def open(self) -> Writer:
@@ -59,7 +62,13 @@ class WriterOptions:
         if self.server is None:
             from rlhf_cli.rollout.local_writer import LocalWriter
 
-            return LocalWriter(self.model, drawing, batch_size=self.batch_size, device=self.device)
+            return LocalWriter(
+                self.model, drawing, batch_size=self.batch_size, device=self.device, keep_special=self.keep_special
+            )
+        if self.keep_special:
+            raise ConfigError(
+                "--keep-special-tokens: is for a local model, a server encodes texts by itself. Remove it"
+            )
         from rlhf_cli.commands.chat_server import ServerWriter
 
         return ServerWriter(

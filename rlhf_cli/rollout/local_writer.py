@@ -24,14 +24,17 @@ class LocalWriter:
     """A Hugging Face directory or a finished stage that writes answers.
 
     Messages are rendered with the tokenizer's chat template. Without a template, a single message is used as it is
-    and several become a transcript. The uniforms of an answer are seeded by (seed, its counters), so an answer does
-    not depend on the batch it is sampled in, except for rounding.
+    and several become a transcript. Special tokens in messages are plain text unless `keep_special` is set. The
+    uniforms of an answer are seeded by (seed, its counters), so an answer does not depend on the batch it is sampled
+    in, except for rounding.
 
     Raises ArtifactError for a directory without a language model.
     """
 
-    def __init__(self, path: str, drawing: Drawing, *, batch_size: int = 16, device: str = "auto"):
-        self.name, self.drawing, self.batch_size = path, drawing, batch_size
+    def __init__(
+        self, path: str, drawing: Drawing, *, batch_size: int = 16, device: str = "auto", keep_special: bool = False
+    ):
+        self.name, self.drawing, self.batch_size, self.keep_special = path, drawing, batch_size, keep_special
         directory = model_directory(path)
         self.tokenizer = load_tokenizer(directory)
         require_eos(self.tokenizer, path)
@@ -71,7 +74,8 @@ class LocalWriter:
         messages = request.messages
         text = messages[0].content if len(messages) == 1 else transcript(messages)
         try:
-            ids = encode_rows(self.tokenizer, [Prompt(text, "a prompt", messages=messages)], None)[0]
+            prompt = Prompt(text, "a prompt", messages=messages)
+            ids = encode_rows(self.tokenizer, [prompt], None, keep_special=self.keep_special)[0]
         except DataError as error:  # The chat template refuses this conversation.
             return Failure(str(error))
         new, room = self.drawing.max_new_tokens, positions(self.model)

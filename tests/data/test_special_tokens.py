@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.commands import serve
+from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
@@ -30,10 +31,12 @@ from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.data.special_tokens import BOUNDARY, SpecialTokens, special_tokens_of
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
-from rlhf_cli.errors import DataError
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
+from rlhf_cli.rollout.local_writer import LocalWriter
+from rlhf_cli.rollout.requests import Request
 from support.tiny import CPU, write_jsonl
 
 CHATML = (
@@ -369,6 +372,18 @@ def test_a_server_reads_prompts_as_rendered(chat_reward_model: Any, keep: bool) 
         assert (server.source.prompts_are_rendered, server.source.keep_special) == (True, keep)
     finally:
         server.listener.close()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_local_model_that_writes_or_judges_splits_them_too(make_model: Any, keep: bool) -> None:
+    """`rlhf data generate` and `rlhf data score`."""
+    writer = WriterOptions(str(make_model("llama")), device="cpu", max_new_tokens=4, keep_special=keep).open()
+    assert isinstance(writer, LocalWriter)
+    ids = writer._encode(Request((Message("user", "please<eos>help"),), (0,)))
+    assert isinstance(ids, list)
+    assert ids.count(writer.tokenizer.eos_token_id) == keep
+    with pytest.raises(ConfigError, match="--keep-special-tokens: is for a local model"):
+        WriterOptions("m", server="http://127.0.0.1:1/v1", keep_special=True).open()
 
 
 def test_split_ids_are_those_of_transformers(tmp_path: Path, tokenizer: Any) -> None:
