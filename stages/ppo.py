@@ -54,6 +54,7 @@ from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.carried import Carried, prompts_of
+from rlhf_cli.ppo.health import report_iteration, report_start
 from rlhf_cli.ppo.kl_control import KLCoefs, follow_kl
 from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step
 from rlhf_cli.ppo.plan import plan
@@ -88,8 +89,8 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
             measure_reference(setup, carried.scale)
 
         first = stage.resume(carried.parts(), num_iterations)
-        if config.compile and first == 0:
-            stage.log(first, {"time/compile_s": setup.compile_s})
+        if first == 0:
+            report_start(setup, carried.health)
         stage.display.begin(num_iterations, "iteration", first)
         for iteration in range(first, num_iterations):
             carried.held_out.measure_if_due(iteration)
@@ -132,11 +133,10 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     # 6. Figures and health, then the coefficients that follow the KL.
     metrics = iteration_metrics(setup, rollout, texts, scores, kl, rewards, returns)
     metrics |= update | {"objective/kl_coef": carried.coefs.kl_coef} | stage.speed.row()
-    metrics |= follow_kl(setup, carried.coefs, newest, metrics["objective/kl"])
+    metrics |= follow_kl(setup, carried.coefs, newest, metrics)
     stage.log(iteration + 1, metrics)
     log_samples(setup, rollout, texts, scores, kl, iteration)
-    findings = carried.health.check(iteration + 1, metrics)
-    stage.report(iteration + 1, findings, carried.health.line(findings, metrics))
+    report_iteration(setup, carried.health, newest, texts, metrics, iteration)
 
 
 # ----------------------------------------------------------------------------------- from prompts to advantages

@@ -170,12 +170,15 @@ def _warn_of_loss(
     figures: dict[str, float], config: SFTConfig, model: PreTrainedModel, stage: StageRun, step: int
 ) -> bool:
     """Warn of a loss above `warn_loss_above` after the warm-up; without that key, above ln(vocabulary size)."""
-    loss, limit = figures["loss/sft"], config.warn_loss_above or math.log(model.config.vocab_size)
+    loss, guessing = figures["loss/sft"], math.log(model.config.vocab_size)
+    limit = config.warn_loss_above or guessing
     is_bad = not figures["sft/bad_steps"] and step > config.optimizer.warmup_steps and loss > limit
     if is_bad:
+        above = f"above {limit:.2f}" + (" (warn_loss_above)" if config.warn_loss_above is not None else "")
+        worse = ", worse than guessing all tokens with equal probability" if loss > guessing else ""
         stage.display.warn(
-            f"step {step + 1}: loss {loss:.2f} is above {limit:.2f}, worse than guessing all tokens with equal "
-            "probability. Lower optimizer.learning_rate, or check the rows (rlhf data show)"
+            f"step {step + 1}: loss {loss:.2f} is {above}{worse}. Lower optimizer.learning_rate, or check the rows "
+            "(rlhf data show)"
         )
     return is_bad
 

@@ -56,6 +56,7 @@ def policy_loss(
 
         - ``policy/approx_kl``: ``(ratio - 1) - log(ratio)``, never negative, an estimate of the KL from the policy
           that sampled to the current one (k3 of Schulman 2020, joschu.net/blog/kl-approx.html);
+        - ``policy/approx_kl_k1``: ``-log(ratio)``, an estimate of the same KL with more variance; it may be negative;
         - ``policy/clip_fraction``: the share of tokens whose gradient is clipped to 0, that is, whose clipped branch
           is the larger loss. A ratio out of range on the unclipped side does not count;
         - ``policy/dual_clip_fraction``: the share of tokens whose loss is capped by dual_clip, among all tokens and
@@ -153,6 +154,7 @@ def _policy_stats(
     log_ratio = log_ratio.detach()
     return {
         "policy/approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask) / num_tokens,
+        "policy/approx_kl_k1": masked_sum(-log_ratio, mask) / num_tokens,
         "policy/clip_fraction": masked_sum(clipped_mask.to(log_ratio.dtype), mask) / num_tokens,
         "policy/dual_clip_fraction": masked_sum(capped_mask.to(log_ratio.dtype), mask) / num_tokens,
         "policy/ratio": masked_sum(log_ratio.exp(), mask) / num_tokens,

@@ -3,6 +3,8 @@
 They are computed in float64 on the CPU and returned as Python floats.
 """
 
+import re
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from math import sqrt
 
@@ -169,3 +171,19 @@ def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
     """
     ngrams = [tuple(ids[i : i + n]) for ids in sequences for i in range(len(ids) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def word_shares(texts: Sequence[str]) -> dict[str, float]:
+    """The share of texts that contain each word, whatever its case.
+
+    Args:
+        texts: any texts; a word is a run of letters, digits and underscores.
+
+    Returns:
+        Each word that occurs, in lower case, with a share above 0.
+
+    >>> word_shares(["Great film, great cast!", "A dull film."])
+    {'cast': 0.5, 'film': 1.0, 'great': 0.5, 'a': 0.5, 'dull': 0.5}
+    """
+    counts = Counter(word for text in texts for word in sorted(set(re.findall(r"\w+", text.lower()))))
+    return {word: count / len(texts) for word, count in counts.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def run_pipeline(
             resume_with=command("pipeline", str(directory), *set_options(overrides)),
         )
     ]
-    _show_result(roots.pop(), list(configs), ran, Display("pipeline", quiet=quiet))
+    is_main = os.environ.get("RANK", "0") == "0"  # under torchrun every process runs this
+    _show_result(roots.pop(), list(configs), ran, Display("pipeline", quiet=quiet, silent=not is_main))
 
 
 def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: Display) -> None:

@@ -175,6 +175,8 @@ class PPOConfig(Stage):
     """AdamW and its schedule."""
     num_logged_samples: NonNegativeInt = 1
     """Number of responses per iteration to write to samples.jsonl, with score and KL."""
+    samples_every: PositiveInt | None = None
+    """Print the first response of every so many iterations, with its score and KL. Null prints none until the end."""
     evaluation: PPOEvaluation = PPOEvaluation()
     """SFT compared with PPO on held-out prompts."""
 

@@ -81,7 +81,8 @@ class PPO(Section):
     """Null uses the estimator whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
     the loss. The others optimise different objectives (docs/ppo.md). `full` is exact over the vocabulary."""
     kl_controller: KLController = "fixed"
-    """`adaptive` changes kl_coef until the KL per response is `kl_target` (Ziegler et al. 2019, section 2.2)."""
+    """`adaptive` changes kl_coef until the KL per response is `kl_target` (Ziegler et al. 2019, section 2.2). It waits
+    while the value model warms up."""
     kl_target: PositiveFloat | None = None
     """Target KL in nats per response. Required with `kl_controller: adaptive`, and only there."""
     kl_horizon: PositiveInt = 10_000
@@ -122,8 +123,8 @@ class PPO(Section):
     policy_kl_coef: PositiveFloat = 1.0
     """The initial coefficient of PPO-penalty."""
     policy_kl_target: PositiveFloat | None = None
-    """The coefficient doubles if KL(old, new) per token is above 1.5 times this, and halves below 1/1.5 of it. Null
-    keeps it fixed."""
+    """The coefficient doubles if KL(old, new) per token is above 1.5 times this, and halves below 1/1.5 of it. It
+    waits while the value model warms up. Null keeps it fixed."""
     loss_aggregation: LossAggregation = "token"
     """`token`: the mean over all tokens of the minibatch. `sequence`: the mean over each response first, so that long
     ones do not weigh more. `constant`: the sum divided by max_new_tokens (Dr. GRPO)."""

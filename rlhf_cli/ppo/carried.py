@@ -12,8 +12,8 @@ import torch
 from rlhf_cli.algorithms.moments import Moments
 from rlhf_cli.data.batches import stream
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.models.forward import computes_in_bfloat16
 from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, select
+from rlhf_cli.ppo.health import new_health
 from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.ppo.kl_control import KLCoefs
 from rlhf_cli.ppo.processes import from_all_processes
@@ -22,8 +22,6 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.training.checkpoint import State, Stateful, Weights
-from rlhf_cli.training.health import Health
-from rlhf_cli.training.health_rules import RATIO_TOLERANCE
 
 
 class Carried:
@@ -103,16 +101,3 @@ def prompts_of(setup: Setup, iteration: int) -> list[PromptRow]:
     config = setup.config
     numbers = stream(len(setup.train), config.num_prompts, iteration, config.seed, "ppo prompts")
     return [prompt for i in numbers for prompt in [setup.train[i]] * config.rollout.samples_per_prompt]
-
-
-def new_health(setup: Setup) -> Health:
-    """The health checks of the run, with the limits that fit its config."""
-    config = setup.config
-    precision = "bfloat16" if computes_in_bfloat16(setup.world.device, config.precision) else "float32"
-    return Health(
-        kl_in_reward=config.ppo.kl_in == "reward",
-        has_value_model=config.ppo.has_value_model,
-        starts_at_reference=config.ref_policy is None,
-        max_new_tokens=config.rollout.max_new_tokens,
-        ratio_tolerance=RATIO_TOLERANCE[precision],
-    )

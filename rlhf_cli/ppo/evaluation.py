@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import chunks
-from rlhf_cli.errors import RewardError
+from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.scores import ask_rewards, texts_of
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.training.distributed import World
-
-T = TypeVar("T")
 
 GoldJudge = Callable[[list[str], list[bool]], list[dict[str, float]]]
 """The user's judge (`evaluation.gold`): replies to the held-out prompts, and whether each ended, to named numbers."""
@@ -90,10 +87,10 @@ def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
     """
     start = time.monotonic()
     world = setup.world
-    own = _or_failure(world, lambda: _own_replies(setup))
+    own = or_failure(world, lambda: _own_replies(setup))
     replies = world.interleave(world.gather(own))
     texts, scores = [reply.text for reply in replies], [reply.score for reply in replies]
-    gold_rows = _or_failure(world, lambda: gold(texts, [r.ended for r in replies]) if gold is not None else [])
+    gold_rows = or_failure(world, lambda: gold(texts, [r.ended for r in replies]) if gold is not None else [])
     metrics = {
         "score_mean": statistics.fmean(scores),
         "score_median": statistics.median(scores),
@@ -131,16 +128,3 @@ def _own_replies(setup: Setup) -> list[Reply]:
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
         replies += map(Reply, texts, scores, kl, lengths, ended)
     return replies
-
-
-def _or_failure(world: World, compute: Callable[[], Sequence[T]]) -> list[T]:
-    """The result of `compute`; if it raises RewardError on any process, all processes raise it."""
-    result: list[T] = []
-    failure = ""
-    try:
-        result = list(compute())
-    except RewardError as error:
-        failure = str(error)
-    if first := world.first_failure(failure):
-        raise RewardError(first)
-    return result

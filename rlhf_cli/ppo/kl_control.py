@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -21,37 +22,47 @@ class KLCoefs:
     """Of PPO-penalty's KL between the policy before and after an update."""
 
 
-def follow_kl(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, kl: float) -> dict[str, float]:
-    """Move the adaptive coefficients after an update; `kl` is the KL to ref_policy, in nats per response.
+def follow_kl(
+    setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Move the adaptive coefficients after an update, given the figures of its iteration.
+
+    An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says
+    nothing about the coefficients.
 
     Returns the figures of PPO-penalty's coefficient.
     """
-    ppo, world = setup.config.ppo, setup.world
-    metrics = {}
+    ppo = setup.config.ppo
+    learned = "policy/grad_norm" in metrics  # absent in the warm-up, and if every step was bad
+    penalty = {}
     match ppo.kl_controller:
         case "fixed":
             pass
         case "adaptive":
             assert ppo.kl_target is not None
-            coefs.kl_coef = adaptive_kl_coef(
-                coefs.kl_coef,
-                kl,
-                target=ppo.kl_target,
-                horizon=ppo.kl_horizon,
-                num_episodes=ppo.rollout_batch_size,
-            )
+            if learned:
+                coefs.kl_coef = adaptive_kl_coef(
+                    coefs.kl_coef,
+                    metrics["objective/kl"],
+                    target=ppo.kl_target,
+                    horizon=ppo.kl_horizon,
+                    num_episodes=ppo.rollout_batch_size,
+                )
         case _:
             assert_never(ppo.kl_controller)
     if ppo.objective == "penalty":
-        metrics["policy/policy_kl_coef"] = coefs.policy_kl_coef
+        penalty["policy/policy_kl_coef"] = coefs.policy_kl_coef
     if ppo.policy_kl_target is not None:
-        # KL(old, new) after the update, by k3 on the newest rollout's tokens.
-        logprobs, _ = current_scores(setup, newest)
-        token_kl = kl_estimate(newest.logprobs, logprobs.to(newest.logprobs), estimator="k3")  # [B, R]
-        mask = newest.response_mask
-        sums = world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})
-        metrics["policy/kl_after_update"] = sums["kl"] / sums["tokens"]
-        coefs.policy_kl_coef = adaptive_policy_kl_coef(
-            coefs.policy_kl_coef, metrics["policy/kl_after_update"], target=ppo.policy_kl_target
-        )
-    return metrics
+        kl = penalty["policy/kl_after_update"] = _kl_after_update(setup, newest)
+        if learned:
+            coefs.policy_kl_coef = adaptive_policy_kl_coef(coefs.policy_kl_coef, kl, target=ppo.policy_kl_target)
+    return penalty
+
+
+def _kl_after_update(setup: Setup, newest: UpdateBatch) -> float:
+    """KL(old, new) per token after the update, by k3 on the newest rollout's tokens."""
+    logprobs, _ = current_scores(setup, newest)
+    token_kl = kl_estimate(newest.logprobs, logprobs.to(newest.logprobs), estimator="k3")  # [B, R]
+    mask = newest.response_mask
+    sums = setup.world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})
+    return sums["kl"] / sums["tokens"]

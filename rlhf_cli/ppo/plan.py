@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.training.progress import epochs
 
 
 def plan(setup: Setup) -> list[tuple[str, str]]:
     """The batch arithmetic of the run, as (name, text) lines."""
     config, ppo, rollout = setup.config, setup.config.ppo, setup.config.rollout
     responses = ppo.num_iterations * ppo.rollout_batch_size
-    epochs = ppo.num_iterations * config.num_prompts / len(setup.train)
+    passes = ppo.num_iterations * config.num_prompts / len(setup.train)
     per_step = f"{ppo.ppo_epochs} ppo_epochs x {ppo.rollout_batch_size // ppo.minibatch_size} minibatches"
     if ppo.num_rollouts_per_update > 1:
         per_step += f" x {ppo.num_rollouts_per_update} rollouts"
     micro = f", {ppo.microbatch_size} per microbatch" if ppo.microbatch_size else ""
     lines = [
-        ("prompts", f"{len(setup.train):,} of {setup.mean_prompt_length:.0f} tokens on average; {epochs:.2f} epochs"),
+        ("prompts", f"{len(setup.train):,} of {setup.mean_prompt_length:.0f} tokens on average; {epochs(passes)}"),
         (
             "rollouts",
             f"{ppo.num_iterations:,} iterations x {config.num_prompts:,} prompts x {rollout.samples_per_prompt} "
@@ -35,8 +36,8 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
     if config.ptx is not None:
         size = config.ptx.minibatch_size or ppo.minibatch_size
         steps = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations, ppo.num_iterations))
-        epochs = steps * size / len(setup.ptx)
-        lines.append(("ptx", f"{size} rows per step = {epochs:.2f} epochs over {len(setup.ptx):,} rows"))
+        passes = steps * size / len(setup.ptx)
+        lines.append(("ptx", f"{size} rows per step = {epochs(passes)} over {len(setup.ptx):,} rows"))
     if setup.world.size > 1:
         lines.append(("processes", f"{setup.world.size}, which share each of these numbers"))
     return lines

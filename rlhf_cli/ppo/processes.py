@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from rlhf_cli.algorithms.advantages import group_advantages
 from rlhf_cli.algorithms.names import GroupBaseline
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import deal
+from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo.batch import UpdateBatch, merge, select
 from rlhf_cli.training.distributed import World
+
+T = TypeVar("T")
 
 
 def responses_together(config: PPOConfig, num_processes: int) -> int:
@@ -71,3 +75,16 @@ def summed(stats: dict[str, float], world: World) -> dict[str, float]:
     """Each statistic summed over all processes. A process without rows of the minibatch has no statistics."""
     shards = world.gather(stats)
     return {key: sum(shard.get(key, 0.0) for shard in shards) for key in max(shards, key=len)}
+
+
+def or_failure(world: World, compute: Callable[[], Sequence[T]]) -> list[T]:
+    """The result of `compute`; if it raises RewardError on any process, all processes raise it."""
+    result: list[T] = []
+    failure = ""
+    try:
+        result = list(compute())
+    except RewardError as error:
+        failure = str(error)
+    if first := world.first_failure(failure):
+        raise RewardError(first)
+    return result

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
+
+SPREADS = ("objective/score", "response/length", "response/prompt_length")
+"""Figures of a response whose standard deviation is written too."""
 
 
 def iteration_metrics(
@@ -36,11 +41,14 @@ def iteration_metrics(
     log-probabilities; policy/first_ratio_error shows the difference then.
     """
     world, mask = setup.world, rollout.response_mask
+    prompt_lengths = torch.tensor([len(prompt.ids) for prompt in rollout.prompts], device=mask.device)
     columns = {
         "objective/score": scores.total,
         "objective/kl": kl.sum(1),
         "objective/reward": rewards.sum(1),
         "response/length": mask.sum(1),
+        "response/prompt_length": prompt_lengths,
+        "response/total_length": prompt_lengths + mask.sum(1),
         "response/eos_fraction": torch.tensor([r.ended for r in rollout.responses]),
         "response/empty_fraction": torch.tensor([not text.strip() for text in texts]),
         **{f"reward/{name}": values for name, values in scores.each.items()},
@@ -63,7 +71,9 @@ def iteration_metrics(
     pairs = [pair for shard in shards for pair in shard[2]]
     metrics = {
         **{name: column.mean().item() for name, column in merged.items()},
-        "objective/score_std": merged["objective/score"].std(correction=0).item(),
+        "objective/return": all_returns.mean().item(),
+        "objective/return_variance": all_returns.var(correction=0).item(),
+        **{f"{name}_std": merged[name].std(correction=0).item() for name in SPREADS},
         "response/score_length_correlation": _or_zero(pearson(merged["objective/score"], merged["response/length"])),
         "response/distinct_2": distinct_n([text.split() for _, text in pairs], 2),
         "response/duplicate_fraction": _duplicates(pairs),
@@ -72,10 +82,18 @@ def iteration_metrics(
         **{name: float(sum(shard[4][name] for shard in shards)) for name in counts},
     }
     if setup.models.has_values:
-        real_mask = torch.ones_like(values).bool()
-        metrics["value/explained_variance"] = explained_variance(values, all_returns, real_mask).item()
-        metrics["value/mean"] = values.mean().item()
+        metrics |= _value_figures(values, all_returns)
     return metrics
+
+
+def _value_figures(values: Tensor, returns: Tensor) -> dict[str, float]:
+    """The figures of the values of all tokens, [N] each."""
+    real_mask = torch.ones_like(values).bool()
+    return {
+        "value/explained_variance": explained_variance(values, returns, real_mask).item(),
+        "value/mean": values.mean().item(),
+        "value/variance": values.var(correction=0).item(),
+    }
 
 
 def _or_zero(value: float) -> float:
@@ -125,17 +143,33 @@ def count_update(
 def log_samples(
     setup: Setup, rollout: RolloutBatch, texts: list[str], scores: Scores, kl: Tensor, iteration: int
 ) -> None:
-    """Write the first responses of an iteration to samples.jsonl."""
-    for i in range(min(setup.config.num_logged_samples, len(texts))):
-        setup.stage.sample(
+    """Write the first responses of an iteration, of all processes, to samples.jsonl; print the first one if due."""
+    config, stage = setup.config, setup.stage
+    every = config.samples_every
+    is_due = every is not None and (iteration + 1) % every == 0
+    # The number of each own response in the iteration.
+    numbers = setup.world.shard(range(config.ppo.rollout_batch_size), setup.together)
+    own = [
+        (
+            number,
             {
                 "step": iteration + 1,
                 "prompt": rollout.prompts[i].text,
                 "response": texts[i],
                 "score": scores.total[i].item(),
                 "kl": kl[i].sum().item(),
-            }
+            },
         )
+        for i, number in enumerate(numbers)
+        if number < max(config.num_logged_samples, is_due)
+    ]
+    rows = [row for _, row in sorted(itertools.chain(*setup.world.gather(own)), key=itemgetter(0))]
+    for row in rows[: config.num_logged_samples]:
+        stage.sample(row)
+    if is_due:
+        first = rows[0]
+        name = f"iteration {iteration + 1} (score {first['score']:+.2f}, KL {first['kl']:.2f})"
+        stage.display.exchange(str(first["prompt"]), {name: str(first["response"])})
 
 
 def failed_batch(setup: Setup, batch: UpdateBatch, rows: list[int], step: int) -> list[dict[str, Any]]:

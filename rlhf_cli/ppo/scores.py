@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
+from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples, Scores
 from rlhf_cli.rewards.functions import PythonFunction
@@ -84,13 +85,27 @@ def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tup
 
 
 def measure_reference(setup: Setup, scale: ScoreScale) -> None:
-    """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts."""
+    """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts.
+
+    Raises RewardError if a reward fails on any process.
+    """
+    total = setup.config.ppo.num_reference_samples
+    # Each process has its own number of chunks, so nothing is exchanged before all of them are scored.
+    scale.take(torch.tensor(or_failure(setup.world, lambda: _reference_scores(setup, total))), setup.world)
+    setup.stage.display.note(
+        f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
+        f"standard deviation {scale.moments.std:.3g}"
+    )
+
+
+def _reference_scores(setup: Setup, total: int) -> list[float]:
+    """The scores of this process's share of `total` samples of ref_policy."""
     config, world = setup.config, setup.world
-    total = config.ppo.num_reference_samples
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
     # Before training the policy is its own reference, unless the config names another.
     models = replace(setup.models, policy=setup.models.ref_policy or setup.models.policy)
+    found: list[float] = []
     for rows in chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size):
         rollout = collect(
             [setup.train[numbers[i]] for i in rows],
@@ -107,8 +122,5 @@ def measure_reference(setup: Setup, scale: ScoreScale) -> None:
         texts = texts_of(setup, rollout.responses)
         scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
         score, _ = split_dense(scores, [len(r.ids) for r in rollout.responses], world.device)
-        scale.take(score, world)
-    setup.stage.display.note(
-        f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
-        f"standard deviation {scale.moments.std:.3g}"
-    )
+        found += score.tolist()
+    return found

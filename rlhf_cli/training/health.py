@@ -4,14 +4,15 @@ A finding has a name, a message with its numbers and the rule, and advice. `stop
 data: a ratio that is not 1 or a KL that is not 0 before any training, and NaN or infinite metrics. Everything else is a
 `warning`, because it may be intended.
 
-The rules are in `health_rules.py` (one or a few iterations) and `health_trends.py` (the whole run). A limit is relative
-to the run's own first iterations, unless there is a natural one, and most must be passed for several iterations, so
-that one unusual batch gives no warning. The limits are set between good runs and runs that were made bad on purpose.
+The rules are in `health_rules.py` (one or a few iterations), `health_trends.py` (the whole run) and `health_start.py`
+(before the first iteration). A limit is relative to the run's own first iterations, unless there is a natural one. Most
+must be passed for several iterations, so that one unusual batch gives no warning; a value far beyond is reported
+immediately. The limits are set between good runs and runs that were made bad on purpose.
 Good: the shop-support task over seeds and 50 to 200 iterations, and in bfloat16; the stories, sentiment and HH tasks.
 Bad: the shop-support task with kl_coef 0, 10 and 50 times the learning rate, 16 ppo_epochs, and rewards for length, for
 brevity, or equal for all responses.
 
-Does not import torch. The findings depend on the metrics alone, so all processes get the same ones and stop together.
+Does not import torch. The findings depend on figures of all processes, so all get the same ones and stop together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 from rlhf_cli.training.health_history import History
 from rlhf_cli.training.health_rules import ON_ONE_ITERATION, ON_SOME_ITERATIONS, RATIO_TOLERANCE, STOPS, Rule
+from rlhf_cli.training.health_start import WEAK_REWARD_ADVICE, weak_reward
 from rlhf_cli.training.health_trends import OVEROPTIMISATION_ADVICE, TRENDS, overoptimisation
 
 WARNINGS = (*ON_ONE_ITERATION, *ON_SOME_ITERATIONS, *TRENDS)
@@ -36,6 +38,7 @@ WATCHED = (
     "objective/score_std",
     "objective/kl",
     "objective/kl_coef",
+    "objective/reward",
     "response/length",
     "response/eos_fraction",
     "response/empty_fraction",
@@ -57,6 +60,8 @@ SHOWN = {
 """Metrics in the health line."""
 OF_EVALUATIONS = ("overoptimisation",)
 """Findings of `check_evaluation`; they hold until the next evaluation."""
+OF_START = ("weak_reward_model",)
+"""Findings of `check_start`; they hold for the whole run."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Health:
         max_new_tokens: rollout.max_new_tokens.
         ratio_tolerance: in nats, from RATIO_TOLERANCE by precision. It is also the tolerance of the first KL, and half
             that of the sampler gap.
+        config: the run's config by dotted key, for the advice. An absent key is unknown.
 
     >>> health = Health(kl_in_reward=True, has_value_model=True, starts_at_reference=True, max_new_tokens=64)
     >>> metrics = {"objective/score": 0.5, "objective/kl": 0.25, "policy/first_ratio_error": 0.0}
@@ -99,8 +105,11 @@ class Health:
         starts_at_reference: bool,
         max_new_tokens: int,
         ratio_tolerance: float = RATIO_TOLERANCE["float32"],
+        config: Mapping[str, Any] | None = None,
     ):
-        self.history = History(kl_in_reward, has_value_model, starts_at_reference, max_new_tokens, ratio_tolerance)
+        self.history = History(
+            kl_in_reward, has_value_model, starts_at_reference, max_new_tokens, ratio_tolerance, config or {}
+        )
         self._best_gold: dict[str, Any] | None = None
         """The evaluation with the highest mean gold: iteration, scores, golds."""
         self._present: dict[str, int] = {}
@@ -108,13 +117,26 @@ class Health:
         self._said: dict[str, int] = {}
         """The iteration in which each warning was last given."""
 
-    def check(self, iteration: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def check_start(self, reward_models: Mapping[str, Mapping[str, float]]) -> list[Finding]:
+        """The findings before the first iteration, from the held-out figures of each reward model (its manifest's)."""
+        messages = [weak_reward(name, figures) for name, figures in reward_models.items()]
+        findings = [
+            Finding("weak_reward_model", "warning", message, WEAK_REWARD_ADVICE) for message in messages if message
+        ]
+        self._present |= {finding.name: 0 for finding in findings}
+        return findings
+
+    def check(
+        self, iteration: int, metrics: Mapping[str, float], words: Mapping[str, float] | None = None
+    ) -> list[Finding]:
         """The findings after `iteration` (from 1): stops, and warnings that are new or due again.
+
+        `words` gives the share of the responses that contain each word.
 
         A metric that is absent or NaN is not judged, except those that must be finite. If the run was resumed, call
         `load_state_dict` first; else this iteration is taken as its start.
         """
-        self.history.add(iteration, metrics, WATCHED)
+        self.history.add(iteration, metrics, WATCHED, words or {})
         return self._apply(STOPS) + self._due(iteration, self._apply(WARNINGS), evaluation=False)
 
     def check_evaluation(
@@ -136,7 +158,7 @@ class Health:
             best = (self._best_gold["iteration"], self._best_gold["scores"], self._best_gold["golds"])
             message = overoptimisation(best, iteration, scores, golds)
             if message is not None:
-                advice = OVEROPTIMISATION_ADVICE.format(best=best[0], stay=self.history.stay_near_reference)
+                advice = OVEROPTIMISATION_ADVICE.format(best=best[0], **self.history.advice)
                 findings.append(Finding("overoptimisation", "warning", message, advice))
         if golds and (self._best_gold is None or fmean(golds) > fmean(self._best_gold["golds"])):
             self._best_gold = {"iteration": iteration, "scores": list(scores), "golds": list(golds)}
@@ -145,7 +167,11 @@ class Health:
     def line(self, findings: Sequence[Finding], metrics: Mapping[str, float]) -> str:
         """One line: `healthy`, or the new findings and those that still hold, then a few metrics."""
         new = list(dict.fromkeys(finding.name for finding in findings))
-        old = [f"{name} (since iteration {since})" for name, since in self._present.items() if name not in new]
+        old = [
+            f"{name} (since iteration {since})" if since else f"{name} (from the start)"
+            for name, since in self._present.items()
+            if name not in new
+        ]
         figures = ", ".join(f"{word} {metrics[key]:.3g}" for word, key in SHOWN.items() if key in metrics)
         return (", ".join(new + old) or "healthy") + (f": {figures}" if figures else "")
 
@@ -155,6 +181,8 @@ class Health:
             "start": self.history.start,
             "recent": self.history.recent,
             "bests": self.history.bests,
+            "first_words": self.history.first_words,
+            "recent_words": self.history.recent_words,
             "best_gold": self._best_gold,
             "present": self._present,
             "said": self._said,
@@ -166,12 +194,13 @@ class Health:
         state = deepcopy(dict(state))
         history = self.history
         history.start, history.recent, history.bests = state["start"], state["recent"], state["bests"]
+        history.first_words, history.recent_words = state["first_words"], state["recent_words"]
         self._best_gold, self._present, self._said = state["best_gold"], state["present"], state["said"]
 
     def _apply(self, rules: Sequence[Rule]) -> list[Finding]:
         messages = ((rule, rule.message(self.history)) for rule in rules)
         return [
-            Finding(rule.name, rule.severity, message, rule.advice.format(stay=self.history.stay_near_reference))
+            Finding(rule.name, rule.severity, message, rule.advice.format(**self.history.advice))
             for rule, message in messages
             if message is not None
         ]
@@ -180,15 +209,22 @@ class Health:
         """The warnings to give: those that are new and were not given recently, and old ones that are due again."""
         names = {finding.name for finding in found}
         before = self._present
-        # A finding of the other kind of check still holds.
+        # A finding of the other kinds of check still holds.
         self._present = {
-            name: since for name, since in before.items() if name in names or (name in OF_EVALUATIONS) is not evaluation
+            name: since
+            for name, since in before.items()
+            if name in names or name in OF_START or (name in OF_EVALUATIONS) is not evaluation
         }
         due = []
         for finding in found:
             self._present.setdefault(finding.name, iteration)
             wait = REPEAT if finding.name in before else QUIET
-            if finding.name not in self._said or iteration - self._said[finding.name] >= wait:
+            is_due = finding.name not in self._said or iteration - self._said[finding.name] >= wait
+            if is_due and not (finding.name in self._said and self._once(finding.name)):
                 self._said[finding.name] = iteration
                 due.append(finding)
         return due
+
+    def _once(self, name: str) -> bool:
+        """Whether one warning of this name is enough for the whole run."""
+        return any(rule.name == name and rule.once(self.history) for rule in WARNINGS)

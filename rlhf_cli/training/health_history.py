@@ -1,4 +1,4 @@
-"""What the health rules read: the metrics of this iteration, of recent ones and of the first ones."""
+"""What the health rules read: the metrics of this iteration, of recent ones and of the first ones, and the config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 START = 3
 """The first iterations; their mean is "the start". Iteration 1 samples from the initial model."""
+EARLY = 10
+"""The first iterations that are kept, for rules that compare noisy figures."""
 PERSIST = 3
 """Consecutive iterations, or the number averaged, before most warnings are given."""
 WINDOW = 20
@@ -19,13 +22,17 @@ NEAR_BEST = 0.1
 """A score is near the best if it lacks at most this share of the gain since the start."""
 STANDARD_ERRORS = 2.0
 """Standard errors by which two means must differ to count as a rise."""
+BEFORE_KL = "objective/reward before KL"
+"""The key of a row's objective/reward without the KL that it was charged."""
+RARE_WORD = 0.02
+"""Share of responses. Words in fewer are not kept; they count as being in none."""
 LARGEST = 1e75
 """Stands for infinity, which JSON does not have. Larger than any float32, and its square can still be summed."""
 
 
 @dataclass
 class History:
-    """The metrics of a run. The first five fields are settings of the run, the others change with each iteration."""
+    """The metrics of a run. The first six fields are settings of the run, the others change with each iteration."""
 
     kl_in_reward: bool
     """ppo.kl_in is reward."""
@@ -36,18 +43,26 @@ class History:
     """rollout.max_new_tokens."""
     ratio_tolerance: float
     """Nats; see `health_rules.RATIO_TOLERANCE`."""
+    config: Mapping[str, Any]
+    """The run's config by dotted key. Advice does not name a key that is set already. An absent key is unknown."""
     iteration: int = 0
     """Counted from 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All metrics of this iteration, as they are."""
     start: list[dict[str, float]] = field(default_factory=list)
-    """Watched metrics of the first START iterations."""
+    """Watched metrics of the first EARLY iterations."""
     recent: list[dict[str, float]] = field(default_factory=list)
     """Watched metrics of the last WINDOW iterations, this one included."""
     bests: list[list[float]] = field(default_factory=list)
     """Each new best score so far: [iteration, score, KL]. Score and KL are means of PERSIST iterations."""
+    first_words: list[dict[str, float]] = field(default_factory=list)
+    """Of the first START iterations: the share of responses that contain each word."""
+    recent_words: list[dict[str, float]] = field(default_factory=list)
+    """The same of the last PERSIST iterations."""
 
-    def add(self, iteration: int, metrics: Mapping[str, float], watched: Sequence[str]) -> None:
+    def add(
+        self, iteration: int, metrics: Mapping[str, float], watched: Sequence[str], words: Mapping[str, float]
+    ) -> None:
         """Add an iteration. Watched metrics that are absent or NaN are left out of its row."""
         self.iteration, self.metrics = iteration, metrics
         row = {
@@ -55,9 +70,16 @@ class History:
             for key in watched
             if not math.isnan(metrics.get(key, math.nan))
         }
-        if len(self.start) < START:
+        if "objective/reward" in row:
+            kl_cost = row.get("objective/kl_coef", 0.0) * row.get("objective/kl", 0.0) if self.kl_in_reward else 0.0
+            row[BEFORE_KL] = row["objective/reward"] + kl_cost
+        if len(self.start) < EARLY:
             self.start.append(row)
         self.recent = [*self.recent, row][-WINDOW:]
+        common = {word: share for word, share in words.items() if share >= RARE_WORD}
+        if len(self.first_words) < START:
+            self.first_words.append(common)
+        self.recent_words = [*self.recent_words, common][-PERSIST:]
         score, kl = self.mean("objective/score"), self.mean("objective/kl")
         if score is not None and kl is not None and (not self.bests or score > self.bests[-1][1]):
             self.bests.append([iteration, score, kl])
@@ -74,13 +96,30 @@ class History:
 
     def mean_at_start(self, key: str) -> float | None:
         """The mean over the first START iterations that have the key; None if none has it."""
-        values = [row[key] for row in self.start if key in row]
+        values = [row[key] for row in self.start[:START] if key in row]
         return fmean(values) if values else None
+
+    def before_and_now(self, key: str) -> tuple[list[float], list[float]] | None:
+        """The values of the first and of the last EARLY iterations; None if the two overlap or a row lacks the key."""
+        now = self.last(key, EARLY)
+        if len(self.recent) < 2 * EARLY or not now or not all(key in row for row in self.start):
+            return None
+        return [row[key] for row in self.start], now
 
     def trend(self, key: str) -> list[float]:
         """The values of the window; empty if there are fewer than MIN_TREND or one is missing."""
         n = len(self.recent)
         return self.last(key, n) if n >= MIN_TREND else []
+
+    def above(self, key: str, limit: float, far: float) -> str | None:
+        """For how long a value has been above its limit, in words.
+
+        None if it is not: fewer than PERSIST iterations in a row, and the newest value is not above `far` either.
+        """
+        last, now = self.last(key, PERSIST), self.recent[-1].get(key, -math.inf)
+        if last and min(last) > limit:
+            return f"for {PERSIST} iterations"
+        return "in this iteration, by far" if now > far else None
 
     def near_best(self, first: float) -> float:
         """The lowest score that is near the best one; `first` is the mean score at the start."""
@@ -88,11 +127,38 @@ class History:
         return best - NEAR_BEST * max(best - first, 0.0)
 
     @property
-    def stay_near_reference(self) -> str:
-        """Advice that keeps the policy closer to ref_policy."""
+    def rewards_can_be_compared(self) -> bool:
+        """Whether objective/reward contains the whole score, in one unit throughout the run."""
+        return not (
+            self.config.get("ppo.whiten_rewards")
+            or self.config.get("ppo.score_normalization") == "running"
+            or self.config.get("ppo.advantage_estimator") == "reinforce_pp_baseline"
+        )
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether the run judges held-out replies on the way."""
+        return all(self.config.get(f"evaluation.{key}") is not None for key in ("gold", "every_iterations"))
+
+    @property
+    def advice(self) -> dict[str, str]:
+        """The parts of an advice that depend on the config, by the name that a rule's advice has for them."""
+        config = self.config
         if self.recent and self.recent[-1].get("objective/kl_coef") == 0:
-            return "set ppo.kl_coef above 0 (nothing keeps the policy near ref_policy)"
-        return "raise ppo.kl_coef (or lower ppo.kl_target)"
+            stay = "set ppo.kl_coef above 0 (nothing keeps the policy near ref_policy)"
+        else:
+            stay = "lower ppo.kl_target" if config.get("ppo.kl_controller") == "adaptive" else "raise ppo.kl_coef"
+        judge = "set evaluation.gold and evaluation.every_iterations"
+        if config.get("evaluation.gold") is not None:
+            judge = "set evaluation.every_iterations"
+        ends_early = config.get("ppo.max_approx_kl") is not None
+        return {
+            "stay": stay,
+            "judge": "read the judge's figures in evaluations.jsonl" if self.has_judge else judge,
+            "steps": "optimizer.learning_rate" + ("" if config.get("ppo.ppo_epochs") == 1 else " or ppo.ppo_epochs"),
+            "end_early": "lower ppo.max_approx_kl" if ends_early else "set ppo.max_approx_kl",
+            "best_model": "best_model" if config.get("evaluation.best_metric") else "evaluation.best_metric keeps it",
+        }
 
 
 def halves(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
@@ -113,8 +179,16 @@ def rises(values: Sequence[float]) -> bool:
     (True, False)
     """
     early, late = halves(values)
-    error = math.sqrt(variance_of_mean(early) + variance_of_mean(late))
-    return fmean(late) - fmean(early) > STANDARD_ERRORS * error
+    return fmean(late) - fmean(early) > STANDARD_ERRORS * standard_error(early, late)
+
+
+def standard_error(some: Sequence[float], others: Sequence[float]) -> float:
+    """The standard error of the difference of two means.
+
+    >>> standard_error([0.0, 2.0], [5.0, 5.0])
+    1.0
+    """
+    return math.sqrt(variance_of_mean(some) + variance_of_mean(others))
 
 
 def paired(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:

@@ -28,7 +28,9 @@ class Rule:
     message: Callable[[History], str | None]
     """What was found, its number, the limit and the likely cause, in full sentences; None if there is nothing."""
     advice: str
-    """What to try, with config keys, on one line. `{stay}` is replaced by `History.stay_near_reference`."""
+    """What to try, with config keys, on one line. Names in braces are replaced by those parts of `History.advice`."""
+    once: Callable[[History], bool] = lambda _: False
+    """Whether one warning is enough for the whole run, because the config accepts what was found."""
 
 
 # ---------------------------------------------------------------------------------------------- stops
@@ -130,6 +132,10 @@ KL_NEGATIVE = -1.0
 KL_NEGATIVE_LONG = -0.05
 """Nats per response: the mean of KL_NEGATIVE_ITERATIONS that are all below 0. Chance is not negative for long."""
 KL_NEGATIVE_ITERATIONS = 5
+KL_FAR = 10.0
+"""Nats per response in one iteration, if it is also above KL_FAR_PER_TOKEN: an answer of one token may cost several."""
+KL_FAR_PER_TOKEN = 1.0
+"""Nats. Good: up to 0.3."""
 
 
 def _sampler_gap(run: History) -> str | None:
@@ -173,6 +179,17 @@ def _kl_negative(run: History) -> str | None:
     )
 
 
+def _kl_far(run: History) -> str | None:
+    kl, length = run.recent[-1].get("objective/kl"), run.recent[-1].get("response/length")
+    if kl is None or length is None or kl <= max(KL_FAR, KL_FAR_PER_TOKEN * length):
+        return None
+    return (
+        f"objective/kl is {kl:.3g} nats per response of {length:.3g} tokens (limits {KL_FAR:g} per response and "
+        f"{KL_FAR_PER_TOKEN:g} per token). ref_policy would hardly ever write these responses, so the reward model "
+        "has seen none like them. The last steps were too large, or nothing keeps the policy near ref_policy."
+    )
+
+
 ON_ONE_ITERATION = (
     Rule(
         "sampler_gap",
@@ -185,7 +202,7 @@ ON_ONE_ITERATION = (
         "skipped",
         "warning",
         _skipped,
-        "Lower optimizer.learning_rate or ppo.ppo_epochs, raise ppo.minibatch_size, or set ppo.max_approx_kl",
+        "Lower {steps}, raise ppo.minibatch_size, or {end_early}",
     ),
     Rule(
         "kl_negative",
@@ -194,17 +211,24 @@ ON_ONE_ITERATION = (
         "Compare with policy/sampler_gap. Sample with rollout.temperature: 1.0 and without rollout.top_k, "
         "rollout.top_p, rollout.min_p and rollout.min_new_tokens. If it is chance, raise ppo.rollout_batch_size",
     ),
+    Rule(
+        "kl_far",
+        "warning",
+        _kl_far,
+        "Read the last rows of samples.jsonl. Start over with a lower {steps}; {stay}",
+    ),
 )
 
 # --------------------------------------------------------------------------- warnings on a few iterations
 
-APPROX_KL = 0.1
-"""Nats per token, PERSIST times in a row. Good: 0.01, single iterations up to 0.07; bad: 0.2 to 0.8."""
-CLIP_FRACTION = 0.3
-"""PERSIST times in a row. Good: 0.05, single iterations up to 0.09. A far too high learning rate gives 0.1 to 0.3 and
-shows in approx_kl first. At this limit a third of the batch is lost."""
-EMPTY = 0.25
-"""Share of responses without text, PERSIST times in a row. Good: 0.005; bad: 1, soon after this limit is passed."""
+APPROX_KL, APPROX_KL_FAR = 0.1, 1.0
+"""Nats per token: PERSIST times in a row, or once. Good: 0.01, single iterations up to 0.07; bad: 0.2 to 0.8."""
+CLIP_FRACTION, CLIP_FRACTION_FAR = 0.3, 0.8
+"""PERSIST times in a row, or once. Good: 0.05, single iterations up to 0.09. A far too high learning rate gives 0.1 to
+0.3 and shows in approx_kl first. At this limit a third of the batch is lost."""
+EMPTY, EMPTY_FAR = 0.25, 0.9
+"""Share of responses without text: PERSIST times in a row, or once. Good: 0.005; bad: 1, soon after this limit is
+passed."""
 VALUE_ITERATIONS = 10
 """Consecutive iterations with explained variance below 0. Good: 5 in total, the first ones."""
 VALUE_WARMUP = 5
@@ -212,34 +236,34 @@ VALUE_WARMUP = 5
 
 
 def _approx_kl(run: History) -> str | None:
-    last = run.last("policy/approx_kl", PERSIST)
-    if not last or min(last) <= APPROX_KL:
+    since = run.above("policy/approx_kl", APPROX_KL, APPROX_KL_FAR)
+    if since is None:
         return None
     return (
-        f"policy/approx_kl is {last[-1]:.3g} nats per token and was above {APPROX_KL:g} for {PERSIST} iterations. "
-        "Within "
-        "one iteration the policy moves so far from the one that sampled the responses that they no longer show what "
-        "is good for it."
+        f"policy/approx_kl is {run.recent[-1]['policy/approx_kl']:.3g} nats per token, above {APPROX_KL:g} {since}. "
+        "Within one iteration the policy moves so far from the one that sampled the responses that they no longer "
+        "show what is good for it."
     )
 
 
 def _clip_fraction(run: History) -> str | None:
-    last = run.last("policy/clip_fraction", PERSIST)
-    if not last or min(last) <= CLIP_FRACTION:
+    since = run.above("policy/clip_fraction", CLIP_FRACTION, CLIP_FRACTION_FAR)
+    if since is None:
         return None
     return (
-        f"policy/clip_fraction is {last[-1]:.0%} and was above {CLIP_FRACTION:.0%} for {PERSIST} iterations. The ratio "
-        "of these tokens is outside ppo.clip_range, so they have no gradient."
+        f"policy/clip_fraction is {run.recent[-1]['policy/clip_fraction']:.0%}, above {CLIP_FRACTION:.0%} {since}. "
+        "The ratio of these tokens is outside ppo.clip_range, so they have no gradient."
     )
 
 
 def _empty(run: History) -> str | None:
-    last = run.last("response/empty_fraction", PERSIST)
-    if not last or min(last) <= EMPTY:
+    since = run.above("response/empty_fraction", EMPTY, EMPTY_FAR)
+    if since is None:
         return None
     return (
-        f"response/empty_fraction: {last[-1]:.0%} of the responses have no text, above {EMPTY:.0%} for {PERSIST} "
-        "iterations. Either an empty response scores better than text, or too large a step broke the policy."
+        f"response/empty_fraction: {run.recent[-1]['response/empty_fraction']:.0%} of the responses have no text, "
+        f"above {EMPTY:.0%} {since}. Either an empty response scores better than text, or too large a step broke the "
+        "policy."
     )
 
 
@@ -261,15 +285,14 @@ ON_SOME_ITERATIONS = (
         "approx_kl",
         "warning",
         _approx_kl,
-        "Lower optimizer.learning_rate (for example to a third) or ppo.ppo_epochs, lengthen optimizer.warmup_steps, or "
-        "raise ppo.minibatch_size. ppo.max_approx_kl ends an update early",
+        "Lower {steps} (the learning rate for example to a third), lengthen optimizer.warmup_steps, or raise "
+        "ppo.minibatch_size. To end such an update early, {end_early}",
     ),
     Rule(
         "clip_fraction",
         "warning",
         _clip_fraction,
-        "Lower optimizer.learning_rate or ppo.ppo_epochs, or raise ppo.minibatch_size. A wider ppo.clip_range would "
-        "only hide the problem",
+        "Lower {steps}, or raise ppo.minibatch_size. A wider ppo.clip_range would only hide the problem",
     ),
     Rule(
         "empty",

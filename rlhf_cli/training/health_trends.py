@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import correlation, fmean
 
-from rlhf_cli.training.health_history import PERSIST, STANDARD_ERRORS, History, halves, paired, rises
+from rlhf_cli.training.health_history import (
+    BEFORE_KL,
+    EARLY,
+    PERSIST,
+    STANDARD_ERRORS,
+    History,
+    halves,
+    paired,
+    rises,
+    standard_error,
+)
 from rlhf_cli.training.health_rules import Rule
 
 # ----------------------------------------------------------------------------------- against the start
@@ -21,6 +32,13 @@ DUPLICATES_RISE = 0.25
 """The share must also be this much above the start: short answers (yes, no, a number) repeat by nature ..."""
 ALL_DUPLICATES = 0.95
 """... unless it is this high."""
+SAME_WORD = 0.7
+"""Share of responses that contain one word, PERSIST times in a row. Bad: 0.83 ("great" in film reviews) ..."""
+SAME_WORD_RISE = 0.4
+"""... if the share is this much above the start, because every English text contains "the" ..."""
+SAME_WORD_DISTINCT_2 = 0.65
+"""... and distinct_2 is below this share of the start's: a word that belongs to the task leaves the rest varied. Good:
+0.8 to 1.05; bad: 0.5."""
 NEVER_ENDS = 0.05
 """Share of responses that end by themselves. With fewer there is hardly an example of an end to learn from."""
 FEWER_ENDS = 0.5
@@ -64,6 +82,28 @@ def _alike(run: History) -> str | None:
         f"{'; '.join(seen)}, for {PERSIST} iterations. The responses repeat each other or themselves. Either the "
         "policy "
         "found a text that scores well for every prompt, or it is broken."
+    )
+
+
+def _same_word(run: History) -> str | None:
+    distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
+    if distinct is None or start is None or distinct >= SAME_WORD_DISTINCT_2 * start or not run.first_words:
+        return None
+    rises_of = {}
+    for word in run.recent_words[-1]:
+        shares = [words.get(word, 0.0) for words in run.recent_words]
+        before = fmean(words.get(word, 0.0) for words in run.first_words)
+        if len(shares) == PERSIST and min(shares) >= SAME_WORD and shares[-1] - before >= SAME_WORD_RISE:
+            rises_of[word] = shares[-1] - before
+    if not rises_of:
+        return None
+    word = max(rises_of, key=rises_of.__getitem__)
+    now = run.recent_words[-1][word]
+    return (
+        f"{now:.0%} of the responses contain the word {word!r}, and {now - rises_of[word]:.0%} did at the start (limit "
+        f"{SAME_WORD:.0%} for {PERSIST} iterations). response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of "
+        f"the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy may have found a word that the "
+        "reward likes in any response."
     )
 
 
@@ -119,6 +159,13 @@ def _score_saturated(run: History) -> str | None:
 
 LENGTH_CORRELATION = 0.5
 """Mean of the window. Good: up to 0.37; bad: 0.6 (a third of the score is length) to 1 (all of it)."""
+MOVED = 0.5
+"""Nats per response. A policy that moved less cannot have lost anything."""
+FALL = 0.05
+"""Standard deviations of the score by which the objective must have fallen to be worth a warning."""
+POSSIBLE_GAIN = 0.2
+"""Share of the gain in score that is possible at the KL. Among policies at a KL of K, with normal scores of standard
+deviation s, the best one gains s * sqrt(2 * K). Good: 0.4 to 0.65; bad: 0 (a reward of noise)."""
 KL_RUNAWAY = 5.0
 """Nats per response; below this the policy has hardly moved. Good: 3 to 8; 20 for stories of 140 tokens."""
 KL_GROWTH = 1.5
@@ -143,6 +190,30 @@ def _length_explains_score(run: History) -> str | None:
     )
 
 
+def _objective_falls(run: History) -> str | None:
+    kls, scores, gross = (run.before_and_now(key) for key in ("objective/kl", "objective/score", BEFORE_KL))
+    spread, kl_coef = run.mean_at_start("objective/score_std"), run.recent[-1].get("objective/kl_coef", 0.0)
+    if not (run.rewards_can_be_compared and kls and scores and gross) or spread is None:
+        return None
+    # Both with the coefficient of now, which an adaptive controller may have moved.
+    first, now = ([r - kl_coef * kl for r, kl in zip(*pair, strict=True)] for pair in zip(gross, kls, strict=True))
+    fall, gain = fmean(first) - fmean(now), fmean(scores[1]) - fmean(scores[0])
+    moved = fmean(kls[1]) - fmean(kls[0])
+    if moved < MOVED or fall <= FALL * spread:
+        return None
+    possible, error = spread * math.sqrt(2 * fmean(kls[1])), standard_error(*scores)
+    is_useless = gain + STANDARD_ERRORS * error < POSSIBLE_GAIN * possible
+    if not is_useless and fall <= STANDARD_ERRORS * standard_error(first, now):
+        return None
+    return (
+        f"The objective (score less KL and penalties) fell from {fmean(first):.3g} over the first {EARLY} iterations "
+        f"to {fmean(now):.3g} over the last {EARLY}. The KL rose by {moved:.3g} nats and the score changed by "
+        f"{gain:+.2g} (standard error {error:.2g}), while a gain of about {possible:.2g} is possible at this KL. So "
+        "the policy pays for its distance from ref_policy and gets too little for it. Either the score is noise, or "
+        "the steps are too large."
+    )
+
+
 def _kl_runaway(run: History) -> str | None:
     kl, first = run.mean("objective/kl"), run.mean_at_start("objective/score")
     if kl is None or first is None or not run.bests or kl <= KL_RUNAWAY:
@@ -155,7 +226,11 @@ def _kl_runaway(run: History) -> str | None:
         f"{kl_then:.3g} of iteration {iteration:.0f}. The score was {score:.3g} there already; its best since then is "
         f"{run.bests[-1][1]:.3g}. So the policy keeps moving away from ref_policy and gains little. In Gao et al. 2022 "
         "(arXiv 2210.10760) true quality first rises and then falls as sqrt(KL) grows, while the score keeps rising. "
-        "Without a gold score it is unknown on which side this run is."
+        + (
+            "The judge's figures in evaluations.jsonl show on which side this run is."
+            if run.has_judge
+            else "Without a gold score it is unknown on which side this run is."
+        )
     )
 
 
@@ -175,12 +250,19 @@ TRENDS = (
         "optimizer.learning_rate, or train the reward model on pairs that reject such responses",
     ),
     Rule(
+        "same_word",
+        "warning",
+        _same_word,
+        "Score a response with and without this word; {stay}, or train the reward model on pairs that both contain it",
+    ),
+    Rule(
         "never_ends",
         "warning",
         _never_ends,
         "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, "
         "or "
         "train SFT on complete responses",
+        once=lambda run: run.config.get("ppo.missing_eos_penalty") == 0,
     ),
     Rule(
         "truncated",
@@ -204,10 +286,17 @@ TRENDS = (
         "ppo.missing_eos_penalty, or train the reward model on pairs of similar length",
     ),
     Rule(
+        "objective_falls",
+        "warning",
+        _objective_falls,
+        "Check that the reward tells good responses from bad ones: the RM stage prints its held-out accuracy, and "
+        "samples.jsonl has scored responses. Lower optimizer.learning_rate, {stay}, or raise ppo.rollout_batch_size",
+    ),
+    Rule(
         "kl_runaway",
         "warning",
         _kl_runaway,
-        "Compare samples.jsonl of then and now, or set evaluation.gold and evaluation.every_iterations; {stay}, lower "
+        "Compare samples.jsonl of then and now, or {judge}; {stay}, lower "
         "ppo.num_iterations or optimizer.learning_rate",
     ),
 )
@@ -221,7 +310,7 @@ prompts)."""
 MIN_PROMPTS = 10
 """With fewer held-out prompts the standard error is too uncertain."""
 OVEROPTIMISATION_ADVICE = (
-    "Use the policy of about iteration {best} (evaluation.best_metric keeps it, or lower ppo.num_iterations); {stay}, "
+    "Use the policy of about iteration {best} ({best_model}, or lower ppo.num_iterations); {stay}, "
     "or "
     "train the reward model on labelled samples of this policy"
 )

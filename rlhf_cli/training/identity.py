@@ -33,9 +33,10 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "artifacts": True,
     "device": True,
     "checkpoints": True,
+    "samples_every": True,
     "optimizer": {"max_bad_steps"},
 }
-"""Keys that do not affect the result of a run that finishes: where it runs, and how failures are handled."""
+"""Keys that do not affect the result of a run that finishes: where it runs, how failures are handled, what is printed."""
 MAY_CHANGE = (
     "config.training.tokens_per_microbatch",
     "config.ppo.tokens_per_microbatch",

@@ -17,10 +17,14 @@ from rlhf_cli.data.prefetch import ahead
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
+from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.training.zero_gradient import no_gradient
 
 MANY_EPOCHS = 10
 """With more passes over the training rows than this a run warns: a model then memorises its rows."""
+LEARNED = 1e-3
+"""A loss below this may give a gradient whose squares are 0 in float32."""
 
 T = TypeVar("T")
 
@@ -82,7 +86,7 @@ class Loop(Generic[T]):
         lengths = "" if mean_length is None else f" of {mean_length:.0f} tokens on average"
         return (
             f"{num_rows:,} training rows{lengths}; {self.num_steps:,} steps of {training.minibatch_size} rows "
-            f"({num_epochs(training, self.num_steps, num_rows):.2f} epochs), at most {self.passes.budget.tokens:,} "
+            f"({epochs(num_epochs(training, self.num_steps, num_rows))}), at most {self.passes.budget.tokens:,} "
             f"tokens per microbatch; {sum(p.numel() for p in self.model.parameters()):,} parameters on "
             f"{self.stage.world.device}"
         )
@@ -115,6 +119,8 @@ class Loop(Generic[T]):
     ) -> dict[str, float]:
         """Clip the gradient and step the optimizer, or skip the step if the loss or the gradient is not finite.
 
+        Raises RunError for a gradient of exactly 0, although the loss is not.
+
         Returns the step's row of metrics: `stats`, and sft/grad_norm, sft/learning_rate and sft/bad_steps, or
         rm/grad_norm, rm/learning_rate and rm/bad_steps. `describe` gives the batch as rows for the file of failed
         batches.
@@ -123,6 +129,8 @@ class Loop(Generic[T]):
         loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
         numbers = {f"loss/{name}": loss, f"{name}/grad_norm": grad_norm}
         moves = self.stage.may_step(step + 1, f"{name} step {step + 1}", numbers, describe)
+        if moves and loss > LEARNED:
+            self.stage.report(step + 1, no_gradient({f"{name}/grad_norm": grad_norm}, f"step {step + 1}"), None)
         self.stepper.advance(move=moves)
         return {
             **stats,

@@ -16,6 +16,8 @@ SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH, NARROW_BAR_WIDTH = 24, 12
 """Characters of the bar in a terminal of at least 100 columns, and in a narrower one."""
 LONGEST_FIGURE = 28
+SHORTEST_LINE = 20
+"""Columns that a wrapped text has at least, in a narrow terminal too."""
 LABELS = {"learning_rate": "lr", "grad_norm": "grad norm", "step_tokens_per_s": "tokens/s"}
 
 
@@ -157,7 +159,7 @@ class Display:
         self.table(
             f"SFT against PPO, {evaluation['num_prompts']} held-out prompts, one reply each",
             ["", "SFT", "PPO"],
-            [[key, f"{sft[key]:.3f}", f"{ppo[key]:.3f}"] for key in sft],
+            [[key, three_places(sft[key]), three_places(ppo[key])] for key in sft if key != "seconds"],
         )
         for example in evaluation["examples"]:
             replies = {}
@@ -168,12 +170,41 @@ class Display:
             self.exchange(example["prompt"], replies)
 
     def exchange(self, prompt: str, replies: dict[str, str]) -> None:
-        """Print a prompt and the replies to it on one line each; each run of whitespace becomes one space."""
+        """Print a prompt and the replies to it; each run of whitespace becomes one space.
+
+        On a terminal the lines are wrapped and stay indented; elsewhere each is one line.
+        """
         if self.quiet:
             return
-        self.console.print("  " + " ".join(prompt.split()), style="dim", markup=False)
+        self._indented(prompt, 2, "dim")
         for name, reply in replies.items():
-            self.console.print(f"    {name}> {' '.join(reply.split())}", markup=False)
+            self._indented(f"{name}> {reply}", 4)
+
+    def _indented(self, text: str, indent: int, style: str = "") -> None:
+        """Print a text behind `indent` spaces, which a terminal repeats in every line."""
+        line = Text(" ".join(text.split()), style=style)
+        is_terminal = self.console.is_terminal
+        lines = line.wrap(self.console, max(self.console.width - indent, SHORTEST_LINE)) if is_terminal else [line]
+        for part in lines:
+            self.console.print(Text(" " * indent) + part)
+
+
+def three_places(value: float) -> str:
+    """A figure with three decimal places; 0 without any, and without a sign.
+
+    >>> three_places(-1.5), three_places(-1e-7)
+    ('-1.500', '0')
+    """
+    return f"{value:.3f}" if abs(value) >= 0.0005 else "0"
+
+
+def epochs(number: float) -> str:
+    """A number of passes over the data in words.
+
+    >>> epochs(1.6), epochs(0.00042)
+    ('1.60 epochs', '0.00042 epochs')
+    """
+    return f"{number:.2f} epochs" if number >= 0.01 else f"{number:.2g} epochs"
 
 
 def figures(metrics: dict[str, float]) -> list[str]:

@@ -243,7 +243,7 @@ def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, du
     """Loss, stats and gradient of a batch. The gradient is -A * ratio times the weight, or 0 if it is clipped."""
     high = clip_range if clip_range_high is None else clip_range_high
     gradient = torch.zeros(mask.shape, dtype=torch.float64)
-    loss = kl = clipped = capped = ratios = 0.0
+    loss = kl = k1 = clipped = capped = ratios = 0.0
     num_tokens = len(real_tokens(mask))
     for index in real_tokens(mask):
         advantage = float(batch["advantages"][index])
@@ -257,11 +257,13 @@ def policy_by_loops(batch, mask, clip_range=CLIP_RANGE, clip_range_high=None, du
         loss += weight * -advantage * effective_ratio
         gradient[index] = 0.0 if is_clipped or is_capped else weight * -advantage * ratio
         kl += ratio - 1 - math.log(ratio)
+        k1 -= math.log(ratio)
         clipped += is_clipped
         capped += is_capped
         ratios += ratio
     stats = {
         "policy/approx_kl": kl,
+        "policy/approx_kl_k1": k1,
         "policy/clip_fraction": clipped,
         "policy/dual_clip_fraction": capped,
         "policy/ratio": ratios,
@@ -537,6 +539,7 @@ def test_before_any_update_the_ratio_is_1_and_the_gradient_is_that_of_the_policy
     _, stats, gradient = loss_and_gradient(loss_of, batch, mask)
     assert {key: value.item() for key, value in stats.items()} == {
         "policy/approx_kl": 0,
+        "policy/approx_kl_k1": 0,
         "policy/clip_fraction": 0,
         "policy/dual_clip_fraction": 0,
         "policy/ratio": 1,

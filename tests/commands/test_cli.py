@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.program import program
 from support.paths import ROOT
 from support.projects import PREFERENCES, digests, write_project, write_rows
@@ -107,6 +108,14 @@ def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> No
     assert output.count("is finished and its config, data and inputs are unchanged") == 3
     assert "SFT against PPO" in output
     assert digests(project) == before
+
+
+def test_the_first_process_alone_prints_the_table(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "run_stage", lambda *_, **__: False)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        output = pipeline(finished)
+        assert ("Pipeline" in output, "SFT against PPO" in output) == (rank == "0", rank == "0")
 
 
 def test_a_changed_stage_and_all_later_stages_run_again(project: Path) -> None:

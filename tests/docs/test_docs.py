@@ -199,7 +199,8 @@ NOT_OFFERED = {
     "encoder-decoder policies": ("encoder_decoder", "is_encoder_decoder"),
     "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
     "scaling scores without": ("shift_mean", "score_clip_low"),
-    "variance of returns": ("log_variance",),
+    "minibatches drawn at random": ("sample_replay_buffer", "random_minibatches"),
+    "a moving average of the reward": ("reward_ema", "score_ema"),
 }
 """What docs/other_libraries.md says is not offered, and the names it would have in a config."""
 

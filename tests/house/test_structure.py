@@ -76,6 +76,7 @@ WITHOUT_TORCH = (
     "training.health",
     "training.health_history",
     "training.health_rules",
+    "training.health_start",
     "training.health_trends",
     "training.lock",
     "training.checkpoint_files",

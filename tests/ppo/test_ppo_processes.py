@@ -91,7 +91,7 @@ SPLIT = {
             "loss_aggregation": "sequence",
         }
     },
-    "reference": {"ppo": {"score_normalization": "reference", "num_reference_samples": 11}},
+    "reference": {"ppo": {"score_normalization": "reference", "num_reference_samples": 17}},  # two chunks and one
     "penalty": {"ppo": {"objective": "penalty", "policy_kl_target": 1e-5, "num_iterations": 3}},
     "shared": {
         "value_model": {"init": "shared", "warmup_iterations": 1},

@@ -21,6 +21,7 @@ from rlhf_cli.training import health as health_module
 from rlhf_cli.training import health_history
 from rlhf_cli.training.health import REPEAT, SHOWN, WARNINGS, WATCHED, Finding, Health
 from rlhf_cli.training.health_rules import MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
+from rlhf_cli.training.zero_gradient import no_gradient
 from support.tiny import read_jsonl
 
 Row = dict[str, float]
@@ -218,7 +219,6 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
     ("kl_negative", {"objective/kl": [0.0, 0.0, -1.01]}, 3),
     ("kl_negative", {"objective/kl": [0.0, -0.06]}, 6),
     ("approx_kl", {"policy/approx_kl": [0.001, 0.11]}, 4),
-    ("approx_kl", {"policy/approx_kl": [0.001, math.inf]}, 4),
     ("clip_fraction", {"policy/clip_fraction": [0.001, 0.31]}, 4),
     ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 0.39]}, 6),
     ("alike", {"response/distinct_2": [0.5, 0.5, 0.5, 0.19]}, 6),
@@ -242,6 +242,27 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
         },
         10,
     ),
+    # The KL costs 0.2 and the score stays.
+    (
+        "objective_falls",
+        {
+            "objective/reward": lambda i: 0.5 if i <= 10 else 0.3,
+            "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
+            "objective/score": lambda i: 1 + 0.01 * (i % 2),
+        },
+        20,
+    ),
+    # The score rises by the half of what the KL costs.
+    (
+        "objective_falls",
+        {
+            "objective/reward": lambda i: 0.0 if i <= 10 else -0.4,
+            "objective/kl": lambda i: 0.0 if i <= 10 else 4.0,
+            "objective/kl_coef": 0.3,
+            "objective/score": lambda i: (0.0 if i <= 10 else 0.8) + 0.01 * (i % 2),
+        },
+        20,
+    ),
     # Nine tenths of the gain by iteration 6 at a KL of 4; the mean of three passes 6 in iteration 12.
     (
         "kl_runaway",
@@ -253,6 +274,17 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
     ),
     # No gain at all.
     ("kl_runaway", {"objective/kl": [0.0, 0.0, 0.0, 5.1]}, 6),
+]
+
+
+# One value far beyond its limit, then none: it is reported immediately.
+FAR: list[tuple[str, dict[str, Any], int]] = [
+    ("approx_kl", {"policy/approx_kl": [0.001, 1.01, 0.001]}, 2),
+    ("approx_kl", {"policy/approx_kl": [0.001, math.inf, 0.001]}, 2),
+    ("clip_fraction", {"policy/clip_fraction": [0.001, 0.81, 0.001]}, 2),
+    ("empty", {"response/empty_fraction": [0.0, 0.91, 0.0]}, 2),
+    ("kl_far", {"objective/kl": [0.0, 25.0, 0.0], "response/length": 16.0}, 2),
+    ("kl_far", {"objective/kl": [0.0, 10.1, 0.0], "response/length": 2.0}, 2),
 ]
 
 
@@ -303,6 +335,24 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
             "response/score_length_correlation": 1.0,
         },
     ),
+    ("approx_kl", {"policy/approx_kl": [0.001, 0.99, 0.001]}),
+    ("clip_fraction", {"policy/clip_fraction": [0.001, 0.79, 0.001]}),
+    ("empty", {"response/empty_fraction": [0.0, 0.89, 0.0]}),
+    ("kl_far", {"objective/kl": [0.0, 15.9, 0.0], "response/length": 16.0}),
+    ("kl_far", {"objective/kl": [0.0, 9.9, 0.0], "response/length": 1.0}),
+    # The policy did not move, or the score rose by 0.6 of 2 possible ones.
+    (
+        "objective_falls",
+        {"objective/reward": lambda i: 0.5 if i <= 10 else 0.3, "objective/kl": lambda i: 0.0 if i <= 10 else 0.49},
+    ),
+    (
+        "objective_falls",
+        {
+            "objective/reward": lambda i: 0.5 + 0.2 * (i % 2) - (0.0 if i <= 10 else 0.06),
+            "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
+            "objective/score": lambda i: 0.0 if i <= 10 else 0.6,
+        },
+    ),
     ("kl_runaway", {"objective/score": [0.0] * 3 + [2.0] * 3 + [2.1], "objective/kl": [0.0] * 3 + [4.0] * 3 + [5.9]}),
     ("kl_runaway", {"objective/kl": [0.0] * 3 + [4.9]}),
     # As much KL, and the score pays for it.
@@ -310,7 +360,7 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "columns", "first"), BAD)
+@pytest.mark.parametrize(("name", "columns", "first"), BAD + FAR)
 def test_each_problem_is_found_in_time_and_alone(name: str, columns: dict[str, Any], first: int) -> None:
     assert names_of(sequence(first + REPEAT - 1, columns)) == [(first, name)]
 
@@ -336,7 +386,7 @@ def test_without_a_value_model_its_metrics_are_ignored() -> None:
 
 
 def test_every_rule_has_a_run_here() -> None:
-    tested = {name for name, _, _ in BAD} | {"not_finite", "ratio_not_one", "kl_not_zero"}
+    tested = {name for name, _, _ in BAD + FAR} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
     assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
 
@@ -386,6 +436,45 @@ def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
     assert "set ppo.kl_coef above 0" in free.advice
 
 
+def advice_on(name: str, config: Mapping[str, Any]) -> str:
+    columns = next(columns for found, columns, _ in BAD if found == name)
+    return next(f for _, f in findings_of(sequence(20, columns), new_health(config=config)) if f.name == name).advice
+
+
+def test_no_advice_names_a_key_that_is_set_already() -> None:
+    judge = {"evaluation.gold": "a.py:f", "evaluation.every_iterations": None}
+    assert "set evaluation.gold and evaluation.every_iterations" in advice_on("kl_runaway", {})
+    assert "or set evaluation.every_iterations" in advice_on("kl_runaway", judge)
+    judge["evaluation.every_iterations"] = 10
+    assert "evaluation." not in advice_on("kl_runaway", judge)
+    (_, finding), *_ = findings_of(sequence(6, {"objective/kl": [0.0] * 3 + [5.1]}), new_health(config=judge))
+    assert "Without a gold score" not in finding.message
+    assert "raise ppo.kl_coef" in advice_on("kl_runaway", {"ppo.kl_controller": "fixed"})
+    adaptive = advice_on("kl_runaway", {"ppo.kl_controller": "adaptive"})
+    assert "lower ppo.kl_target" in adaptive
+    assert "ppo.kl_coef" not in adaptive
+    assert "ppo.ppo_epochs" in advice_on("skipped", {"ppo.ppo_epochs": 2})
+    assert "ppo.ppo_epochs" not in advice_on("skipped", {"ppo.ppo_epochs": 1})
+    assert "set ppo.max_approx_kl" in advice_on("approx_kl", {})
+    assert "lower ppo.max_approx_kl" in advice_on("approx_kl", {"ppo.max_approx_kl": 0.2})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"ppo.whiten_rewards": True}, {"ppo.score_normalization": "running"}]
+    + [{"ppo.advantage_estimator": "reinforce_pp_baseline"}],
+)
+def test_rewards_without_a_fixed_unit_are_not_compared(config: Mapping[str, Any]) -> None:
+    columns = next(columns for found, columns, _ in BAD if found == "objective_falls")
+    assert names_of(sequence(25, columns), new_health(config=config)) == []
+
+
+def test_a_kl_in_the_loss_is_part_of_the_objective() -> None:
+    columns = {"objective/reward": 0.5, "objective/kl": lambda i: 0.0 if i <= 10 else 2.0}
+    assert names_of(sequence(25, columns)) == []
+    assert names_of(sequence(25, columns), new_health(kl_in_reward=False)) == [(20, "objective_falls")]
+
+
 def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
     rows = sequence(3, {"objective/kl": [0.0, 0.0, -2.0]})
     (_, reward), *_ = findings_of(rows)
@@ -398,8 +487,15 @@ def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
 
 
 def test_a_warning_that_still_holds_is_repeated_every_ten_iterations() -> None:
-    rows = sequence(40, {"response/empty_fraction": 1.0})
+    rows = sequence(40, {"response/empty_fraction": 0.5})
     assert names_of(rows) == [(3, "empty"), (13, "empty"), (23, "empty"), (33, "empty")]
+
+
+def test_responses_that_never_end_are_reported_once_if_that_costs_nothing() -> None:
+    rows = sequence(40, {"response/eos_fraction": [0.0] * 15 + [0.2] * 5 + [0.0]})
+    repeated = [(i, "never_ends") for i in (3, 13, 23, 33)]
+    assert names_of(rows, new_health(config={"ppo.missing_eos_penalty": 1.0})) == repeated
+    assert names_of(rows, new_health(config={"ppo.missing_eos_penalty": 0.0})) == repeated[:1]
 
 
 def test_a_warning_that_returns_is_given_again() -> None:
@@ -420,13 +516,92 @@ def test_a_stop_is_given_each_time() -> None:
 
 def test_the_line_names_new_findings_and_those_that_still_hold() -> None:
     health = new_health()
-    rows = sequence(12, {"response/empty_fraction": 1.0, "policy/approx_kl": [0.0] * 8 + [1.0] * 3 + [0.0]})
+    rows = sequence(12, {"response/empty_fraction": 0.5, "policy/approx_kl": [0.0] * 8 + [1.0] * 3 + [0.0]})
     lines = [health.line(health.check(i, row), row).split(":")[0] for i, row in enumerate(rows, 1)]
     assert lines[:2] == ["healthy", "healthy"]
     assert lines[2] == "empty"
     assert lines[3] == "empty (since iteration 3)"
     assert lines[10] == "approx_kl, empty (since iteration 3)"
     assert lines[11] == "empty (since iteration 3)"
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+SAID_BY_ALL = {"the": 1.0, "great": 0.83, "film": 0.3}
+AT_FIRST = {"the": 0.9, "great": 0.05, "film": 0.3}
+
+
+def same_word(now: Mapping[str, float], distinct_2: float = 0.25, iterations: int = 3) -> list[Finding]:
+    """The findings of `iterations` with these words, after three with AT_FIRST and distinct_2 0.5, and then one."""
+    health, last = new_health(), 4 + iterations
+    words = {i: AT_FIRST if i < 4 or i == last else now for i in range(1, last + 1)}
+    return [
+        finding
+        for i in words
+        for finding in health.check(i, STEADY | {"response/distinct_2": 0.5 if i < 4 else distinct_2}, words[i])
+    ]
+
+
+def test_a_word_in_most_responses_is_named_with_its_shares() -> None:
+    (finding,) = same_word(SAID_BY_ALL)
+    assert (finding.name, finding.severity) == ("same_word", "warning")
+    assert "83% of the responses contain the word 'great', and 5% did at the start" in finding.message
+    assert "response/distinct_2 is 0.25, 50% of the 0.5" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("now", "distinct_2", "iterations"),
+    [
+        (SAID_BY_ALL | {"great": 0.69}, 0.25, 3),
+        (SAID_BY_ALL, 0.33, 3),
+        (SAID_BY_ALL, 0.25, 2),
+        ({"the": 1.0, "film": 0.69}, 0.25, 3),
+        ({}, 0.25, 3),
+    ],
+    ids=["in too few", "the rest is varied", "too short", "common at the start", "no words"],
+)
+def test_other_words_give_no_finding(now: Mapping[str, float], distinct_2: float, iterations: int) -> None:
+    assert same_word(now, distinct_2, iterations) == []
+
+
+# ------------------------------------------------------------------------------------- before the first iteration
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"eval/accuracy": 0.47, "eval/accuracy_low95": 0.35, "eval/accuracy_high95": 0.59}, "0.35 to 0.59), and that"),
+        ({"eval/accuracy": 0.5}, "that of guessing is 0.5"),
+        (
+            {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/length_baseline": 0.61},
+            "choosing the longer answer is right in 0.61",
+        ),
+        (
+            {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/length_baseline": 0.41},
+            "choosing the shorter answer is right in 0.59",
+        ),
+        ({"eval/mse": 1.1, "eval/target_variance": 1.0}, "a constant score has 1, the variance of the targets"),
+        ({"eval/pair_accuracy": 0.49, "eval/mse": 0.9, "eval/target_variance": 1.0}, "that of guessing is 0.5"),
+    ],
+)
+def test_a_weak_reward_model_is_reported_before_the_first_iteration(figures: Row, words: str) -> None:
+    health = new_health()
+    (finding,) = health.check_start({"good": {"eval/accuracy": 0.9}, "other": figures, "unknown": {}})
+    assert (finding.name, finding.severity) == ("weak_reward_model", "warning")
+    assert "reward model other is" in finding.message
+    assert words in finding.message
+    # It holds for the whole run, and after an evaluation and a resumption, and is said once.
+    for i in range(1, 30):
+        assert health.check(i, STEADY) == []
+        health.check_evaluation(i, [0.0] * 20, [0.0] * 20)
+        health.load_state_dict(json.loads(json.dumps(health.state_dict())))
+        assert health.line([], {}) == "weak_reward_model (from the start)"
+
+
+def test_a_good_reward_model_is_not_reported() -> None:
+    pairs = {"eval/accuracy": 0.8, "eval/accuracy_low95": 0.72, "eval/length_baseline": 0.7}
+    scores = {"eval/mse": 0.5, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7}
+    assert new_health().check_start({"pairs": pairs, "scores": scores, "classifier": {}}) == []
 
 
 # ------------------------------------------------------------------------------------------ evaluations
@@ -541,6 +716,8 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
             "policy/entropy": 2.0 / i**2,
             "policy/approx_kl": math.inf if 10 < i < 20 else 0.0,
             "response/empty_fraction": 0.5 if i % 7 > 2 else 0.0,
+            "response/distinct_2": 0.4 - 0.005 * i,
+            "objective/reward": -0.1 * i,
             "response/eos_fraction": 1 - i / 60,
             "value/explained_variance": -1.0 if i < 30 else 1.0,
             "policy/sampler_gap": rng.choice([0.0, 0.1]),
@@ -552,7 +729,7 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
         health = new_health()
         reports = []
         for i, row in enumerate(rows, 1):
-            findings = health.check(i, row)
+            findings = health.check(i, row, {"great": min(1.0, i / 30), "the": 0.9})
             if i in evaluations:
                 findings += health.check_evaluation(i, *evaluations[i])
             reports.append((i, findings, health.line(findings, row)))
@@ -566,7 +743,7 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
     names = {f.name for _, findings, _ in unsplit for f in findings}
     assert names >= {
         "overoptimisation", "length_explains_score", "entropy_collapse", "approx_kl", "empty", "truncated",
-        "value_blind", "sampler_gap", "kl_runaway",
+        "value_blind", "sampler_gap", "kl_runaway", "same_word", "objective_falls",
     }  # fmt: skip
     for split in range(1, 60):
         assert course(split) == unsplit, f"split after iteration {split}"
@@ -602,12 +779,16 @@ def test_the_state_does_not_grow_with_the_run() -> None:
 
 
 def everything() -> list[Finding]:
-    findings = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
+    bad = BAD + FAR
+    findings = [finding for _, columns, first in bad for _, finding in findings_of(sequence(first, columns))]
     free = {"objective/kl_coef": 0.0}
-    findings += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
+    findings += [finding for _, columns, first in bad for _, finding in findings_of(sequence(first, columns | free))]
     stops = {"policy/first_ratio_error": 1.0, "objective/kl": 1.0, "loss/policy": math.nan}
     findings += new_health().check(1, STEADY | stops)
     findings += new_health().check(1, {"policy/first_ratio": 2.0})
+    findings += [*same_word(SAID_BY_ALL), *new_health().check_start({"a": {"eval/accuracy": 0.5}})]
+    findings += [*new_health().check_start({"a": {"eval/mse": 2.0, "eval/target_variance": 1.0}})]
+    findings += no_gradient({"policy/grad_norm": 0.0}, "iteration 1")
     health = new_health()
     health.check_evaluation(0, [0.0] * 20, [1.0] * 20)
     return findings + health.check_evaluation(10, [1.0] * 20, [0.0] * 20)

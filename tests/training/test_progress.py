@@ -113,3 +113,45 @@ def test_quiet_shows_nothing() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7384, "2:03:04")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+# --------------------------------------------------------------------------------------------------- the end of PPO
+
+
+def written_on(display: Display) -> str:
+    assert isinstance(display.console.file, io.StringIO)
+    return display.console.file.getvalue()
+
+
+def new_display(width: int, *, is_terminal: bool) -> Display:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None, soft_wrap=not is_terminal
+    )
+    return Display("ppo", quiet=False, console=console)
+
+
+def test_the_final_table_shows_no_seconds_and_no_rounding_errors() -> None:
+    display = new_display(80, is_terminal=False)
+    sft, ppo = ({"score_mean": x, "kl": kl, "seconds": 2.0} for x, kl in ((0.1, -3e-7), (1.5, 2.5391)))
+    display.before_and_after({"num_prompts": 3, "sft": sft, "ppo": ppo, "examples": []})
+    rows = [line.split() for line in written_on(display).splitlines()]
+    assert ["score_mean", "0.100", "1.500"] in rows
+    assert ["kl", "0", "2.539"] in rows
+    assert "seconds" not in written_on(display)
+
+
+def test_an_exchange_is_wrapped_and_indented_on_a_terminal() -> None:
+    reply = "word " * 30
+    display = new_display(40, is_terminal=True)
+    display.exchange("A prompt\nof two lines :smile: [b]", {"PPO": reply})
+    first, *lines = [line.rstrip() for line in written_on(display).splitlines()]
+    assert first == "  A prompt of two lines :smile: [b]"
+    assert len(lines) > 3
+    assert all(len(line) <= 40 and line.startswith("    ") for line in lines)
+    assert " ".join(" ".join(lines).split()) == f"PPO> {reply.strip()}"
+
+
+def test_an_exchange_is_one_line_each_in_a_file() -> None:
+    display = new_display(40, is_terminal=False)
+    display.exchange("A prompt", {"PPO": "word " * 30})
+    assert written_on(display).splitlines() == ["  A prompt", "    PPO> " + ("word " * 30).strip()]

@@ -1,0 +1,190 @@
+"""What PPO reports and when its coefficients move: warm-up, samples, reference scores, health, a gradient of 0."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from rlhf_cli.errors import RewardError, RunError
+from rlhf_cli.ppo.report import log_samples
+from rlhf_cli.ppo.scores import measure_reference
+from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.progress import Display
+from stages import ppo as ppo_stage
+from support.setup import config_of
+from support.tiny import CPU, merged, read_jsonl
+
+
+def test_the_kl_coefficients_wait_until_the_policy_learns(watch):
+    """They would follow the KL of a policy that does not move. Targets far above the KL, so both fall after that."""
+    ppo = {"objective": "penalty", "policy_kl_coef": 1.0, "policy_kl_target": 1e3, "num_iterations": 4}
+    ppo |= {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 100.0, "kl_horizon": 20}
+    run = watch(ppo=ppo, value_model={"warmup_iterations": 2})
+    assert [row["policy/policy_kl_coef"] for row in run.metrics] == [1.0, 1.0, 1.0, 0.5]
+    assert [row["objective/kl_coef"] for row in run.metrics[:3]] == [0.3, 0.3, 0.3]
+    assert run.metrics[3]["objective/kl_coef"] < 0.3
+    assert [abs(row["policy/kl_after_update"]) < 1e-6 for row in run.metrics] == [True, True, False, False]
+
+
+# ------------------------------------------------------------------------------------------- several processes
+
+
+class Counting(World):
+    """A process of two that counts what it exchanges. The other process sends the same."""
+
+    def gather(self, item):
+        EXCHANGED.append(item)
+        return [item, item]
+
+
+EXCHANGED: list = []
+
+
+def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_number_of_times(start):
+    """17 samples, 8 at a time: two chunks on the first process and one on the second."""
+    counts = []
+    with start(ppo={"score_normalization": "reference", "num_reference_samples": 17}) as setup:
+        for rank in (0, 1):
+            EXCHANGED.clear()
+            stage = SimpleNamespace(world=Counting(rank, 2, CPU), display=setup.stage.display)
+            measure_reference(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
+            counts.append(len(EXCHANGED))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, functions, tmp_path):
+    """The process whose own rewards work learns of the failure too."""
+    path = tmp_path / "fails.py"
+    path.write_text("def fails(prompts, responses, rows):\n    return [1 / 0 for _ in rows]\n", encoding="utf-8")
+    EXCHANGED.clear()
+    changes = {"ppo": {"score_normalization": "reference", "num_reference_samples": 8}}
+    with start(rewards=[{"type": "function", "function": f"{path}:fails"}], **changes) as setup:
+        stage = SimpleNamespace(world=Counting(0, 2, CPU), display=setup.stage.display)
+        with pytest.raises(RewardError, match="division by zero"):
+            measure_reference(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
+    assert len(EXCHANGED) == 1, "the failure"
+
+
+def samples_of(num_processes, together, *, console=None, **settings):
+    """The rows of samples.jsonl of 8 responses on several processes; the first process is the last to write."""
+    sent, rows = {}, []
+    for rank in reversed(range(num_processes)):
+        world = World(rank, num_processes, CPU)
+        numbers = world.shard(range(8), together)
+
+        def gather(item, rank=rank):
+            sent[rank] = item
+            return [sent.get(i, []) for i in range(num_processes)]
+
+        rows.clear()
+        stage = SimpleNamespace(sample=rows.append, display=Display("ppo", quiet=console is None, console=console))
+        config = SimpleNamespace(
+            **{"num_logged_samples": 0, "samples_every": None, **settings}, ppo=SimpleNamespace(rollout_batch_size=8)
+        )
+        world = SimpleNamespace(shard=world.shard, gather=gather)
+        setup = SimpleNamespace(config=config, world=world, together=together, stage=stage)
+        rollout = SimpleNamespace(prompts=[SimpleNamespace(text=f"prompt {i}") for i in numbers])
+        scores = SimpleNamespace(total=torch.tensor([float(i) for i in numbers]))
+        kl = torch.tensor([[0.5 * i, 0.5 * i] for i in numbers])
+        log_samples(setup, rollout, [f"response {i}" for i in numbers], scores, kl, 3)
+    return rows
+
+
+@pytest.mark.parametrize(("num_processes", "together"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
+def test_the_first_responses_of_all_processes_are_logged(num_processes, together):
+    rows = samples_of(num_processes, together, num_logged_samples=6)
+    assert rows == [
+        {"step": 4, "prompt": f"prompt {i}", "response": f"response {i}", "score": float(i), "kl": float(i)}
+        for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize(("every", "printed"), [(None, False), (3, False), (4, True), (2, True)])
+def test_samples_every_prints_the_first_response_of_an_iteration(every, printed):
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    assert samples_of(1, 1, console=console, samples_every=every) == [], "num_logged_samples is 0"
+    lines = console.file.getvalue().splitlines()
+    expected = ["  prompt 0", "    iteration 4 (score +0.00, KL 0.00)>", "    response 0"]
+    assert [line.rstrip() for line in lines] == (expected if printed else [])
+
+
+def test_a_run_prints_its_samples(write_config, base, tmp_path, capsys):
+    changes = merged(base, {"samples_every": 2, "num_logged_samples": 1})
+    ppo_stage.run(config_of(write_config, "ppo", ppo_stage.PPOConfig, tmp_path, **changes))
+    (_, row), out = read_jsonl(tmp_path / "ppo/samples.jsonl"), capsys.readouterr().out
+    assert out.count("(score ") == 1
+    assert f"    iteration 2 (score {row['score']:+.2f}, KL {row['kl']:.2f})> " in out
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def test_lengths_returns_values_and_k1(watch):
+    """Against the tensors of the run."""
+    run = watch(rollout={"max_new_tokens": 12})
+    for row, rollout, batch in zip(run.metrics, run.rollouts, run.batches, strict=True):
+        prompts, responses = [len(p.ids) for p in rollout.prompts], [len(r.ids) for r in rollout.responses]
+        mask = batch.response_mask
+        returns, values = batch.returns[mask].tolist(), batch.values[mask].tolist()
+        expected = {
+            "response/prompt_length": statistics.fmean(prompts),
+            "response/prompt_length_std": statistics.pstdev(prompts),
+            "response/length_std": statistics.pstdev(responses),
+            "response/total_length": statistics.fmean(map(sum, zip(prompts, responses, strict=True))),
+            "objective/return": statistics.fmean(returns),
+            "objective/return_variance": statistics.pvariance(returns),
+            "value/mean": statistics.fmean(values),
+            "value/variance": statistics.pvariance(values),
+        }
+        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    steps = [step["policy/approx_kl_k1"] for step in run.steps]
+    assert [row["policy/approx_kl_k1"] for row in run.metrics] == [
+        pytest.approx(statistics.fmean(steps[at : at + 2])) for at in (0, 2)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- health
+
+
+def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(pipeline):
+    """The tiny reward model of the shared run: 3 steps of training, 7 held-out rows."""
+    first, *others = read_jsonl(pipeline("llama") / "ppo/health.jsonl")
+    assert (first["step"], first["line"], [f["name"] for f in first["findings"]]) == (0, None, ["weak_reward_model"])
+    assert all("weak_reward_model (from the start)" in row["line"] for row in others)
+
+
+@pytest.fixture
+def grad_is_restored():
+    yield
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.usefixtures("grad_is_restored")
+def test_a_gradient_of_exactly_0_stops_the_run(watch, tmp_path):
+    with pytest.raises(RunError, match=r"ppo step 1: no_gradient: policy/grad_norm and value/grad_norm are exactly 0"):
+        watch(before_rollout=lambda *_: torch.set_grad_enabled(False))
+    (row,) = read_jsonl(tmp_path / "run/.ppo.partial/health.jsonl")
+    assert [f["name"] for f in row["findings"]] == ["no_gradient"]
+    assert not (tmp_path / "run/ppo").exists()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_equal_rewards_have_nothing_to_learn_and_do_not_stop_the_run(watch, tmp_path, estimator):
+    path = tmp_path / "constant.py"
+    path.write_text("def constant(prompts, responses, rows):\n    return [0.0] * len(rows)\n", encoding="utf-8")
+    ppo = {"advantage_estimator": estimator, "missing_eos_penalty": 0.0, "kl_coef": 0.0}
+    rewards = [{"type": "function", "function": f"{path}:constant"}]
+    run = watch(ppo=ppo, rewards=rewards, rollout={"samples_per_prompt": 2})
+    assert [row["policy/grad_norm"] for row in run.metrics] == [0.0, 0.0]
+
+
+def test_a_token_without_a_choice_does_not_stop_the_run(watch):
+    run = watch(rollout={"min_p": 1.0})
+    assert [row["policy/grad_norm"] for row in run.metrics] == [0.0, 0.0]

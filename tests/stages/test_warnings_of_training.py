@@ -1,0 +1,90 @@
+"""What SFT and RM say on the way: a loss above the limit, and a gradient of exactly 0."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_cli.errors import RunError
+from rlhf_cli.training.optimizer import Stepper
+from stages import sft as sft_stage
+from support.setup import config_of
+from support.tiny import read_jsonl
+
+GUESSING = "worse than guessing all tokens with equal probability"
+
+
+@pytest.fixture
+def warnings_of(write_config, make_model, tmp_path, capsys):
+    """A function: SFT config changes -> the warnings of a run of three steps about its loss."""
+
+    def run(**changes):
+        model = {"model": {"path": str(make_model("llama"))}}
+        config = config_of(write_config, "sft", sft_stage.SFTConfig, tmp_path, **model, **changes)
+        sft_stage.run(config, quiet=True)
+        output = " ".join(capsys.readouterr().out.split())
+        return [text for text in output.split("sft: warning: ") if "loss" in text]
+
+    return run
+
+
+def test_a_loss_above_the_limit_is_reported_once_after_the_warm_up(warnings_of, tmp_path):
+    (warning,) = warnings_of(warn_loss_above=0.5, optimizer={"warmup_steps": 1})
+    losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
+    assert f"step 3: loss {losses[2]:.2f} is above 0.50 (warn_loss_above)" in warning
+    assert (GUESSING in warning) is (losses[2] > math.log(300))
+
+
+def test_without_a_limit_the_loss_of_guessing_is_the_limit(warnings_of, tmp_path):
+    """A tiny random model with large weights is worse than guessing."""
+    warnings = warnings_of()
+    losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
+    assert losses[1] > math.log(300)
+    assert [f"step 2: loss {losses[1]:.2f} is above {math.log(300):.2f}, {GUESSING}." in text for text in warnings] == [
+        True
+    ]
+
+
+def test_a_loss_below_the_limit_is_not_reported(warnings_of):
+    assert warnings_of(warn_loss_above=100.0) == []
+
+
+def test_the_warning_of_a_low_limit_does_not_speak_of_guessing(warnings_of, monkeypatch):
+    monkeypatch.setattr(sft_stage, "_accumulate", _with_loss(2.0, sft_stage._accumulate))
+    (warning,) = warnings_of(warn_loss_above=1.5)
+    assert "loss 2.00 is above 1.50 (warn_loss_above). Lower" in warning
+    assert GUESSING not in warning
+
+
+def _with_loss(loss, real):
+    """The real backward pass, with another number as its loss."""
+
+    def accumulate(*args):
+        real(*args)
+        return loss
+
+    return accumulate
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_a_gradient_of_exactly_0_stops_the_stage(stage, run_stage, make_model, tmp_path, monkeypatch):
+    real = Stepper.clip
+
+    def lost(self, world):
+        for p in self.model.parameters():
+            p.grad = None if p.grad is None else torch.zeros_like(p)
+        return real(self, world)
+
+    monkeypatch.setattr(Stepper, "clip", lost)
+    with pytest.raises(RunError, match=rf"{stage} step 1: no_gradient: {stage}/grad_norm is exactly 0 in step 1"):
+        run_stage(stage, tmp_path, model={"path": str(make_model("llama"))})
+    (row,) = read_jsonl(tmp_path / f".{stage}.partial/health.jsonl")
+    assert [f["name"] for f in row["findings"]] == ["no_gradient"]
+
+
+def test_a_loss_of_0_needs_no_gradient(run_stage, make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_stage, "_accumulate", lambda *_: 0.0)
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
+    assert (tmp_path / "sft/manifest.json").exists()
