@@ -83,9 +83,7 @@ def report_iteration(
     setup.stage.report(step, findings, health.line(findings, metrics))
 
 
-def _norms_that_should_not_be_zero(
-    setup: Setup, newest: UpdateBatch, metrics: Mapping[str, float]
-) -> dict[str, float]:
+def _norms_that_should_not_be_zero(setup: Setup, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
     """The gradient norms of 0 of an iteration whose rollout has something to learn.
 
     Nothing is to be learned if every advantage is 0, as with equal rewards in each group, if every token was the only

@@ -22,9 +22,7 @@ class KLCoefs:
     """Of PPO-penalty's KL between the policy before and after an update."""
 
 
-def follow_kl(
-    setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]
-) -> dict[str, float]:
+def follow_kl(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
     """Move the adaptive coefficients after an update, given the figures of its iteration.
 
     An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from rlhf_cli.training.health_history import PERSIST, History
+from rlhf_cli.training.health_history import History
 
 
 @dataclass(frozen=True)

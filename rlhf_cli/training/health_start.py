@@ -9,8 +9,8 @@ GUESSING = 0.5
 ACCURACIES = ("eval/accuracy", "eval/pair_accuracy")
 """Shares of held-out pairs in the right order. `_low95` and `_high95` behind the key are their 95 % interval."""
 WEAK_REWARD_ADVICE = (
-    "Train the reward model on more pairs, or on pairs that differ in what you want and not in length; more rows in its "
-    "data.test narrow the interval. See its samples and its held-out figures before you spend time on PPO"
+    "Train the reward model on more pairs, or on pairs that differ in what you want and not in length. More rows in "
+    "its data.test narrow the interval"
 )
 
 

@@ -59,7 +59,7 @@ def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_
     assert counts[0] == counts[1] > 0
 
 
-def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, functions, tmp_path):
+def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp_path):
     """The process whose own rewards work learns of the failure too."""
     path = tmp_path / "fails.py"
     path.write_text("def fails(prompts, responses, rows):\n    return [1 / 0 for _ in rows]\n", encoding="utf-8")

@@ -356,7 +356,7 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
     ("kl_runaway", {"objective/score": [0.0] * 3 + [2.0] * 3 + [2.1], "objective/kl": [0.0] * 3 + [4.0] * 3 + [5.9]}),
     ("kl_runaway", {"objective/kl": [0.0] * 3 + [4.9]}),
     # As much KL, and the score pays for it.
-    ("kl_runaway", {"objective/score": lambda i: math.sqrt(i - 1), "objective/kl": lambda i: i - 1.0}),
+    ("kl_runaway", {"objective/score": lambda i: math.sqrt(i - 1), "objective/kl": lambda i: 0.5 * (i - 1)}),
 ]
 
 
