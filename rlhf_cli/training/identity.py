@@ -36,7 +36,7 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "samples_every": True,
     "optimizer": {"max_bad_steps"},
 }
-"""Keys that do not affect the result of a run that finishes: where it runs, how failures are handled, what it prints."""
+"""Keys that do not affect the result of a run that finishes: where it runs, what it does on failure, what it prints."""
 MAY_CHANGE = (
     "config.training.tokens_per_microbatch",
     "config.ppo.tokens_per_microbatch",
