@@ -155,24 +155,20 @@ def test_lengths_returns_values_and_k1(watch):
 # ----------------------------------------------------------------------------------------------------- health
 
 
-@pytest.mark.parametrize("part", ["", "model"])
-def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(part, watch, pipeline, tmp_path):
+def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pipeline, tmp_path):
     """By the held-out figures in its manifest, whether the stage or its model is named. It is said once."""
-    good = pipeline("llama") / "rm"
-    shutil.copytree(good, tmp_path / "weak")
+    good, weak = pipeline("llama") / "rm", tmp_path / "weak"
+    shutil.copytree(good, weak)
     manifest = json.loads((good / "manifest.json").read_text())
     manifest["metrics"] |= {"eval/accuracy": 0.47, "eval/accuracy_low95": 0.35, "eval/accuracy_high95": 0.59}
-    (tmp_path / "weak/manifest.json").write_text(json.dumps(manifest))
-    rewards = [
-        {"type": "reward_model", "name": name, "path": str(path)}
-        for name, path in (("good", good), ("weak", tmp_path / "weak" / part))
-    ]
+    (weak / "manifest.json").write_text(json.dumps(manifest))
+    paths = {"good": good, "stage": weak, "its_model": weak / "model"}
+    rewards = [{"type": "reward_model", "name": name, "path": str(path)} for name, path in paths.items()]
     start, *others = read_jsonl(watch(rewards=rewards).stage_dir / "health.jsonl")
-    assert (start["step"], start["line"], [f["name"] for f in start["findings"]]) == (0, None, ["weak_reward_model"])
-    assert (
-        "The held-out accuracy of reward model weak is 0.47 (95 % interval 0.35 to 0.59)"
-        in start["findings"][0]["message"]
-    )
+    assert (start["step"], start["line"]) == (0, None)
+    assert [f["name"] for f in start["findings"]] == ["weak_reward_model"] * 2
+    for name, finding in zip(("stage", "its_model"), start["findings"], strict=True):
+        assert f"reward model {name} is 0.47 (95 % interval 0.35 to 0.59)" in finding["message"]
     assert [(row["step"], row["findings"]) for row in others] == [(1, []), (2, [])]
     assert all(row["line"].startswith("weak_reward_model (from the start): score") for row in others)
 
