@@ -23,7 +23,8 @@ import torch
 from ppo_quality import HERE, ROOT, Measurement, measure, table, train_ours
 from torch import Tensor
 
-from rlhf_cli.algorithms.tilt import best_of_n, best_of_n_kl_bound, exponential_tilt, tilt_beta
+from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl_bound
+from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.environment import set_up_process
 
 NUM_PROMPTS = 128
@@ -122,7 +123,7 @@ def report(seeds: Sequence[Seed], command: str) -> str:
                 f"{s.seconds:.0f}",
             ]
         )
-        best.append([str(s.seed), *(f"{best_of_n(s.scores, n).mean().item():.2f}" for n in BEST_OF)])
+        best.append([str(s.seed), *(f"{best_of_n(s.scores, n)[0].mean().item():.2f}" for n in BEST_OF)])
     shares = [s.share for s in seeds]
     reached = sum(share >= GOAL for share in shares)
     return "\n".join(

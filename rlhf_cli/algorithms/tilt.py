@@ -1,10 +1,10 @@
-"""The score that a KL to ref_policy allows, from scored samples of ref_policy: the exponential tilt, and best-of-n.
+"""The exponential tilt: the score that a KL to ref_policy allows, from scored samples of ref_policy.
 
-A trained policy is compared with these two at the same KL. Neither trains anything, but both pay with many samples per
-prompt for what the policy does with one.
+A trained policy is compared with it at the same KL. The tilt trains nothing, but pays with many samples per prompt for
+what the policy does with one. `best_of_n` is the other such yardstick.
 """
 
-from math import comb, exp, log
+from math import exp, log
 
 import torch
 from torch import Tensor
@@ -88,45 +88,3 @@ def tilt_beta(scores: Tensor, kl: float) -> float:
         else:
             high = middle
     return exp(high)
-
-
-def best_of_n(scores: Tensor, n: int) -> Tensor:
-    """The expected score of the best of n samples, per prompt, without bias.
-
-    The mean over all subsets of n of the N samples, from the sorted scores:
-    ``sum over i of comb(i, n - 1) / comb(N, n) * sorted[i]``, i from 0.
-
-    Args:
-        scores: [P, N], of N independent samples for each of P prompts.
-        n: 1 to N.
-
-    Returns:
-        [P], float64.
-
-    Chen et al. 2021 (arXiv 2107.03374), equation 1, for scores instead of successes.
-
-    >>> best_of_n(torch.tensor([[3.0, 1.0, 2.0]]), 2)  # of the pairs: 3, 3, 2
-    tensor([2.6667], dtype=torch.float64)
-    """
-    ordered = scores.double().sort(1).values
-    size = ordered.shape[1]
-    weights = [comb(i, n - 1) / comb(size, n) for i in range(size)]
-    return ordered @ ordered.new_tensor(weights)
-
-
-def best_of_n_kl_bound(n: int) -> float:
-    """An upper bound of the KL of best-of-n to the policy that it samples from, in nats per response.
-
-    ``log(n) - (n - 1) / n``
-
-    It is exact if no response has a probability near 1/n or above; otherwise the KL is lower.
-
-    Args:
-        n: number of samples, 1 or more.
-
-    Beirami et al. 2025, "Theoretical guarantees on the best-of-n alignment policy" (arXiv 2401.01879), theorem 3.1.
-
-    >>> round(best_of_n_kl_bound(16), 2)
-    1.84
-    """
-    return log(n) - (n - 1) / n

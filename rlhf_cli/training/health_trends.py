@@ -44,8 +44,8 @@ NEVER_ENDS = 0.05
 FEWER_ENDS = 0.5
 """Share of eos_fraction at the start, if that was at least FEWER_ENDS_FROM."""
 FEWER_ENDS_FROM = 0.2
-SATURATED = 0.25
-"""Share of the score's standard deviation at the start. Good: 0.28 to 0.6; bad: 0.2 (kl_coef 0), 0.05 (length)."""
+SATURATED = 0.22
+"""Share of the score's standard deviation at the start. Good: 0.23 to 0.6; bad: 0.2 (kl_coef 0), 0.05 (length)."""
 
 
 def _entropy_collapse(run: History) -> str | None:

@@ -1,14 +1,13 @@
-"""The exponential tilt and best-of-n: against an exact optimum, by hand, over all subsets, and against integrals."""
+"""The exponential tilt: against an exact optimum, a normal distribution, and at its two ends."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 
-from rlhf_cli.algorithms.tilt import best_of_n, best_of_n_kl_bound, exponential_tilt, tilt_beta
+from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 
 # ref_policy gives the three responses to each prompt these probabilities: four samples show them exactly.
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
@@ -62,20 +61,3 @@ def test_scores_that_are_all_equal_express_no_kl() -> None:
     assert exponential_tilt(torch.ones(1, 3), beta=0.1)[1].abs().item() < 1e-12
     with pytest.raises(ValueError, match=r"below 0\.000"):
         tilt_beta(torch.ones(1, 3), 0.1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_best_of_n_is_the_mean_over_all_subsets(n: int) -> None:
-    scores = torch.tensor([[0.3, -1.0, 2.0, 0.3, 1.5], [4.0, 0.0, 0.0, 0.0, 0.0]])
-    expected = [
-        sum(max(chosen) for chosen in itertools.combinations(row, n)) / math.comb(5, n) for row in scores.tolist()
-    ]
-    torch.testing.assert_close(best_of_n(scores, n), torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("n", [1, 4, 64])
-def test_the_bound_of_best_of_n_is_its_kl_without_ties(n: int) -> None:
-    """The best of n uniforms has density n * u**(n - 1); its KL is the integral of density * log(density)."""
-    u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    density = n * u ** (n - 1)
-    assert best_of_n_kl_bound(n) == pytest.approx(torch.special.xlogy(density, density).mean().item(), abs=1e-3)
