@@ -33,6 +33,7 @@ from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.lock import Lock
 from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
+from rlhf_cli.training.model_card import write_cards
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
 from rlhf_cli.training.speed import Speed
@@ -350,19 +351,21 @@ class StageRun:
             self.display.warn(f"{self.bad_steps.total} steps were skipped: their loss or gradient was NaN or infinite")
         self.files.close()
         (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
+        versions = {
+            "rlhf": rlhf_cli.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
         try:
+            write_cards(self.stage, self.config, metrics, versions, self.directory)
             artifacts.publish(
                 self.config.artifacts,
                 self.stage,
                 identity=self.identity,
                 metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
                 seed=self.config.seed,
-                versions={
-                    "rlhf": rlhf_cli.__version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "python": platform.python_version(),
-                },
+                versions=versions,
                 device=str(self.world.device),
                 num_processes=self.world.size,
                 seconds=round(self.files.seconds(), 1),

@@ -1,0 +1,136 @@
+"""The README.md of each model directory: a model card in the Hugging Face hub's format."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.hub import is_local
+
+Config = SFTConfig | RMConfig | PPOConfig
+
+TASKS = {"sft": "text-generation", "rm": "text-classification", "ppo": "text-generation"}
+WHAT = {
+    "sft": "A language model trained on demonstrations (supervised fine-tuning).",
+    "rm": "A reward model: a sequence classifier with one label, whose logit is the score of a prompt with its answer.",
+    "ppo": "A language model trained with PPO to get higher scores from its rewards, near the model it started from.",
+}
+PARTS = {
+    "best_model": "This is the model with the best held-out figure of the run.",
+    "ema_model": "Its weights are the moving average of those of the run.",
+    "value_model": "This is the value model of the run: a sequence classifier that predicts the return.",
+}
+"""Directories beside `model`, and what to say of them."""
+METRICS = {
+    "eval/loss": ("loss", "loss, nats per token"),
+    "eval/perplexity": ("perplexity", "perplexity"),
+    "eval/token_accuracy": ("accuracy", "token accuracy"),
+    "eval/accuracy": ("accuracy", "pairs in the right order"),
+    "eval/mse": ("mse", "mean squared error"),
+    "eval/pearson": ("pearsonr", "Pearson correlation"),
+    "ppo/score_mean": ("score", "mean score of the rewards"),
+    "ppo/gold": ("gold", "mean score of the judge evaluation.gold"),
+    "ppo/kl": ("kl", "KL to the initial policy, nats per reply"),
+}
+"""Final metric -> (its type in the card, its name)."""
+
+
+def write_cards(
+    stage: str, config: Stage, metrics: Mapping[str, float], versions: Mapping[str, str], root: Path
+) -> None:
+    """Write README.md into every model directory of a stage that is built in `root`."""
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    for folder in sorted(path.parent for path in root.glob("*/config.json")):
+        text = card(stage, folder.name, config, metrics, versions, _score_scale(folder))
+        (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def card(
+    stage: str,
+    part: str,
+    config: Config,
+    metrics: Mapping[str, float],
+    versions: Mapping[str, str],
+    scale: tuple[float, float] | None,
+) -> str:
+    """The card of one model directory, `part` of a stage. `scale` is (score_mean, score_std) of a reward model."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    shown = {key: metrics[key] for key in METRICS if key in metrics and math.isfinite(metrics[key])}
+    if part != "model":
+        shown = {}  # The figures are those of `model`.
+    task = TASKS[stage] if part != "value_model" else "text-classification"
+    name = f"{Path(config.artifacts).name}-{stage}"
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type="held-out",
+            dataset_name="held-out rows of the run",
+            metric_type=METRICS[key][0],
+            metric_name=METRICS[key][1],
+            metric_value=round(value, 6),
+        )
+        for key, value in shown.items()
+    ]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["rlhf", stage],
+        base_model=_base_model(config),
+        datasets=_hub_datasets(config) or None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    body = [f"# {name}", WHAT[stage] if part not in PARTS else f"{WHAT[stage]} {PARTS[part]}"]
+    if isinstance(config, RMConfig) and scale is not None:
+        body.append(_score_formula(*scale))
+    if shown:
+        rows = [f"| {METRICS[key][1]} | {value:.4g} |" for key, value in shown.items()]
+        body.append("\n".join(["## Held-out figures", "", "| | |", "|---|---|", *rows]))
+    if isinstance(config, PPOConfig) and part == "model" and (table := _before_and_after(metrics)):
+        body.append(table)
+    used = ", ".join(f"{package} {version}" for package, version in versions.items())
+    body.append(
+        f"## Training\n\n`rlhf {stage} --config config.yaml` with the `config.yaml` of the run, seed {config.seed}; "
+        f"{used}."
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n"
+
+
+def _base_model(config: Config) -> str | None:
+    """The hub id that the model started from; None for a model on disk, of the same run, or made from scratch."""
+    path = config.policy.path if isinstance(config, PPOConfig) else config.model.path
+    return path if path is not None and not is_local(path) else None
+
+
+def _hub_datasets(config: Config) -> list[str]:
+    """The hub datasets among the training data."""
+    names = {part.path for part in config.data.train if not is_local(part.path)}
+    return sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
+
+
+def _score_scale(folder: Path) -> tuple[float, float] | None:
+    """score_mean and score_std of a reward model's config.json."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    mean, std = values.get("score_mean"), values.get("score_std")
+    return (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
+
+
+def _score_formula(mean: float, std: float) -> str:
+    return (
+        "## The score\n\nPPO uses `(logit - score_mean) / score_std`, with the two numbers of `config.json`: "
+        f"`score_mean` {mean:.6g} and `score_std` {std:.6g}. Other servers ignore them, and some apply a sigmoid: "
+        "compare raw logits only, or apply the formula yourself. The text ends with EOS; the logit is read there."
+    )
+
+
+def _before_and_after(metrics: Mapping[str, float]) -> str:
+    """The held-out figures of the initial policy and of PPO, as a table."""
+    names = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
+    rows = [f"| {name} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |" for name in names]
+    return "\n".join(["## Before and after", "", "| | before PPO | after |", "|---|---|---|", *rows]) if rows else ""
