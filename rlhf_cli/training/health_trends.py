@@ -21,8 +21,9 @@ from rlhf_cli.training.health_rules import Rule
 
 # ----------------------------------------------------------------------------------- against the start
 
-ENTROPY = 0.2
-"""Share of the entropy at the start. Good: 0.4 to 1.1; bad: 0.12 (kl_coef 0), below 0.01 (brevity, learning rates)."""
+ENTROPY, ENTROPY_FAR = 0.2, 0.02
+"""Share of the entropy at the start: mean of PERSIST iterations, or once. Good: 0.4 to 1.1; bad: 0.12 (kl_coef 0),
+below 0.01 (brevity, learning rates)."""
 DISTINCT_2 = 0.4
 """Share of distinct_2 at the start. Good: 0.8 to 1.05; bad: 0.07 (length). It falls with length alone: by a quarter if
 the text is twice as long."""
@@ -32,6 +33,8 @@ DUPLICATES_RISE = 0.25
 """The share must also be this much above the start: short answers (yes, no, a number) repeat by nature ..."""
 ALL_DUPLICATES = 0.95
 """... unless it is this high."""
+DUPLICATES_FAR = 0.98
+"""Once, if it was below DUPLICATES at the start."""
 SAME_WORD = 0.7
 """Share of responses that contain one word, PERSIST times in a row. Bad: 0.83 ("great" in film reviews) ..."""
 SAME_WORD_RISE = 0.4
@@ -50,38 +53,41 @@ SATURATED = 0.22
 
 def _entropy_collapse(run: History) -> str | None:
     entropy, start = run.mean("policy/entropy"), run.mean_at_start("policy/entropy")
+    now, when = run.recent[-1].get("policy/entropy"), f"over {PERSIST} iterations"
+    if start is not None and now is not None and now < ENTROPY_FAR * start:
+        entropy, when = now, "in this iteration"
     if entropy is None or start is None or entropy >= ENTROPY * start:
         return None
     return (
-        f"policy/entropy is {entropy:.3g} nats per token over {PERSIST} iterations, {entropy / start:.0%} of the "
-        f"{start:.3g} at the start (limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to "
-        "compare and to learn from."
+        f"policy/entropy is {entropy:.3g} nats per token {when}, {entropy / start:.0%} of the {start:.3g} at the start "
+        f"(limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to compare and to learn from."
     )
 
 
 def _alike(run: History) -> str | None:
     seen = []
-    duplicates = run.last("response/duplicate_fraction", PERSIST)
-    before = run.mean_at_start("response/duplicate_fraction")
-    if duplicates and before is not None:
+    last, before = run.last("response/duplicate_fraction", PERSIST), run.mean_at_start("response/duplicate_fraction")
+    now = run.recent[-1].get("response/duplicate_fraction")
+    if now is not None and before is not None:
         limit = min(max(DUPLICATES, before + DUPLICATES_RISE), ALL_DUPLICATES)
-        if min(duplicates) >= limit:
+        persists = bool(last) and min(last) >= limit
+        if persists or (before < DUPLICATES and now >= DUPLICATES_FAR):
             seen.append(
-                f"response/duplicate_fraction: {duplicates[-1]:.0%} of the responses were given to another prompt too, "
-                f"word for word ({before:.0%} at the start, limit {limit:.0%})"
+                f"response/duplicate_fraction: {now:.0%} of the responses were given to another prompt too, word for "
+                f"word ({before:.0%} at the start, limit {limit:.0%} "
+                f"{f'for {PERSIST} iterations' if persists else 'and far above it in this one'})"
             )
     distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
     if distinct is not None and start is not None and distinct < DISTINCT_2 * start:
         seen.append(
             f"response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of the {start:.3g} at the start (limit "
-            f"{DISTINCT_2:.0%})"
+            f"{DISTINCT_2:.0%} for {PERSIST} iterations)"
         )
     if not seen:
         return None
     return (
-        f"{'; '.join(seen)}, for {PERSIST} iterations. The responses repeat each other or themselves. Either the "
-        "policy "
-        "found a text that scores well for every prompt, or it is broken."
+        f"{'; '.join(seen)}. The responses repeat each other or themselves. Either the policy found a text that scores "
+        "well for every prompt, or it is broken."
     )
 
 
@@ -125,13 +131,17 @@ def _never_ends(run: History) -> str | None:
 
 def _truncated(run: History) -> str | None:
     last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
-    if not last or start is None or start < NEVER_ENDS or max(last) >= _ends_limit(start):
+    now, since = run.recent[-1].get("response/eos_fraction"), f"for {PERSIST} iterations"
+    if now is None or start is None or start < NEVER_ENDS:
+        return None
+    if start >= FEWER_ENDS_FROM and now == 0:
+        since = "in this iteration, by far"
+    elif not last or max(last) >= _ends_limit(start):
         return None
     return (
-        f"response/eos_fraction is {last[-1]:.0%} and was below {_ends_limit(start):.0%} for {PERSIST} iterations "
-        f"({start:.0%} at the start). The responses are cut at {run.max_new_tokens} tokens. The policy unlearns to "
-        "end, "
-        "usually because longer text scores higher."
+        f"response/eos_fraction is {now:.0%}, below {_ends_limit(start):.0%} {since} ({start:.0%} at the start). The "
+        f"responses are cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text "
+        "scores higher."
     )
 
 

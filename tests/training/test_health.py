@@ -154,7 +154,7 @@ def test_without_metrics_nothing_is_found() -> None:
 
 
 def test_a_metric_that_is_sometimes_absent_is_judged_by_the_rows_that_have_it() -> None:
-    low = [STEADY | {"policy/entropy": 0.001}] * 3
+    low = [STEADY | {"policy/entropy": 0.02}] * 3
     absent = [{k: v for k, v in STEADY.items() if k != "policy/entropy"}] * 2
     assert names_of([*absent, STEADY, *low]) == [(6, "entropy_collapse")]
     assert names_of([STEADY] * 3 + [low[0], absent[0]] * 10) == []
@@ -283,6 +283,9 @@ FAR: list[tuple[str, dict[str, Any], int]] = [
     ("approx_kl", {"policy/approx_kl": [0.001, math.inf, 0.001]}, 2),
     ("clip_fraction", {"policy/clip_fraction": [0.001, 0.81, 0.001]}, 2),
     ("empty", {"response/empty_fraction": [0.0, 0.91, 0.0]}, 2),
+    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 2.0, 0.039, 2.0]}, 5),
+    ("alike", {"response/duplicate_fraction": [0.1, 0.1, 0.1, 0.1, 0.98, 0.1]}, 5),
+    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]}, 5),
     ("kl_far", {"objective/kl": [0.0, 25.0, 0.0], "response/length": 16.0}, 2),
     ("kl_far", {"objective/kl": [0.0, 10.1, 0.0], "response/length": 2.0}, 2),
 ]
@@ -338,6 +341,9 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
     ("approx_kl", {"policy/approx_kl": [0.001, 0.99, 0.001]}),
     ("clip_fraction", {"policy/clip_fraction": [0.001, 0.79, 0.001]}),
     ("empty", {"response/empty_fraction": [0.0, 0.89, 0.0]}),
+    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 2.0, 0.041, 2.0]}),
+    ("alike", {"response/duplicate_fraction": [0.1, 0.1, 0.1, 0.1, 0.97, 0.1]}),
+    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 1.0, 0.01, 1.0]}),
     ("kl_far", {"objective/kl": [0.0, 15.9, 0.0], "response/length": 16.0}),
     ("kl_far", {"objective/kl": [0.0, 9.9, 0.0], "response/length": 1.0}),
     # The policy did not move, or the score rose by 0.6 of 2 possible ones.
