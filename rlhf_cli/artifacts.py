@@ -23,6 +23,7 @@ from typing import Any
 
 from rlhf_cli.digests import digest_file, digest_once
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import read_text
 
 CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -71,7 +72,7 @@ def read_manifest(directory: str | Path) -> Manifest | None:
     """
     path = Path(directory) / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:

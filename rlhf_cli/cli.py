@@ -20,6 +20,13 @@ from rlhf_cli.cli_runs import add_run_commands
 from rlhf_cli.environment import set_up_process
 
 
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # the name is too long
+        return False
+
+
 class FileOrCommand(typer.core.TyperGroup):
     """`rlhf rm`: takes the stage's file like `rlhf sft` does, and has the command `serve` besides."""
 
@@ -29,7 +36,7 @@ class FileOrCommand(typer.core.TyperGroup):
             if skip or argument.startswith("-"):
                 skip = not skip and argument in ("--config", "--set")
                 continue
-            is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or Path(argument).is_file()
+            is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or _is_file(argument)
             if argument not in self.commands and is_file:
                 if "--config" in args:
                     raise typer.BadParameter("give FILE or --config, not both", ctx=ctx)
@@ -281,8 +288,9 @@ def _root(
 ) -> None:
     if version:
         from rlhf_cli import __version__
+        from rlhf_cli.printing import say
 
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 

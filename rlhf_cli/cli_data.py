@@ -5,7 +5,6 @@ Everything heavy is imported inside its command, as in `cli`.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ import typer
 import typer.core
 
 from rlhf_cli.cli_options import Quiet, exit_with
+from rlhf_cli.printing import say
 
 if TYPE_CHECKING:
     from rlhf_cli.config.data import DataSource
@@ -34,7 +34,7 @@ class SourceCommand(typer.core.TyperCommand):
             elif option in ("--weight", "--weights"):
                 instead = "weights.NAME=NUMBER"
             if instead:
-                print(f"error: {option}: is a key of the source. Write --set {instead}", file=sys.stderr)
+                say(f"error: {option}: is a key of the source. Write --set {instead}", error=True)
                 raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
@@ -84,6 +84,25 @@ ApiKeyEnv = Annotated[
 ]
 Template = Annotated[Path | None, typer.Option("--template", help="A text file that replaces the built-in prompt.")]
 Num = Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows (with --task prompts: to write).")]
+Task = Annotated[
+    Literal["prompts", "demonstrations", "samples", "dialogues"], typer.Option("--task", help="What to write.")
+]
+NumSamples = Annotated[int, typer.Option("--samples", min=2, help="Answers per prompt (with --task samples).")]
+NumTurns = Annotated[int, typer.Option("--turns", min=1, help="Maximum answers per dialogue (with --task dialogues).")]
+UserModel = Annotated[
+    str | None, typer.Option("--user-model", help="The model that plays the user of a dialogue. By default --model.")
+]
+UserServer = Annotated[str | None, typer.Option("--user-server", help="Base URL of the user model's server.")]
+UserApiKeyEnv = Annotated[
+    str | None, typer.Option("--user-api-key-env", metavar="NAME", help="As --api-key-env, for --user-server.")
+]
+NumSeeds = Annotated[int, typer.Option("--seeds", min=1, help="Example prompts per request (with --task prompts).")]
+Similarity = Annotated[
+    float,
+    typer.Option(
+        "--similarity", min=0.01, max=1.0, help="Reject a prompt that shares this much of its words with another."
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
 TopP = Annotated[
     float | None,
@@ -209,23 +228,20 @@ def data_convert(
 @data_app.command("generate", cls=SourceCommand)
 def data_generate(
     path: Source,
-    task: Annotated[Literal["prompts", "demonstrations", "samples"], typer.Option("--task", help="What to write.")],
+    task: Task,
     out: Out,
     model: Model,
     server: Server = None,
     api_key_env: ApiKeyEnv = None,
     template: Template = None,
     num: Num = None,
-    samples: Annotated[int, typer.Option("--samples", min=2, help="Answers per prompt (with --task samples).")] = 4,
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Example prompts per request (with --task prompts).")
-    ] = 3,
-    similarity: Annotated[
-        float,
-        typer.Option(
-            "--similarity", min=0.01, max=1.0, help="Reject a prompt that shares this much of its words with another."
-        ),
-    ] = 0.7,
+    samples: NumSamples = 4,
+    turns: NumTurns = 3,
+    user_model: UserModel = None,
+    user_server: UserServer = None,
+    user_api_key_env: UserApiKeyEnv = None,
+    seeds: NumSeeds = 3,
+    similarity: Similarity = 0.7,
     temperature: Temperature = 1.0,
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -243,7 +259,7 @@ def data_generate(
     restart: RestartOut = False,
     quiet: Quiet = False,
 ) -> None:
-    """Let a language model write prompts, demonstrations, or several answers per prompt."""
+    """Let a language model write prompts, demonstrations, several answers per prompt, or dialogues."""
 
     def work() -> None:
         from rlhf_cli.commands.data_generate import generate
@@ -253,20 +269,11 @@ def data_generate(
         options = WriterOptions(
             model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
         )
-        generate(
-            _source(path, overrides, format, keys),
-            task,
-            out,
-            options,
-            template=template,
-            num=num,
-            num_samples=samples,
-            num_seeds=seeds,
-            similarity=similarity,
-            on_bad_row=on_bad_row,
-            restart=restart,
-            quiet=quiet,
-        )
+        user = options.for_user(user_model, user_server, user_api_key_env)
+        counts: dict[str, Any] = {"num": num, "num_samples": samples, "num_turns": turns, "num_seeds": seeds}
+        files: dict[str, Any] = {"template": template, "on_bad_row": on_bad_row, "restart": restart, "quiet": quiet}
+        source = _source(path, overrides, format, keys)
+        generate(source, task, out, options, user=user, similarity=similarity, **counts, **files)
 
     exit_with(work)
 
@@ -318,6 +325,7 @@ def data_score(
         options = WriterOptions(
             model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
         )
+        files: dict[str, Any] = {"num": num, "on_bad_row": on_bad_row, "restart": restart, "quiet": quiet}
         score(
             _source(path, overrides, format, keys),
             out,
@@ -328,10 +336,7 @@ def data_score(
             highest=highest,
             attempts=attempts,
             ties=ties,
-            num=num,
-            on_bad_row=on_bad_row,
-            restart=restart,
-            quiet=quiet,
+            **files,
         )
 
     exit_with(work)

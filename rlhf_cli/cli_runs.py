@@ -80,10 +80,11 @@ def report(
     """Write a page about one or several runs: curves, figures, samples, findings."""
 
     def work() -> None:
+        from rlhf_cli.printing import say
         from rlhf_cli.report.page import write_report
 
         path = out or directories[0] / "report.html"
         write_report(directories, path, png)
-        print(path)
+        say(path)
 
     exit_with(work)

@@ -39,7 +39,7 @@ def find_files(path: str) -> list[Path]:
         elif path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise DataError(
                 f"{shown_path(path)}: no such file (relative to {Path.cwd()}). "
-                "Give an existing path, with ~ written out, or a hub dataset's id"
+                "Give an existing path or a hub dataset's id"
             )
         else:
             return []

@@ -3,9 +3,10 @@
 - A request has one time limit, from connecting to the last byte of the answer.
 - Connection errors, time-outs and status 408, 429 and 5xx are retried, with a wait that doubles each time.
 - Retry-After pauses every request of the client. A server that asks for a very long pause is given up.
+- A pause that the user would notice is printed, and a signal that asks the run to stop ends it.
 - Redirects are not followed: they would carry texts and the key to a host that the user did not name.
 - Answers are limited in size, counted after decompression.
-- The API key comes from the environment and appears in no message.
+- The API key comes from the environment and appears in no message, also where the server repeats it.
 - Proxies of the environment are used, except for servers on this machine.
 """
 
@@ -18,20 +19,26 @@ import email.utils
 import ipaddress
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, quote_plus, urlsplit
 
 import httpx2
 
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import say
 
 LONGEST_BACKOFF_S = 60.0
 LONGEST_WAIT_S = 600.0
 """Longest Retry-After that is waited for."""
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+PRINTED_WAIT_S = 5.0
+"""A pause of this length or more is printed."""
+POLL_S = 0.25
+"""Seconds between two looks at `stop_requested` during a pause."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_QUOTED = 200
 """Characters of a server's answer that a message quotes."""
 
@@ -44,6 +51,10 @@ class NoAnswer(Exception):
     def __init__(self, text: str, status: int | None = None):
         super().__init__(text)
         self.status = status
+
+
+class StopRequestedError(NoAnswer):
+    """A signal asked the run to stop while the client waited for the server."""
 
 
 class Malformed(Exception):
@@ -62,7 +73,8 @@ class JSONClient:
     """Posts JSON to one URL and parses the answer. Use as `async with client:` around calls of `ask`.
 
     `retry_malformed` also retries answers with status 2xx that the parser refuses. `timeout_option` is the name of
-    the option or config key that sets `timeout_s`, for messages.
+    the option or config key that sets `timeout_s`, for messages. `stop_requested` says whether a signal arrived whose
+    handler returned: a pause then ends with StopRequestedError.
     """
 
     def __init__(
@@ -75,11 +87,14 @@ class JSONClient:
         backoff_s: float,
         retry_malformed: bool = False,
         timeout_option: str = "timeout_s",
+        stop_requested: Callable[[], bool] = lambda: False,
     ):
         self.url, self._key = url, key
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
         self.retry_malformed, self.timeout_option = retry_malformed, timeout_option
+        self._stop_requested = stop_requested
         self._not_before = 0.0  # on the monotonic clock: Retry-After of any answer
+        self._printed_until = 0.0  # on the monotonic clock: the end of the last pause that was printed
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
         self._http: httpx2.AsyncClient | None = None
@@ -112,10 +127,11 @@ class JSONClient:
         """
         content = json.dumps(body, default=str).encode()
         started, wait = time.monotonic(), 0.0
+        problem: _Problem | None = None
         # Not tenacity: the pause is shared by all requests of the client, and Retry-After and the status decide
         # about each attempt, so that only this `for` would be left to it. httpx2's own retries cover connecting only.
         for attempt in range(self.retries + 1):
-            await self._pause(wait)
+            await self._pause(wait, f"{without_secrets(self.url)} {problem}" if problem else "")
             wait = min(self.backoff_s * 2.0 ** min(attempt, 60), LONGEST_BACKOFF_S)
             try:
                 return await self._attempt(content, parse)
@@ -123,6 +139,7 @@ class JSONClient:
                 problem = error
             if not problem.transient:
                 break
+        assert problem is not None
         tries = f", after {attempt + 1} attempts in {time.monotonic() - started:.0f} s" if attempt else ""
         raise NoAnswer(f"{without_secrets(self.url)} {problem}{tries}", problem.status)
 
@@ -132,15 +149,21 @@ class JSONClient:
         self._stopped.set()
         return self._stop_reason
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait at least `seconds`, and until the server's Retry-After has passed; raises after `stop`."""
+    async def _pause(self, seconds: float, reason: str) -> None:
+        """Wait at least `seconds`, and until the server's Retry-After has passed; raises after `stop` or a signal."""
         until = time.monotonic() + seconds
         while not self._stopped.is_set():
-            left = max(until, self._not_before) - time.monotonic()
+            until = max(until, self._not_before)
+            left = until - time.monotonic()
             if left <= 0:
                 return
+            if self._stop_requested():
+                raise StopRequestedError(f"{reason or without_secrets(self.url)}; stopped in a pause of {left:.0f} s")
+            if left >= PRINTED_WAIT_S and until > self._printed_until + 1:  # once for all requests of the client
+                self._printed_until = until
+                say(f"{reason or without_secrets(self.url)}; trying again in {left:.0f} s", error=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), left)
+                await asyncio.wait_for(self._stopped.wait(), min(left, POLL_S))
         raise NoAnswer(str(self._stop_reason))
 
     async def _attempt(self, content: bytes, parse: Callable[[Any], T]) -> T:
@@ -207,9 +230,20 @@ class JSONClient:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         if self._key is not None:
-            text = text.replace(self._key, "***")
+            text = without_key(text, self._key)
         text = " ".join("".join(c if c.isprintable() else " " for c in text[: 5 * MAX_QUOTED]).split())
         return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
+
+
+def without_key(text: str, key: str) -> str:
+    """The text with each occurrence of the key replaced by ***, also where it is escaped as in a URL, JSON or Python.
+
+    >>> without_key("/login/a%2fb?a/b", "a/b")
+    '/login/***?***'
+    """
+    forms = {key, quote(key, safe=""), quote_plus(key), json.dumps(key)[1:-1], repr(key)[1:-1], key.replace("/", r"\/")}
+    longest_first = sorted(forms, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), "***", text, flags=re.IGNORECASE)
 
 
 def key_from_environment(variable: str, option: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.loader import config_schema, dump_config
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import say
 
 
 def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
@@ -21,22 +23,23 @@ def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) ->
         except ConfigError as error:
             problems.append(str(error))
         else:
-            print(f"{file}: valid {name} config")
+            say(f"{file}: valid {name} config")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
     """Print the resolved config as YAML."""
-    print(dump_config(load_stage_config(stage_of(file, stage), file, overrides)), end="")
+    # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.
+    sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides)))
 
 
 def schema(stage: str | None) -> None:
     """Print the JSON Schema of a stage, or of all stages by name."""
     if stage is not None:
-        print(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
+        say(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
     else:
-        print(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
+        say(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
 
 
 def _expand(files: Sequence[Path]) -> list[Path]:

@@ -18,6 +18,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.explain import KEY_SYNONYMS
 from rlhf_cli.config.quoting import plain
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import say
 
 MAX_WIDTH = 100
 
@@ -48,7 +49,7 @@ def show_docs(key: str) -> None:
     if not chosen:
         raise ConfigError(f"{key}: no such key{_similar(key)}")
     width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
-    print("\n\n".join(_text(stage, entry, width) for stage, entry in chosen))
+    say("\n\n".join(_text(stage, entry, width) for stage, entry in chosen))
 
 
 def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Entry]:

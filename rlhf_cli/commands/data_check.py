@@ -14,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_measure import InTokens, Measure, Measured, Side, encoder_of, in_words
 from rlhf_cli.commands.data_report import figures, new_console, print_bad_rows, print_figures
@@ -23,12 +21,14 @@ from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.console import Console
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.reading import records, row_digest
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.views import Seen, StageRows, ppo_rows, probe_rows, ptx_rows, rm_purpose, rm_rows, see, sft_rows
 from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.printing import say
 
 For = Literal["sft", "rm", "rm-scores", "ppo"]
 MAX_BAD_ROWS = 10
@@ -226,7 +226,7 @@ def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_jso
         raise
     found: dict[str, Any] = figures(check, specs, "words" if tokenizer is None else "tokens")
     if as_json:
-        print(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         print_figures(console, found)
     bad = check.num_bad.total()

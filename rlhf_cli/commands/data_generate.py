@@ -1,4 +1,4 @@
-"""`rlhf data generate`: a language model writes new prompts, demonstrations, or several answers to each prompt.
+"""`rlhf data generate`: a language model writes prompts, demonstrations, several answers to a prompt, or dialogues.
 
 `rlhf_cli.commands.output` describes the files and how an interrupted run resumes. New prompts come several from one
 answer, so there a resumed run repeats the last batch of answers. Nothing here imports torch before it is needed.
@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rlhf_cli.commands.dialogues import USER_TEMPLATE, write_dialogues
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
 from rlhf_cli.commands.output import (
     Dropped,
@@ -33,7 +34,9 @@ from rlhf_cli.training.progress import Display
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Message, Record
 
-Task = Literal["prompts", "demonstrations", "samples"]
+Task = Literal["prompts", "demonstrations", "samples", "dialogues"]
+PLACEHOLDERS: dict[str, str] = {"prompts": "seeds", "dialogues": "dialogue"}
+"""What a template must contain for a task; `prompt` for the others."""
 
 PROMPTS_TEMPLATE = """\
 Below are requests that people sent to an assistant.
@@ -58,6 +61,8 @@ def generate(
     template: Path | None = None,
     num: int | None = None,
     num_samples: int = 4,
+    num_turns: int = 3,
+    user: WriterOptions | None = None,
     num_seeds: int = 3,
     similarity: float = 0.7,
     on_bad_row: OnBadRow = "error",
@@ -68,10 +73,13 @@ def generate(
 
     prompts: `num` new prompts, from answers to the template with `num_seeds` random prompts of the source.
     demonstrations: one response to each of the first `num` prompts of the source. samples: `num_samples` responses.
+    dialogues: `num_turns` responses to each, with messages between them that `user` writes, or `writer` if it is None.
     Raises ConfigError for options that do not fit together, DataError for rows that cannot be read, ArtifactError for
     an `out` that cannot be written or resumed, and RunError when the server gives no answers. Written rows are kept.
     """
-    text = read_template(template, ["seeds"] if task == "prompts" else ["prompt"])
+    text = read_template(template, [PLACEHOLDERS.get(task, "prompt")])
+    if user is not None and task != "dialogues":
+        raise ConfigError(f"--user-model: does nothing with --task {task}. Remove it, or give --task dialogues")
     refuse_own_output(source, out)
     settings = {"task": task, "data": data_digest(source), **writer.settings()}
     display = Display("generate", quiet=quiet)
@@ -83,22 +91,34 @@ def generate(
         with Output(out, settings, restart=restart) as output:
             seeds = [_seed(item) for item in items(source, "ppo", on_bad_row) if not isinstance(item, Dropped)]
             _write_prompts(output, seeds, text, num, writer, num_seeds, similarity, display)
-            display.note(_summary(output, writer.max_new_tokens))
+            _finish(output, writer, 1, display)
+        return
+    if task == "dialogues":
+        text = text or USER_TEMPLATE
+        settings |= {"template": text, "num_turns": num_turns, "user": (user or writer).settings()}
+        with Output(out, settings, restart=restart) as output:
+            _write_dialogues(output, source, text, num, writer, user, num_turns, on_bad_row, display)
+            _finish(output, writer, 1, display)
         return
     num_answers = num_samples if task == "samples" else 1
     settings |= {"template": text, "num_answers": num_answers}
     with Output(out, settings, restart=restart) as output:
         _write_answers(output, source, task, text, num, writer, num_answers, on_bad_row, display)
-        display.note(_summary(output, writer.max_new_tokens))
+        _finish(output, writer, num_answers, display)
 
 
-def _summary(output: Output, max_new_tokens: int) -> str:
-    num_cut = 0
+def _finish(output: Output, writer: WriterOptions, num_answers: int, display: Display) -> None:
+    """Print how many rows there are, and how many answers were cut, lost or dropped; raises RunError without a row."""
+    num_cut = num_lost = 0
     for row in output.rows():
         ended = row.get("ended", True)
-        num_cut += ended.count(False) if isinstance(ended, list) else not ended
-    cut = f", {num_cut} answers cut at {max_new_tokens} tokens (their `ended` is false)" if num_cut else ""
-    return f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}"
+        ended = ended if isinstance(ended, list) else [ended]
+        num_cut += ended.count(False)
+        num_lost += num_answers - len(ended)
+    cut = f", {num_cut} answers cut at {writer.max_new_tokens} tokens (their `ended` is false)" if num_cut else ""
+    lost = f", {num_lost} answers missing in rows with others (they were empty or refused)" if num_lost else ""
+    display.note(f"{output.path}: {output.num_rows} rows{cut}{lost}{output.summary_of_dropped()}")
+    output.require_rows()
 
 
 # ------------------------------------------------------------------------------------------- answers
@@ -154,6 +174,38 @@ def _row(task: Task, record: Record, answers: list[Written]) -> OutputRow:
         # Scores of null, because a list of answers without scores means a ranking, best first.
         return {"prompt": prompt_column(record), "responses": texts, "scores": [None] * len(texts), "ended": ended}
     return {"prompt": prompt_column(record), "response": texts[0], "ended": ended[0]}
+
+
+# ------------------------------------------------------------------------------------------- dialogues
+
+
+def _write_dialogues(
+    output: Output,
+    source: DataSource,
+    template: str,
+    num: int | None,
+    options: WriterOptions,
+    user: WriterOptions | None,
+    num_turns: int,
+    on_bad_row: OnBadRow,
+    display: Display,
+) -> None:
+    """Write one row for each prompt, with a dialogue of up to `num_turns` answers."""
+    origin = {
+        "model": options.model,
+        "user_model": (user or options).model,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
+    writers: list[Writer] = []  # the user's, once there is something to write
+
+    def answer(writer: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
+        if not writers:
+            writers.append(writer if user is None else user.open())
+        outcomes = write_dialogues(writer, writers[0], numbered, num_turns, template)
+        return [outcome | origin if isinstance(outcome, dict) else outcome for outcome in outcomes]
+
+    each_item(output, lambda: items(source, "ppo", on_bad_row, _require_prompt), num, options, answer, display)
 
 
 # ------------------------------------------------------------------------------------------- new prompts

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.console import Console
 from rlhf_cli.data.report import MANY_SKIPPED
 from rlhf_cli.data.views import StageRows
+from rlhf_cli.printing import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,17 +163,7 @@ def new_console() -> Console:
     """A console on the standard output that can print any text, with colours only on a terminal."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(highlight=False, soft_wrap=True)
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    r"""A text with its control characters escaped, except those in `keep`.
-
-    >>> printable("a\x1b[2J\n"), printable("a\n", keep="\n")
-    ('a\\x1b[2J\\n', 'a\n')
-    """
-    escaped = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-    return "".join(escaped)
+    return Console(soft_wrap=True)
 
 
 def print_figures(console: Console, found: dict[str, Any]) -> None:

@@ -140,6 +140,7 @@ def score(
         each_item(output, lambda: items(source, "sft", on_bad_row, judge.check), num, writer, answer, display)
         display.note(f"{output.path}: {output.num_rows} rows{output.summary_of_dropped()}")
         judge.report(output, display)
+        output.require_rows()
 
 
 def ask(

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.commands.data_report import is_unicode, new_console, printable
+from rlhf_cli.commands.data_report import is_unicode, new_console
 from rlhf_cli.config.data import Rows
+from rlhf_cli.console import Console
 from rlhf_cli.data.encode import (
     Limits,
     Skipped,
@@ -32,6 +32,7 @@ from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
+from rlhf_cli.printing import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.artifacts import MANIFEST, stage_directory
@@ -17,7 +16,9 @@ from rlhf_cli.commands.doctor_machine import machine, versions
 from rlhf_cli.commands.doctor_text import Line
 from rlhf_cli.commands.status import runs_in
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.printing import printable
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -31,12 +32,11 @@ def examine(directory: Path | None) -> None:
         raise ArtifactError(
             f"{directory}: no such directory. Give the `artifacts` directory of your configs, or a stage in it"
         )
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     problems = 0
     for line in _lines(directory):
         problems += line.word == "problem"
-        # A file name may contain control characters that a terminal would act on.
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.text)
+        text = printable(line.text)
         console.print(Text.assemble((f"{line.word:8}", COLOURS[line.word]), f"{line.what:13} {text}"))
     if problems:
         raise ArtifactError(f"{problems} problem{'s' if problems > 1 else ''}, see above")

@@ -13,6 +13,7 @@ from typing import Any, Literal, assert_never
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
 Template = Literal["support", "sentiment", "hh", "stories", "blank"]
@@ -40,9 +41,9 @@ def initialize(directory: Path, template: Template) -> None:
             (directory / file).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{directory / file}: cannot be written ({error.strerror})") from None
-    print(f"{directory}: wrote {', '.join(files)}")
-    print(_needs(template))
-    print(f"Run it: {command('pipeline', str(directory))}")
+    say(f"{directory}: wrote {', '.join(files)}")
+    say(_needs(template))
+    say(f"Run it: {command('pipeline', str(directory))}")
 
 
 def _files(template: Template) -> Files:

@@ -30,6 +30,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.files import read_text
 from rlhf_cli.rollout.requests import Failure, Writer
 from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.progress import Display
@@ -225,7 +226,7 @@ class Output:
 
     def _settings_before(self) -> dict[str, Any] | None:
         try:
-            values = json.loads(self.settings_path.read_text(encoding="utf-8"))
+            values = json.loads(read_text(self.settings_path))
         except (FileNotFoundError, ValueError):
             return None
         return values if isinstance(values, dict) else None
@@ -295,6 +296,14 @@ class Output:
             return ""
         counts = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
         return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}"
+
+    def require_rows(self) -> None:
+        """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
+        if not self.num_rows:
+            raise RunError(
+                f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
+                "data, and start over with --restart"
+            )
 
     def _line(self, which: int, values: dict[str, Any]) -> None:
         try:

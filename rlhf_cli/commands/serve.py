@@ -16,7 +16,6 @@ import hmac
 import json
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from rlhf_cli.artifacts import MANIFEST
 from rlhf_cli.commands.serve_connection import DRAIN_S, Connection, in_thread
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.printing import say
 
 if TYPE_CHECKING:
     from rlhf_cli.rewards.models import RewardModel
@@ -48,7 +48,12 @@ MAX_WAITING = 32
 BACKLOG = 128
 """Connections that the system keeps until they are accepted."""
 IDLE_S = 60.0
-"""Seconds without a byte after which a connection is closed."""
+"""Seconds without a request after which a connection is closed."""
+BODY_S = 20.0
+"""Seconds in which a body must arrive. Slow bodies fill the MAX_WAITING places for no longer than this, and the six
+attempts of `type: http` span 31 s, so that other clients get through."""
+MAX_TEXT_LENGTH = 400_000
+"""Characters of a text: more than the context of any reward model, and few enough to tokenise in a second."""
 LAST_REQUESTS_S = 30.0
 """Seconds that running requests may take to finish when the server stops."""
 
@@ -173,7 +178,7 @@ class RewardServer:
             async with self._model_lock:
                 return JSONLine({"rewards": await in_thread(lambda: self.rewards(*texts))})
         except TimeoutError:
-            return Refusal(408, f"no byte of the body arrived for {IDLE_S:g} s")
+            return Refusal(408, f"the body did not arrive within {BODY_S:g} s")
         except BadRequestError as error:
             return JSONLine({"error": str(error)}, error.status)
         except RewardError as error:
@@ -227,13 +232,12 @@ def content_length(request: Request) -> int:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body; raises TimeoutError when no byte arrives for IDLE_S seconds."""
+    """The body; raises TimeoutError if it has not arrived after BODY_S seconds."""
     body = bytearray()
-    pieces = aiter(request.stream())
-    with contextlib.suppress(StopAsyncIteration, ClientDisconnect):
-        while True:
-            async with asyncio.timeout(IDLE_S):
-                body += await anext(pieces)
+    with contextlib.suppress(ClientDisconnect):
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
     return bytes(body)
 
 
@@ -264,11 +268,11 @@ def parse_request(body: bytes, length: int, max_batch: int) -> tuple[list[str], 
             raise BadRequestError(400, f'"{key}" must be a list of {name}, one for each item of "query"')
         return items
 
-    return (
-        checked("query", None, is_text, "texts"),
-        checked("prompts", "", is_text, "texts"),
-        checked("ended", True, lambda item: isinstance(item, bool), "true and false"),
-    )
+    texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
+    longest = max(map(len, (*texts, *prompts)), default=0)
+    if longest > MAX_TEXT_LENGTH:
+        raise BadRequestError(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
+    return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
 
 
 def is_text(value: Any) -> bool:
@@ -309,7 +313,7 @@ def start(settings: Settings) -> RewardServer:
     )
     source.prompts_are_rendered = True
     for note in notes:
-        print(note, file=sys.stderr)
+        say(note, error=True)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, settings.port), family=family, backlog=BACKLOG)
@@ -347,8 +351,8 @@ def serve(settings: Settings) -> None:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     host = f"[{server.host}]" if ":" in server.host else server.host
-    print(f"serving {settings.model} at http://{host}:{server.port}/get_reward", flush=True)
+    say(f"serving {settings.model} at http://{host}:{server.port}/get_reward", flush=True)
     stop.wait()
     server.stop()
     thread.join()
-    print("stopped", flush=True)
+    say("stopped", flush=True)

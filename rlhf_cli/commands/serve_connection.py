@@ -22,6 +22,8 @@ class Connection(H11Protocol):
     """uvicorn's HTTP connection with three additions: errors as JSON, an idle limit, and half-closed connections."""
 
     refused = False
+    idle_since: float | None = None
+    """When the server began to wait for the head of a request; None while a request is answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -32,11 +34,17 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._limit_idle_time()  # uvicorn limits the time between requests, but not that of a request's head
+            # uvicorn limits the time between requests, but not that of a request's head.
+            self._limit_idle_time()
+        else:
+            self.idle_since = None
 
     def _limit_idle_time(self) -> None:
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self.idle_since is None:
+            self.idle_since = self.loop.time()
+        deadline = self.idle_since + self.timeout_keep_alive  # also for a head that arrives byte by byte
+        self.timeout_keep_alive_task = self.loop.call_at(deadline, self.timeout_keep_alive_handler)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer a request whose client sends no more but still reads (`nc -N`); uvicorn would close."""

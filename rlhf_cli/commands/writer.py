@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.artifacts import fingerprint, model_directory
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.files import read_text
 from rlhf_cli.rollout.requests import Drawing, Writer
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -40,6 +41,15 @@ class WriterOptions:
         """Number of items per call. A chunk begins at a multiple of it, also after a resume, so that a local model
         sees the same batches and gives the same bits."""
         return 4 * self.concurrency if self.server else self.batch_size
+
+    def for_user(self, model: str | None, server: str | None, api_key_env: str | None) -> WriterOptions | None:
+        """The options of the model that plays the user of a dialogue; None if this model plays both.
+
+        Raises ConfigError for a server without a model.
+        """
+        if model is None and (server is not None or api_key_env is not None):
+            raise ConfigError("--user-model: is missing. Give the model's name on the --user-server")
+        return None if model is None else replace(self, model=model, server=server, api_key_env=api_key_env)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the text. The server's address does not: a resumed job may use another one."""
@@ -88,7 +98,7 @@ def read_template(path: Path | None, needed: Sequence[str]) -> str | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"--template: cannot read {path} ({reason})") from None

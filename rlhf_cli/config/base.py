@@ -7,9 +7,10 @@ tests/config/test_config_schemas.py checks.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -17,6 +18,21 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def expand_home(path: str) -> str:
+    """A path with `~` at its start replaced by the home directory; others, and hub ids, as they are."""
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        raise ValueError(f"{path}: the home directory is not known. Write the path out") from None
+
+
+EXPANDED = AfterValidator(expand_home)
+LocalPath = Annotated[str, EXPANDED]
+"""A path or a hub id."""
 FILLED = "filled"
 """Marks a text field in which `{seed}`, or another key in braces, is replaced by that key's value."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_cli.config.base import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import EXPANDED, BelowOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Format = Literal[
     "auto",
@@ -46,7 +46,7 @@ class DataSource(Section):
     """Rows from local files or a hub dataset. A plain string is short for its path. docs/data.md shows a row of
     every format."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1), EXPANDED]
     """A file (JSON, JSONL, CSV, TSV, Parquet or plain text, also compressed), a folder of such files, a glob, or
     the id of a hub dataset. Relative to the directory that you run the command from."""
     format: Format = "auto"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_cli.config.base import PositiveInt, Section
+from rlhf_cli.config.base import LocalPath, PositiveInt, Section
 
 Patterns = list[Annotated[str, Field(min_length=1)]]
 """Patterns of names of weights, as `rlhf_cli.models.freeze` reads them."""
@@ -38,7 +38,7 @@ class ScratchModel(Section):
 class Model(Section):
     """Where a model comes from."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """A Hugging Face model directory or a hub id. Null uses the model of the previous stage of this run."""
     revision: str | None = None
     """The branch, tag or commit of a hub model."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
-from rlhf_cli.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import EXPANDED, LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
@@ -20,7 +20,7 @@ DecoderName = Literal["auto", "paged", "static", "plain"]
 class PolicyModel(TrainedModel):
     """The model to train."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """A Hugging Face model directory or a hub id. Null uses the run's own `sft` stage. The `ppo` directory of an
     earlier run continues its training; then also set `ref_policy.path`, or the KL is measured from there."""
     lora: Lora | None = None
@@ -41,7 +41,7 @@ class ValueModel(Section):
     model. `shared` puts a head on the policy's own backbone: one forward pass for both and half the memory, but two
     losses change the same weights. `auto` uses the first reward model that reads the policy's tokens, or the policy
     if there is none."""
-    path: str | None = None
+    path: LocalPath | None = None
     """The `value_model` directory of an earlier PPO run, including its head. `init` may then be `shared`."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights. Not with `init: shared`."""
@@ -141,7 +141,7 @@ class PPOEvaluation(Section):
     """Maximum number of held-out prompts to use."""
     num_examples: NonNegativeInt = 5
     """Number of prompts to show with both replies."""
-    gold: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
+    gold: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), EXPANDED] | None = None
     """`path/to/file.py:name`: a judge of your own that training never sees. It is called like a function reward and
     returns one number per row, or a mapping of names to numbers."""
 

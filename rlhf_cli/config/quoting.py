@@ -41,11 +41,6 @@ def dotted(keys: Keys) -> str:
     return clipped(".".join(parts))
 
 
-def printable(text: str) -> str:
-    """Replace terminal control characters, and characters that cannot be encoded, by their escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def clipped(text: str) -> str:
     """Keep the beginning and the end of a text that is too long for a message."""
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_cli.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import EXPANDED, LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class AnyReward(Section):
@@ -35,7 +36,7 @@ class ModelReward(AnyReward):
 
     type: Literal["reward_model"]
     """The kind of source."""
-    path: str | None = None
+    path: LocalPath | None = None
     """A Hugging Face directory or a hub id. Null uses the run's own `rm` stage."""
     revision: str | None = None
     """The branch, tag or commit of a hub model."""
@@ -73,7 +74,7 @@ class FunctionReward(AnyReward):
 
     type: Literal["function"]
     """The kind of source."""
-    function: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+    function: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), EXPANDED]
     """`path/to/file.py:name`. It is called with (prompts, responses, rows), each a list, and returns one number per
     row. It may be an `async def`."""
     per_token: bool = False
@@ -95,6 +96,14 @@ class FunctionReward(AnyReward):
         return self
 
 
+SECRET = re.compile(
+    r"(?<![a-z])(key|token|secret|password|passwd|pwd|auth|credentials?|sig|signature|code)(?![a-z])"
+    "|(api|access|auth)[_-]?(key|token)",
+    re.IGNORECASE,
+)
+"""The names of query parameters that carry secrets, such as api_key, accessToken and X-Amz-Signature."""
+
+
 def _check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
@@ -105,6 +114,16 @@ def _check_url(url: str) -> str:
         raise ValueError("must be http://host:port/path or https://...")
     if parts.username is not None or parts.password is not None:
         raise ValueError("contains a user or a password, which would appear in logs and artifacts. Use api_key_env")
+    secret = next(
+        filter(None, (SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))), None
+    )
+    if secret is not None:
+        raise ValueError(
+            f"its query contains a parameter like {secret[0].lower()!r}, and config.yaml would keep the secret. Use "
+            "api_key_env"
+        )
+    if parts.fragment:
+        raise ValueError("contains a #, and what follows it is never sent. Remove it")
     return url
 
 
@@ -160,9 +179,43 @@ class LengthReward(AnyReward):
         return self
 
 
+MAX_PATTERN_SIZE = 100_000
+"""The package `regex` writes fixed repeats out when it compiles: `(ab){1000}` takes the memory of 2,000 letters. This
+size takes 30 MB; `((a{1000}){1000}){1000}` would take hundreds of gigabytes."""
+PATTERN_ITEM = re.compile(r"\\[pPN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|.", re.DOTALL)
+
+
+def pattern_size(pattern: str) -> int:
+    """The number of items in a pattern after its fixed repeats are written out. Counts a little too much.
+
+    >>> pattern_size("(ab){10}c"), pattern_size("[abc]{2,5}"), pattern_size("((a{1000}){1000}){1000}")
+    (21, 2, 1000000000)
+    """
+    groups, last = [0], 0  # the sizes of the open groups, and of the last item
+    for match in PATTERN_ITEM.finditer(pattern):
+        item, least = match[0], match[1]
+        if least is not None:
+            repeats = max(1, int(least[:12] or 1))
+            groups[-1] += last * (repeats - 1)
+            last *= repeats
+        elif item == "(":
+            groups.append(0)
+        elif item == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif item not in "*+?" and not item.isspace():  # with (?x) a repeat may stand after blanks
+            last = 1
+            groups[-1] += 1
+    return sum(groups)
+
+
 def _check_pattern(pattern: str) -> str:
     import regex
 
+    if (size := pattern_size(pattern)) > MAX_PATTERN_SIZE:
+        raise ValueError(
+            f"its repeats multiply to {size:,} items, at most {MAX_PATTERN_SIZE:,} are compiled. Lower them"
+        )
     try:
         regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from rlhf_cli.algorithms.names import RewardModelLoss
-from rlhf_cli.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import LocalPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
@@ -21,7 +21,7 @@ def _check_keep_best(keep_best: bool, every_steps: int | None) -> None:
 class SFTModel(TrainedModel):
     """The model to train: a pretrained one (`path`) or a new one (`scratch`)."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """The model to start from: a Hugging Face model directory or a hub id."""
     scratch: ScratchModel | None = None
     """Build a new model and its tokenizer instead of loading one from `path`."""

@@ -6,7 +6,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import FILLED, BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import (
+    EXPANDED,
+    FILLED,
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from rlhf_cli.config.data import DataSource
 
 STAGES = ("sft", "rm", "ppo")
@@ -82,7 +91,7 @@ class Checkpoints(Section):
 class Stage(Section):
     """The keys of every stage's file."""
 
-    artifacts: Annotated[str, Field(min_length=1), FILLED]
+    artifacts: Annotated[str, Field(min_length=1), EXPANDED, FILLED]
     """The directory of the run; the stage writes `<artifacts>/<stage>/`. Any key in braces is replaced by its
     value: `artifacts/run-{seed}-{optimizer.learning_rate}`. Stages of one run need the same directory."""
     seed: int = 0

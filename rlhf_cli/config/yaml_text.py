@@ -62,6 +62,9 @@ for _name, _pattern in SCALARS.items():
 def read_text(path: str | Path) -> str:
     """The text of a config file. The size is bounded, so that a wrong path (a checkpoint, /dev/zero) fails quickly."""
     try:
+        # A pipe of the shell, `<(command)`, has a writer; a pipe with a name may have none, and would block.
+        if Path(path).is_fifo() and not str(path).startswith("/dev/"):
+            raise ConfigError(f"{path}: is a named pipe, must be a YAML config")
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhf_cli.config.quoting import Keys, clipped, dotted, found, is_unicode, printable, shown
+from rlhf_cli.config.base import expand_home
+from rlhf_cli.config.quoting import Keys, clipped, dotted, found, is_unicode, shown
 from rlhf_cli.config.yaml_text import (
     MAX_DEPTH,
     SCALARS,
@@ -28,6 +29,7 @@ from rlhf_cli.config.yaml_text import (
     shown_tag,
 )
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import printable
 
 MAX_NODES = 100_000  # after aliases are expanded; 64 characters of text count as one more
 MAX_PROBLEMS = 40
@@ -119,7 +121,11 @@ class Tree:
             message = f"found {found(base)}, must be the path of a YAML file, relative to this one"
             self.report(place, ("extends",), message)
             raise self.error()
-        target = Path(os.path.normpath(Path(path).parent / base))
+        try:
+            target = Path(os.path.normpath(Path(path).parent / expand_home(base)))
+        except ValueError as error:
+            self.report(place, ("extends",), str(error))
+            raise self.error() from None
         if target.resolve() in chain:
             self.report(place, ("extends",), f"{target} extends this file in turn. Remove one `extends`")
             raise self.error()

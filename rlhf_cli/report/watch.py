@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from rlhf_cli.artifacts import partial_directory, stage_directory
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.report.read import names_of
 
@@ -175,7 +177,9 @@ def _total_steps(path: Path) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def watch(roots: Sequence[Path], *, seconds: float = 2.0, once: bool = False, console: Console | None = None) -> None:
+def watch(
+    roots: Sequence[Path], *, seconds: float = 2.0, once: bool = False, console: RichConsole | None = None
+) -> None:
     """Show the runs until Ctrl-C; with `once`, or if the output is no terminal, print them a single time.
 
     Raises ArtifactError for a directory that does not exist.
@@ -185,7 +189,7 @@ def watch(roots: Sequence[Path], *, seconds: float = 2.0, once: bool = False, co
             raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
     names = names_of(roots)
     stages = [Watched(root, name, stage) for root, name in zip(roots, names, strict=True) for stage in STAGES]
-    console = console or Console(highlight=False)
+    console = console or Console()
     if once or not console.is_terminal:
         console.print(_screen(stages, console))
         return
@@ -198,7 +202,7 @@ def watch(roots: Sequence[Path], *, seconds: float = 2.0, once: bool = False, co
             return
 
 
-def _screen(stages: Sequence[Watched], console: Console) -> RenderableType:
+def _screen(stages: Sequence[Watched], console: RichConsole) -> RenderableType:
     """All stages that have metrics. A finished stage is one line if another stage of its run is running."""
     lines: list[Text] = []
     for stage in stages:

@@ -21,8 +21,17 @@ import torch
 from rlhf_cli.concurrency import for_each
 from rlhf_cli.config.rewards import HTTPReward
 from rlhf_cli.data.batches import chunks
-from rlhf_cli.http_client import JSONClient, Malformed, NoAnswer, is_loopback, key_from_environment, without_secrets
-from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
+from rlhf_cli.http_client import (
+    JSONClient,
+    Malformed,
+    NoAnswer,
+    StopRequestedError,
+    is_loopback,
+    key_from_environment,
+    without_secrets,
+)
+from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
+from rlhf_cli.training.signals import stop_requested
 
 
 @dataclass(kw_only=True)
@@ -48,21 +57,30 @@ class Endpoint(RewardSource):
     async def _request_all(self, samples: Samples, scores: list[float]) -> None:
         """Fill `scores`, a batch of rows in each request."""
         client = JSONClient(
-            self.url, key=self.token, timeout_s=self.timeout_s, retries=self.retries, backoff_s=self.backoff_s
+            self.url,
+            key=self.token,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            backoff_s=self.backoff_s,
+            stop_requested=stop_requested,
         )
         async with client:
 
             async def request(rows: Sequence[int]) -> None:
                 try:
                     rewards = await client.ask(self._body(samples, rows), lambda answer: rewards_in(answer, len(rows)))
+                except StopRequestedError as error:
+                    raise failure(f"{self.kind} {self.name}", samples, rows, str(error)) from None
                 except NoAnswer as error:
                     self.fail(samples, rows, str(error), error)
                     return
                 for row, reward in zip(rows, rewards, strict=True):
                     try:
                         scores[row] = finite(reward)
-                    except ValueError as error:
-                        self.fail(samples, [row], f"{without_secrets(self.url)} {error}", error)
+                    except ValueError:
+                        value = client.quote(repr(reward))
+                        problem = f"{without_secrets(self.url)} returned {value}, it must be a finite number"
+                        self.fail(samples, [row], problem)
 
             await for_each(list(chunks(range(len(scores)), self.batch_size)), request, self.concurrency)
 

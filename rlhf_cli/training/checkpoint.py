@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import read_text
 from rlhf_cli.training.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old, step_of
 from rlhf_cli.training.memory import is_out_of_memory
 
@@ -131,20 +132,34 @@ class CheckpointStore:
         for path in reversed(list_checkpoints(self.directory)):
             reason = damage_of(path)
             if reason is None:
-                numbers = json.loads((path / NUMBERS).read_text(encoding="utf-8"))
-                other = sorted(numbers.keys() ^ self.parts.keys())
-                reason = f"another version of rlhf wrote it ({', '.join(other)})" if other else unusable(numbers)
+                reason = self._mismatch(path, unusable)
             if reason is None:
                 return path, rejected
             rejected[path] = reason
         return None, rejected
 
+    def _mismatch(self, path: Path, unusable: Callable[[Mapping[str, Any]], str | None]) -> str | None:
+        """Why the numbers of an undamaged checkpoint do not fit this run; None if they do."""
+        try:
+            numbers = json.loads(read_text(path / NUMBERS))
+            other = sorted(numbers.keys() ^ self.parts.keys())
+            return f"another version of rlhf wrote it ({', '.join(other)})" if other else unusable(numbers)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return f"its {NUMBERS} has values of the wrong type"
+
     def restore(self, path: Path) -> int:
         """Restore the state of every object from a checkpoint; returns its step."""
         tensors, numbers = load_file(path / TENSORS), json.loads((path / NUMBERS).read_text(encoding="utf-8"))
-        for name, part in self.parts.items():
-            prefix = f"{name}/"
-            part.restore({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}, numbers[name])
+        try:
+            for name, part in self.parts.items():
+                prefix = f"{name}/"
+                mine = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+                part.restore(mine, numbers[name])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArtifactError(
+                f"{path}: {name} cannot be restored from its {NUMBERS} ({type(error).__name__}: {error}). Remove the "
+                "checkpoint to resume from an older one, or pass --restart to start over"
+            ) from None
         return step_of(path)
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from rlhf_cli.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import read_text
 from rlhf_cli.training.lock import Lock
 
 MANIFEST = "manifest.json"
@@ -147,8 +148,9 @@ def refuse_links(root: str | Path, stage: str) -> None:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first."""
-    return sorted((path for path in directory.glob("step-*") if path.name[5:].isdecimal()), key=step_of)
+    """The checkpoints in a directory, oldest first. A file with the name of one is not one."""
+    named = (path for path in directory.glob("step-*") if path.name[5:].isdecimal())
+    return sorted((path for path in named if path.is_dir() or path.is_symlink()), key=step_of)
 
 
 def damage_of(checkpoint: Path) -> str | None:
@@ -156,7 +158,7 @@ def damage_of(checkpoint: Path) -> str | None:
     if checkpoint.is_symlink() or any(path.is_symlink() for path in checkpoint.iterdir()):
         return "it is or contains a symbolic link"
     try:
-        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
+        text = read_text(checkpoint / MANIFEST)
         files = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"its {MANIFEST} cannot be read"
@@ -166,6 +168,8 @@ def damage_of(checkpoint: Path) -> str | None:
         if Path(name).name != name:
             return f"its {MANIFEST} names a file outside the checkpoint"
         try:
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
             if digest_file(checkpoint / name) != digest:
                 return f"{name} was modified"
         except (OSError, ValueError):
@@ -180,7 +184,7 @@ def damage_of(checkpoint: Path) -> str | None:
 def read_run(directory: Path) -> dict[str, Any] | None:
     """The identity of the run that wrote these checkpoints; None if it cannot be read."""
     try:
-        values = json.loads((directory / RUN).read_text(encoding="utf-8"))
+        values = json.loads(read_text(directory / RUN))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

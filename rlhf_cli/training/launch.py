@@ -21,6 +21,7 @@ from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
+from rlhf_cli.printing import say
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
@@ -68,13 +69,13 @@ def run_stage(
         if reason is None:
             artifacts.require_intact(directory)
             if not silent:
-                print(f"{stage}: skipped, {directory} is finished and its config, data and inputs are unchanged")
-                sys.stdout.flush()
+                text = f"skipped, {directory} is finished and its config, data and inputs are unchanged"
+                say(f"{stage}: {text}", flush=True)
             if os.environ.get("RANK", "0") == "0":
                 checkpoint_files.remove_leftovers(config.artifacts, stage)
             return False
         if reason and not silent:
-            print(f"{stage}: runs again ({reason}); {directory} is replaced when the new run is finished", flush=True)
+            say(f"{stage}: runs again ({reason}); {directory} is replaced when the new run is finished", flush=True)
         try:
             load_run()(config, quiet=quiet, restart=restart)
         except Interrupted as error:
@@ -94,7 +95,7 @@ def _warn_of_stale_inputs(stage: str, config: Stage) -> None:
         with contextlib.suppress(ConfigError, OSError):
             problems = problems_of(Path(path).parent, manifest.stage, manifest)
             if problems.startswith("stale"):
-                print(f"{stage}: warning: {path} is used as it is, but it is {problems}", flush=True)
+                say(f"{stage}: warning: {path} is used as it is, but it is {problems}", flush=True)
 
 
 def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
@@ -166,8 +167,6 @@ class explained:
         if isinstance(error, artifacts.DamagedStageError) and error.is_of_run:
             rebuild = self._command_for(error.stage, error.root)
             raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            raise ConfigError(f"{str(error.filename)[:80]}...: the file name is too long. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
                 f"{error.filename or self.root}: cannot be written ({error.strerror}); finished stages and earlier "
@@ -195,16 +194,21 @@ def exit_code(work: Callable[[], object]) -> int:
     try:
         work()
     except (UserError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return error.exit_code
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(stop, file=sys.stderr)
+            say(stop, error=True)
         return stop.exit_code
     except EndedElsewhere as end:
         return end.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        say(f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it", error=True)
+        return 2
     except KeyboardInterrupt:
-        print("interrupted; finished stages and the last checkpoint are intact", file=sys.stderr)
+        say("interrupted; finished stages and the last checkpoint are intact", error=True)
         return 130
     return 0
 

@@ -7,6 +7,7 @@ that the lock file was removed from under a run, and leaves the file behind. Wha
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import open_regular
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def owner_of(root: str | Path, stage: str) -> Owner | None:
     A lock file that a killed process left behind is not locked, so it has no owner.
     """
     try:
-        with lock_path(root, stage).open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_regular(lock_path(root, stage)), encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from rlhf_cli.console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH, NARROW_BAR_WIDTH = 24, 12
@@ -45,7 +48,7 @@ class Progress:
     def _pace(self) -> tuple[float, int]:
         return max(time.monotonic() - self.started, 1e-9), max(self.done - self.done_before, 1)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterable[Text]:
         width = options.max_width
         bar = BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH
         counts = f"{self.done}/{self.total}  {clock(self.seconds_left())} left"
@@ -83,9 +86,9 @@ def clock(seconds: float | None) -> str:
 class Display:
     """The output of one stage. With `quiet` it prints warnings only; with `silent` (other processes) nothing."""
 
-    def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: Console | None = None):
+    def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: RichConsole | None = None):
         self.stage, self.quiet, self.silent = stage, quiet or silent, silent
-        self.console = console or Console(highlight=False, soft_wrap=not Console().is_terminal)
+        self.console = console or Console(soft_wrap=not Console().is_terminal)
         self._progress: Progress | None = None
         self._live: Live | None = None
         self._last_line = 0.0
@@ -108,7 +111,7 @@ class Display:
         if self._live is None and (done == progress.total or now - self._last_line >= SECONDS_BETWEEN_LINES):
             self._last_line = now
             words = [f"{self.stage} {done}/{progress.total}", f"{clock(progress.seconds_left())} left", *shown]
-            self.console.print("  ".join([*words, progress.rate()]), markup=False)
+            self.console.print("  ".join([*words, progress.rate()]))
 
     def end(self) -> None:
         """Stop the live line, whether all steps are done or not."""
@@ -119,7 +122,7 @@ class Display:
     def note(self, text: str) -> None:
         """Print a line of information."""
         if not self.quiet:
-            self.console.print(f"{self.stage}: {text}", markup=False)
+            self.console.print(f"{self.stage}: {text}")
 
     def about_rows(self, lines: Sequence[str], warnings: Sequence[str]) -> None:
         """Print the notes about the rows of the data, then the warnings."""
@@ -134,13 +137,13 @@ class Display:
             return
         width = max(len(name) for name, _ in rows)
         text = "\n".join(f"  {name:{width}}  {line}" for name, line in rows)
-        self.console.print(f"{self.stage}: {title}\n{text}", markup=False)
+        self.console.print(f"{self.stage}: {title}\n{text}")
 
     def warn(self, text: str) -> None:
         """Print a warning, also when quiet; only the first process prints."""
         if self.silent:
             return
-        self.console.print(f"{self.stage}: warning: {text}", markup=False, style="yellow")
+        self.console.print(f"{self.stage}: warning: {text}", style="yellow")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table; the first column holds text, the others hold numbers."""
@@ -151,7 +154,7 @@ class Display:
             table.add_column(name, justify="right" if number else "left", overflow="fold")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table, markup=False)
+        self.console.print(table)
 
     def before_and_after(self, evaluation: dict[str, Any]) -> None:
         """Print the comparison of SFT and PPO from `evaluation.json`: figures and example replies."""

@@ -70,3 +70,9 @@ def discard_output_of_closed(files: Iterable[int] = (1, 2)) -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, file)
             os.close(null)
+
+
+def stop_requested() -> bool:
+    """Whether a signal asked the run of this process to stop. Long waits within a step end when it is true."""
+    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return isinstance(owner, StopRequests) and owner.received is not None

@@ -25,7 +25,15 @@ from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
+from rlhf_cli.errors import (
+    ArtifactError,
+    ConfigError,
+    EndedElsewhere,
+    Interrupted,
+    RewardError,
+    RunError,
+    UserError,
+)
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
@@ -112,8 +120,9 @@ class StageRun:
             raise RunError(
                 f"{self.stage}: {what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)}"
             ) from None
-        if error is None and self.stop_requests.received is not None:
-            raise self._interrupted(self.stop_requests.received, "the stage had already finished")
+        if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
+            what = str(error) if error is not None else "the stage had already finished"
+            raise self._interrupted(self.stop_requests.received, what) from None
 
     def _is_own(self, path: Any) -> bool:
         """Whether only this run writes to a path."""

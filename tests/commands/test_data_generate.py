@@ -156,6 +156,42 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
     assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
 
 
+def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: Path) -> None:
+    counters = itertools.count()
+
+    def answer(_: Call) -> Reply:
+        return 200, {}, completion("" if next(counters) % 4 == 1 else "fine")
+
+    out = tmp_path / "out.jsonl"
+    command = [
+        "data",
+        "generate",
+        str(prompts),
+        "--task",
+        "samples",
+        "--samples",
+        "4",
+        "--out",
+        str(out),
+        "--model",
+        "m",
+    ]
+    with ChatServer(answer) as server:
+        for num, lost in (("2", 2), ("5", 5)):
+            options = ["--server", server.url, "--concurrency", "1", "--num", num]
+            result = CliRunner().invoke(app, [*command, *options])
+            assert result.exit_code == 0, result.output
+            said = f"{num} rows, {lost} answers missing in rows with others (they were empty or refused)\n"
+            assert result.stdout.replace("\n", " ").count(said.strip()) == 1, result.stdout
+
+
+@pytest.mark.parametrize("task", ["demonstrations", "samples"])
+def test_a_run_that_drops_every_row_fails(prompts: Path, tmp_path: Path, task: str) -> None:
+    with ChatServer(lambda _: (200, {}, completion(" "))) as server:
+        with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 empty answers\)"):
+            run(prompts, task, tmp_path / "out.jsonl", remote(server), num=3)
+
+
 def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None:
     lines = ['{"prompt": "a"}', '{"prompt": 7}', "{broken", '{"prompt": "b"}']
     source = tmp_path / "rows.jsonl"

@@ -480,6 +480,22 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     assert len(read_jsonl(out)) == 2
 
 
+def test_a_run_that_drops_every_row_fails_each_time(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 3)
+    out = tmp_path / "out.jsonl"
+    command = ["data", "score", str(source), "--out", str(out), "--model", "m", "--attempts", "1"]
+    with ChatServer(says(lambda _: "no idea")) as server:
+        for _ in range(2):
+            result = CliRunner().invoke(app, [*command, "--server", server.url])
+            assert result.exit_code == 1, result.output
+            message = f"error: {out}: no row was written; 3 dropped (3 no clear answer), see out.jsonl.dropped. "
+            assert result.stderr.startswith(message)
+        assert len(server.bodies) == 3, "nothing is asked again without --restart"
+        again = CliRunner().invoke(app, [*command, "--server", server.url, "--restart"])
+    assert again.exit_code == 1
+    assert len(server.bodies) == 6
+
+
 # ------------------------------------------------------------------------------------ the whole of it
 
 
@@ -491,7 +507,7 @@ def test_everything_runs_against_transformers_serve(chat_model: Path, data: dict
 
         def rlhf(*arguments: str) -> str:
             result = CliRunner().invoke(app, ["data", *arguments, *basic])
-            assert result.exit_code == 0, result.output
+            assert result.exit_code == ("no row was written" in result.stderr), result.output
             return result.output
 
         prompts, demos, samples = str(data["prompts"]), tmp_path / "demos.jsonl", tmp_path / "samples.jsonl"

@@ -272,6 +272,7 @@ def test_a_connection_stays_open_for_the_next_request(small):
 def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
     """In the middle of a body, in the middle of the headers, and before the first byte."""
     monkeypatch.setattr(serve, "IDLE_S", 1)
+    monkeypatch.setattr(serve, "BODY_S", 1)
     monkeypatch.setattr(serve, "MAX_WAITING", 1)
     with serving(reward_model) as at:
         for data, answer in (
@@ -285,6 +286,56 @@ def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
                 assert connection.recv(65536).startswith(answer) if answer else connection.recv(65536) == b""
                 assert time.monotonic() - started > 0.9
             assert ask(at.port, QUERY)[0] == 200
+
+
+def test_slow_clients_do_not_block_others(reward_model, monkeypatch):
+    """Bodies and heads that never stop to arrive, a byte at a time."""
+    monkeypatch.setattr(serve, "IDLE_S", 1)
+    monkeypatch.setattr(serve, "BODY_S", 0.5)
+    monkeypatch.setattr(serve, "MAX_WAITING", 2)
+    with serving(reward_model) as at:
+        heads = [b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10000\r\n\r\n"] * 2 + [b"GET / HTTP/1.1\r\nX: "]
+        answers, threads = [], []
+        for head in heads:
+            connection = socket.create_connection(("127.0.0.1", at.port), timeout=20)
+            threads.append(threading.Thread(target=drip, args=(connection, head, answers), daemon=True))
+            threads[-1].start()
+        until(lambda: at.server.num_requests == 2)
+        assert ask(at.port, QUERY)[0] == 503
+        until(lambda: at.server.num_requests == 0)
+        assert ask(at.port, QUERY)[0] == 200
+        for thread in threads:
+            thread.join(20)
+        assert sorted(answer[:13] for answer in answers) == [b"", b"HTTP/1.1 408 ", b"HTTP/1.1 408 "]
+
+
+def drip(connection, head, answers):
+    """Send the head, and then a byte every 20 ms until the server closes the connection; append its answer."""
+    answer = b""
+    with connection:
+        connection.sendall(head)
+        connection.settimeout(0.02)
+        for _ in range(1000):
+            try:
+                connection.sendall(b"x")
+                part = connection.recv(65536)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not part:
+                break
+            answer += part
+    answers.append(answer)
+
+
+@pytest.mark.parametrize("key", ["query", "prompts"])
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised(small, monkeypatch, key):
+    monkeypatch.setattr(serve, "MAX_TEXT_LENGTH", 1000)
+    monkeypatch.setattr(small.server.source, "score", None)
+    status, answer, _ = ask(small.port, {"query": ["a", "b"], key: ["a", "x" * 1001]})
+    assert status == 413
+    assert answer["error"] == "a text has 1001 characters, at most 1000 are read. Shorten it"
 
 
 def test_stopping_waits_for_the_model_only_for_a_limited_time(reward_model, monkeypatch):

@@ -274,7 +274,7 @@ def test_a_silent_server_and_an_unreachable_one_are_reported() -> None:
 def test_waits_double_and_respect_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     pause = JSONClient._pause
-    monkeypatch.setattr(JSONClient, "_pause", lambda self, wait: waits.append(wait) or pause(self, wait))
+    monkeypatch.setattr(JSONClient, "_pause", lambda self, *args: waits.append(args[0]) or pause(self, *args))
     with ChatServer(lambda _: (500, {}, b"")) as server:
         server_writer(server, backoff_s=0.1, retries=3).write([ask("hi")])
     assert waits == [0.0, 0.1, 0.2, 0.4]

@@ -17,11 +17,16 @@ import pytest
 from support.paths import ROOT
 
 
+def without_path() -> dict[str, str]:
+    """The environment without PYTHONPATH. If it names a checkout, pip takes rlhf for installed already."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=300, env=without_path())
     return next(folder.glob("*.whl"))
 
 
@@ -47,7 +52,8 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     """In a new environment away from the checkout, with the dependencies of this one on its path."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True, timeout=300)
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, timeout=300, env=without_path())
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
     lent = next(path for path in sys.path if path.endswith("site-packages"))
     # PYTHONPATH reads no .pth file, so the editable install of this checkout is not found.

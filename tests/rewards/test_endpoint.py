@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import socket
 import threading
 import time
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from typer.testing import CliRunner
 
 from rlhf_cli import http_client
+from rlhf_cli.cli import app
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
+from rlhf_cli.training.checkpoint_files import last_step
+from rlhf_cli.training.signals import StopRequests
 from support.rewards import CPU, asks, batch, lengths, source_of
 
 # ------------------------------------------------------------------------------------------ endpoints
@@ -183,7 +189,7 @@ def test_a_server_that_hangs_times_out(behaviour):
 def test_an_unreachable_server_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    source = source_of({"type": "http", "url": f"http://127.0.0.1:{port}/x?key=secret", "retries": 0})
+    source = source_of({"type": "http", "url": f"http://127.0.0.1:{port}/x?name=secret", "retries": 0})
     with pytest.raises(RewardError, match=rf"http://127.0.0.1:{port}/x cannot be reached") as caught:
         source.score(batch(["x"]))
     assert "secret" not in str(caught.value)
@@ -232,6 +238,95 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(
         with pytest.raises(ConfigError, match="RLHF_TEST_TOKEN") as refused:
             asks(server, api_key_env="RLHF_TEST_TOKEN")
         assert not value or value not in str(refused.value)
+
+
+ECHOES = {
+    "a reward": (200, {}, {"rewards": ["Bearer t0ken/4711+"]}),
+    "a reward, cut in the middle": (200, {}, {"rewards": ["x" * 193 + "t0ken/4711+"]}),
+    "a list": (200, {}, {"rewards": [["t0ken/4711+"]]}),
+    "JSON with escapes": (200, {}, b'{"error": "t0ken\\/4711+"}'),
+    "the path of a redirect": (302, {"Location": "/login/t0ken%2F4711%2B/x"}, b""),
+    "the path in lower case": (302, {"Location": "/login/t0ken%2f4711%2b/x"}, b""),
+    "a header": (200, {"Bad\x01": "t0ken/4711+"}, b""),
+    "the reason": b"HTTP/1.1 t0ken/4711+ OK\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", ECHOES)
+@pytest.mark.parametrize("on_error", ["stop", "zero"])
+def test_a_token_that_the_server_repeats_is_in_no_message(scripted, monkeypatch, name, on_error):
+    monkeypatch.setenv("RLHF_TEST_TOKEN", "t0ken/4711+")
+    server = scripted(lambda *_: ECHOES[name])
+    source = asks(server, api_key_env="RLHF_TEST_TOKEN", on_error=on_error, retries=0)
+    if on_error == "stop":
+        with pytest.raises(RewardError) as caught:
+            source.score(batch(["x"]))
+        text = f"{caught.value} {caught.value.__cause__}"
+    else:
+        source.score(batch(["x"]))
+        text = source.report()
+    assert "get_reward" in text
+    assert "4711" not in text
+    assert "t0ken" not in text
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["key=s3cret", "api_key=s3cret", "accessToken=s3cret", "a=1&X-Amz-Signature=s3cret", "code=s3cret", "TOKEN="],
+)
+def test_a_secret_in_the_query_of_a_url_is_refused_and_not_shown(query):
+    """config.yaml and the manifest would keep it."""
+    with pytest.raises(ValidationError, match="its query contains a parameter like") as caught:
+        source_of({"type": "http", "url": f"https://example.org/score?{query}"})
+    assert "s3cret" not in caught.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize("query", ["", "?model=a&keyboard=b", "?tokenizer=a&design=b&author=c"])
+def test_other_queries_are_sent(scripted, query):
+    server = scripted(lengths)
+    server.url += query
+    assert asks(server).score(batch(["a"])).tolist() == [4.0]
+    assert server.paths == [f"/get_reward{query}"]
+
+
+def test_a_pause_is_printed_once_and_a_signal_ends_it(scripted, capsys):
+    """The server asks for ten minutes. `on_error: zero` must not turn an interrupted wait into a score."""
+    requests, server = StopRequests(), scripted(lambda *_: (429, {"Retry-After": "600"}, b""))
+    source = asks(server, batch_size=1, concurrency=4, on_error="zero")
+    stop = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    requests.install()
+    try:
+        stop.start()
+        with pytest.raises(RewardError, match=r"answered 429: ''; stopped in a pause of \d+ s"):
+            source.score(batch(["x"] * 4))
+    finally:
+        requests.remove()
+    assert requests.received == signal.SIGTERM
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{server.url} answered 429: ''; trying again in 600 s"
+    assert source.num_errors == 0
+
+
+def test_a_signal_during_a_pause_saves_the_run(scripted, make_model, tmp_path, write_config):
+    """The server answers the first iteration, and then asks for ten minutes."""
+    calls = itertools.count()
+
+    def play(number, body):
+        if next(calls) < 2:
+            return lengths(number, body)
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        return 503, {"Retry-After": "600"}, b""
+
+    reward = {"type": "http", "url": scripted(play).url}
+    changes = {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 4}, "rewards": [reward]}
+    changes["data"] = {"test": None, "test_fraction": 0.0}
+    config = write_config("ppo", tmp_path, **changes)
+    result = CliRunner().invoke(app, ["ppo", "--config", str(config), "--quiet"])
+    assert result.exit_code == 143, result.output
+    assert "SIGTERM" in result.stderr
+    assert "stopped in a pause" in result.stderr
+    assert "To resume: " in result.stderr
+    assert last_step(tmp_path, "ppo") == 2
 
 
 def test_an_unencrypted_token_is_a_note(monkeypatch):

@@ -1,0 +1,27 @@
+"""Opening files that somebody else may have put there: only regular ones, because a named pipe would block forever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """A file opened for reading; raises OSError for a named pipe, a device and whatever else is not a regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a named pipe must not wait for a writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a regular file; raises OSError, and UnicodeDecodeError if it is not UTF-8."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")

@@ -1,0 +1,377 @@
+"""Names, files and configs made to break a command: markup, terminal escapes, names without end, pipes, wrong types."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, TypeAdapter
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.annotations import alternatives
+from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.console import Console
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import printable, say
+from rlhf_cli.training.checkpoint_files import (
+    checkpoints_directory,
+    damage_of,
+    last_step,
+    list_checkpoints,
+    new_checkpoint,
+)
+from rlhf_cli.training.progress import Display
+from support.paths import ROOT
+from support.projects import fails
+from support.tiny import write_jsonl
+
+ESCAPE = "\x1b[2J\x1b]0;title\x07\x9b31m\r"
+"""Clears the screen, sets the title, rings, colours, and returns to the start of the line."""
+
+
+def rlhf(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def controls(text: str) -> str:
+    return "".join(character for character in text if not character.isprintable() and character != "\n")
+
+
+# ------------------------------------------------------------------------------------------ markup, escapes
+
+
+@pytest.mark.parametrize("name", ["[/b]x", "[bold]x[/bold]", ":smile:", f"a{ESCAPE}b"])
+def test_status_shows_any_name_as_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name / ".sft.partial").mkdir(parents=True)
+    result = rlhf("status", tmp_path / name)
+    assert result.exit_code == 0
+    assert printable(re.sub("[\x07\r]", "", name)) in result.stdout.replace("\n", "")  # rich drops these two
+    assert controls(result.stdout) == ""
+
+
+def test_a_manifest_with_escapes_is_shown_as_text(project: Path) -> None:
+    path = project / "run" / "sft" / "manifest.json"
+    values = json.loads(path.read_text())
+    values["finished"] = ESCAPE
+    path.write_text(json.dumps(values))
+    for command in ("status", "doctor"):
+        assert controls(rlhf(command, project / "run").output) == ""
+
+
+def test_rows_with_escapes_are_shown_as_text(tmp_path: Path) -> None:
+    rows = [{"prompt": f"a {ESCAPE}", "response": f"[/b] {ESCAPE}"}, {"prompt": ESCAPE, "response": 7}]
+    source = write_jsonl(tmp_path / f"rows{ESCAPE.replace('/', '')}.jsonl", rows)
+    for command in ("show", "check"):
+        output = rlhf("data", command, source, "--for", "sft").output
+        assert "rows" in output
+        assert controls(output) == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_display_prints_no_control_characters_but_its_own(is_terminal: bool) -> None:
+    file = io.StringIO()
+    display = Display("ppo", quiet=False, console=Console(file=file, width=80, force_terminal=is_terminal))
+    display.note(f"note {ESCAPE}")
+    display.warn(f"warning {ESCAPE}[/red]")
+    display.block(f"title {ESCAPE}", [(f"name {ESCAPE}", f"line {ESCAPE}")])
+    display.table(f"[/b]{ESCAPE}", [f"column {ESCAPE}", "x"], [[f"cell {ESCAPE}", f"[/i]{ESCAPE}"]])
+    display.exchange(f"prompt {ESCAPE}", {f"PPO {ESCAPE}": f"reply {ESCAPE}"})
+    display.begin(1, "step")
+    display.step(1, [f"figure {ESCAPE}"])
+    display.end()
+    written = file.getvalue()
+    for word in ("note", "warning", "title", "name", "line", "column", "cell", "prompt", "PPO", "reply"):
+        assert word in written
+    assert "\x07" not in written
+    assert "\x9b" not in written
+    assert "\x1b[2J" not in written
+    assert "\x1b]0" not in written
+    assert written.count("[/b]") == 1, "markup in a name is text"
+    assert is_terminal or controls(written) == ""
+
+
+def test_a_message_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"two\nlines {ESCAPE}")
+    say(ConfigError(ESCAPE), error=True)
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 2
+    assert controls(out + err) == ""
+    assert printable("Grüße, 東京　駅 ❤") == "Grüße, 東京　駅 ❤"
+
+
+def test_everything_is_printed_through_one_place() -> None:
+    """`say` and our Console. YAML of `config show` escapes control characters itself."""
+    elsewhere = []
+    for path in sorted([*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").glob("*.py")]):
+        if path.name in ("printing.py", "console.py") or path.parent.name == "templates":
+            continue
+        code = re.sub(r'"""(.|\n)*?"""', "", path.read_text(encoding="utf-8"))
+        found = re.findall(r"(?<![\w.])print\(|rich\.console import Console\b(?! as)|stderr\.write|typer\.echo", code)
+        elsewhere += [f"{path.name}: {text}" for text in found]
+    assert elsewhere == []
+
+
+# ------------------------------------------------------------------------------------------ names and pipes
+
+
+LONG = "n" * 300
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "status": ("status", LONG),
+    "doctor": ("doctor", LONG),
+    "init": ("init", LONG),
+    "pipeline": ("pipeline", LONG),
+    "sft": ("sft", LONG),
+    "rm": ("rm", LONG),
+    "config check": ("config", "check", f"{LONG}.yaml", "--stage", "sft"),
+    "config show": ("config", "show", f"{LONG}.yaml", "--stage", "sft"),
+    "data check": ("data", "check", f"{LONG}.jsonl", "--for", "sft"),
+    "data show": ("data", "show", f"{LONG}.jsonl", "--for", "sft"),
+    "data convert": ("data", "convert", "rows.jsonl", "--for", "sft", "--out", f"{LONG}.jsonl"),
+    "data generate": (
+        "data", "generate", "rows.jsonl", "--task", "demonstrations", "--model", "m", "--server", "http://127.0.0.1:1",
+        "--out", f"{LONG}.jsonl",
+    ),
+    "data score": (
+        "data", "score", "rows.jsonl", "--model", "m", "--server", "http://127.0.0.1:1", "--out", "x.jsonl",
+        "--template", LONG,
+    ),
+    "rm serve": ("rm", "serve", LONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_name_that_is_too_long_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}])
+    result = rlhf(*COMMANDS[name])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert LONG[:40] in result.stderr
+
+
+def test_an_artifact_directory_with_a_name_that_is_too_long_is_one_line(project: Path) -> None:
+    assert "too long" in fails(project, "sft", "--set", f"artifacts={LONG}")
+
+
+def test_named_pipes_do_not_block(project: Path, tmp_path: Path) -> None:
+    """Nothing ever writes into these pipes, so opening one the usual way would never return."""
+    run = project / "run"
+    pipes = [tmp_path / "sft.yaml", tmp_path / "rows.jsonl", tmp_path / "template", tmp_path / "out.jsonl"]
+    pipes += [run / "rm" / "manifest.json", run / ".ppo.lock", tmp_path / "other.jsonl.settings"]
+    (run / "rm" / "manifest.json").unlink()
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    rows = str(write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "response": "b"}]))
+    generate = (
+        "data",
+        "generate",
+        rows,
+        "--task",
+        "demonstrations",
+        "--model",
+        "m",
+        "--server",
+        "http://127.0.0.1:1/v1",
+    )
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    commands: list[tuple[str | Path, ...]] = [
+        ("config", "check", pipes[0]),
+        ("sft", pipes[0]),
+        ("data", "check", pipes[1], "--for", "sft"),
+        (*generate, "--out", tmp_path / "x.jsonl", "--template", pipes[2]),
+        (*generate, "--out", pipes[3]),
+        (*generate, "--out", tmp_path / "other.jsonl"),
+        ("pipeline", project, "--quiet"),
+    ]
+    for command in commands:
+        result = rlhf(*command)
+        assert result.exit_code == 2, (command, result.output)
+    result = rlhf("status", run)
+    assert "broken" in result.stdout
+    assert "not a regular file" in result.stdout
+
+
+def test_the_pipe_of_a_shell_is_a_config(project: Path) -> None:
+    """`<(command)` is a pipe, too, and has a writer."""
+    shell = f"{sys.executable} -m rlhf_cli config check --stage sft <(cat {project}/sft.yaml)"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_not_one(project: Path) -> None:
+    run = project / "run"
+    directory = checkpoints_directory(run, "sft")
+    directory.mkdir()
+    (run / ".sft.partial").mkdir()
+    with new_checkpoint(directory, 2) as folder:
+        (folder / "numbers.json").write_text("{}")
+    (directory / "step-99999999").write_text("not a checkpoint")
+    assert [path.name for path in list_checkpoints(directory)] == ["step-00000002"]
+    assert last_step(run, "sft") == 2
+    assert "99999999" not in rlhf("status", run).stdout
+    result = rlhf("sft", project / "sft.yaml", "--restart", "--quiet")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "numbers", [[], 7, None, "x", {"files": []}, {"files": {"sizes": 3}}, {"files": {"sizes": {"metrics": "x"}}}]
+)
+def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
+    numbers: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests are right, so only the values can tell."""
+    from rlhf_cli.training.checkpoint import CheckpointStore
+
+    directory = checkpoints_directory(project / "run", "sft")
+    directory.mkdir()
+    with new_checkpoint(directory, 2) as folder:
+        (folder / "numbers.json").write_text(json.dumps(numbers))
+        (folder / "state.safetensors").write_bytes(b"")
+    (path,) = list_checkpoints(directory)
+    assert damage_of(path) is None
+    store = CheckpointStore(directory, keep=2, writes=True)
+    monkeypatch.setattr(store, "parts", {"files": None} if isinstance(numbers, dict) else {})
+    from rlhf_cli.training.stage_files import StageFiles
+
+    files = StageFiles(project / "run", writes=False)
+    chosen, rejected = store.newest(lambda values: files.mismatch(values["files"]))
+    assert chosen is None
+    assert rejected == {path: "its numbers.json has values of the wrong type"}
+
+
+# ------------------------------------------------------------------------------------------ configs
+
+
+BOMBS = [
+    "((a{1000}){1000}){1000}",
+    "(?:(?:[ab]{999}){999}){999}",
+    "((a{500,}){500,900}){500}",
+    "(((a{70}){70}){70}){70}",
+    "a{1000000000}",
+    "(?x)(a{999}) {999}",
+    "\\p{L}{9999999}",
+]
+HARMLESS = [
+    "a{1000}",
+    "(a{30}){30}",
+    "(a*)*b+",
+    "\\{9999\\}{3}",
+    "[{99999999}]{9}",
+    "(?:x{2,}){5}",
+    "a{,3}",
+    "((a{1,500}){1,500}){1,500}",
+    "x{a}",
+]
+
+
+@pytest.mark.parametrize("pattern", BOMBS)
+def test_a_pattern_that_would_never_compile_is_refused(pattern: str, tmp_path: Path) -> None:
+    reward = {"type": "regex", "pattern": pattern}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump({**MINIMAL["ppo"], "rewards": [reward]}))
+    result = rlhf("config", "check", tmp_path / "ppo.yaml")
+    assert result.exit_code == 2
+    assert "rewards.0.pattern: its repeats multiply to" in result.stderr
+
+
+@pytest.mark.parametrize("pattern", HARMLESS)
+def test_other_patterns_with_repeats_are_accepted(pattern: str, tmp_path: Path) -> None:
+    reward = {"type": "regex", "pattern": pattern}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump({**MINIMAL["ppo"], "rewards": [reward]}))
+    assert rlhf("config", "check", tmp_path / "ppo.yaml").exit_code == 0
+
+
+PPO = {"num_iterations": 1, "rollout_batch_size": 4, "minibatch_size": 4}
+MINIMAL: dict[str, dict[str, Any]] = {
+    "sft": {"artifacts": "run", "data": {"train": "x.jsonl"}, "model": {"path": "m"}, "training": {"num_steps": 1}},
+    "rm": {"artifacts": "run", "data": {"train": "x.jsonl"}, "training": {"num_steps": 1}},
+    "ppo": {"artifacts": "run", "data": {"train": "x.jsonl"}, "ppo": PPO},
+}
+for _values in MINIMAL.values():
+    _values["optimizer"] = {"learning_rate": 1e-3}
+
+PATHS = [
+    ("sft", "artifacts"), ("sft", "data.train"), ("sft", "data.test.path"), ("sft", "model.path"), ("rm", "model.path"),
+    ("ppo", "policy.path"), ("ppo", "ref_policy.path"), ("ppo", "value_model.path"), ("ppo", "evaluation.gold"),
+    ("ppo", "rewards.0.path"), ("ppo", "rewards.0.function"),
+]  # fmt: skip
+
+
+def value_at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+        config = config[0] if key.startswith("data") and isinstance(config, list) else config
+    return config
+
+
+@pytest.mark.parametrize(("stage", "key"), PATHS)
+def test_a_path_may_start_with_the_home_directory(
+    stage: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    is_code = key.endswith(("gold", "function"))
+    given = "~/x.py:f" if is_code else "~/x"
+    values = dict(MINIMAL[stage])
+    if key.startswith("rewards"):
+        name = key.rpartition(".")[2]
+        values["rewards"] = [{"type": "function" if is_code else "reward_model", name: given}]
+    (tmp_path / f"{stage}.yaml").write_text(yaml.safe_dump(values))
+    overrides = [] if key.startswith("rewards") else [f"{key}={given}"]
+    found = value_at(load_stage_config(stage, tmp_path / f"{stage}.yaml", overrides), key)
+    assert getattr(found, "path", found) == given.replace("~", "/home/somebody")
+
+
+def fields(schema: type[BaseModel], name: str) -> Iterator[tuple[str, Any]]:
+    for key, field in schema.model_fields.items():
+        yield f"{name}.{key}", field
+        for member in alternatives(field.annotation)[0]:
+            for inner in [member, *getattr(member, "__args__", ())]:
+                for kind in alternatives(inner)[0]:
+                    if isinstance(kind, type) and issubclass(kind, BaseModel):
+                        yield from fields(kind, f"{name}.{key}")
+
+
+def test_every_key_with_a_path_expands_the_home_directory() -> None:
+    """A new key with a path belongs into the set below, and gets the type of paths."""
+    seen = set()
+    for stage, schema in CONFIGS.items():
+        for name, field in fields(schema, stage):
+            if name.rpartition(".")[2] in ("artifacts", "path", "function", "gold"):
+                seen.add(name)
+                kind = TypeAdapter(Annotated[field.annotation, "a path", *field.metadata])
+                assert not kind.validate_python("~/x.py:f").startswith("~"), name
+    assert len(seen) >= 12, seen
+
+
+def test_extends_may_start_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(MINIMAL["sft"]))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "sft.yaml").write_text("extends: ~/base.yaml\nseed: 4\n")
+    assert load_stage_config("sft", tmp_path / "deep" / "sft.yaml").seed == 4
+    (tmp_path / "deep" / "sft.yaml").write_text("extends: ~nobody-of-that-name/base.yaml\n")
+    with pytest.raises(ConfigError, match="the home directory is not known"):
+        load_stage_config("sft", tmp_path / "deep" / "sft.yaml")
+
+
+def test_a_source_on_the_command_line_may_start_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert DataSource(path="~/rows.jsonl").path == str(tmp_path / "rows.jsonl")
+    assert DataSource(path="Anthropic/hh-rlhf").path == "Anthropic/hh-rlhf"
