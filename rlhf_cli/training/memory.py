@@ -10,14 +10,20 @@ from rlhf_cli.config.stage import Stage
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, Python, torch's CPU allocator or the start of a thread ran out of memory.
+    """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started.
 
-    The last two raise a plain RuntimeError. A thread needs memory for its stack.
+    The allocator raises a plain RuntimeError.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or lacks_thread(error):
         return True
-    texts = ("can't allocate memory", "out of memory", "can't start new thread")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+def lacks_thread(error: BaseException) -> bool:
+    """Whether the system refused Python or pyarrow a thread, for example because its stack does not fit."""
+    texts = ("can't start new thread", "Failed to launch worker thread")
+    return isinstance(error, Exception) and any(text in str(error) for text in texts)
 
 
 def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:

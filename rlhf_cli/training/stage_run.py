@@ -40,7 +40,7 @@ from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.lock import Lock
-from rlhf_cli.training.memory import is_out_of_memory, what_to_lower
+from rlhf_cli.training.memory import is_out_of_memory, lacks_thread, what_to_lower
 from rlhf_cli.training.model_card import write_cards
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import StopRequests
@@ -115,6 +115,11 @@ class StageRun:
         if isinstance(error, FileNotFoundError) and self._is_own(error.filename):
             raise ArtifactError(
                 f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
+            ) from None
+        if error is not None and lacks_thread(error):
+            raise RunError(
+                f"{self.stage}: the system refused to start a thread ({error}). Raise its limit of memory or processes "
+                "(ulimit -v, ulimit -u) and run the same command again"
             ) from None
         if error is not None and is_out_of_memory(error):
             raise RunError(

@@ -450,6 +450,16 @@ def test_out_of_memory_names_the_allocation_and_the_key_to_lower(error, stopped,
     assert "resuming after step 4" in output
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), Exception("Unknown error: Failed to launch worker thread")]
+)
+def test_a_system_without_threads_is_reported_in_one_line(error, config_in, monkeypatch, tmp_path):
+    """As under `ulimit -v`: Python and pyarrow raise different exceptions."""
+    monkeypatch.setattr(sft_stage, "tokenise", lambda *_, **__: (_ for _ in ()).throw(error))
+    message = refused(config_in("sft", tmp_path), code=1)
+    assert f"the system refused to start a thread ({error}). Raise its limit of memory or processes" in message
+
+
 def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
     from stages import ppo as ppo_stage
 
