@@ -25,8 +25,11 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
 from rlhf_cli.rewards.guard import user_code
 from rlhf_cli.training.signals import is_interrupt
+from rlhf_cli.training.user_files import imported_files
 
 CONCURRENCY = 8
+FOLDERS: set[Path] = set()
+"""The folders of the files that were loaded so far."""
 
 
 @dataclass(kw_only=True)
@@ -210,6 +213,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not Path(path).is_file():
         raise ConfigError(f"{reference}: no such file (relative to {Path.cwd()})")
     file = Path(path).resolve()
+    _require_own_modules(path, file)
     spec = importlib.util.spec_from_file_location(f"rlhf_user_{file.stem}_{fingerprint(path)[:8]}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -231,3 +235,18 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{reference}: {path} has no function {name}")
     return function
+
+
+def _require_own_modules(path: str, file: Path) -> None:
+    """Raise ConfigError if Python would give this file the module of another user's file instead of its own.
+
+    Python imports one module of a name, wherever the next file that names it is.
+    """
+    for module in imported_files(file):
+        name = module.relative_to(file.parent).parts[0].removesuffix(".py")
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and Path(loaded).is_relative_to(file.parent):
+            continue
+        if loaded is not None and any(Path(loaded).is_relative_to(folder) for folder in FOLDERS):
+            raise ConfigError(f"{path}: imports {name}, which was imported from {loaded} already. Rename one of them")
+    FOLDERS.add(file.parent)

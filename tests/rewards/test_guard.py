@@ -179,6 +179,18 @@ def test_an_exit_from_a_judge_is_an_error(tmp_path):
         call("gold", load_function(f"{tmp_path}/judge.py:f"), batch(["x", "y"]), float)
 
 
+def test_two_files_with_modules_of_the_same_name_are_refused(tmp_path):
+    """Python would give the second file the module of the first one."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "module_of_both.py").write_text(f"VALUE = {folder!r}\n")
+        (tmp_path / folder / "reward.py").write_text("from module_of_both import VALUE\ndef f(*_):\n    return VALUE\n")
+    for _ in range(2):
+        assert load_function(f"{tmp_path}/one/reward.py:f")() == "one"
+    with pytest.raises(ConfigError, match=r"two/reward.py: imports module_of_both, which was imported from .*/one/mod"):
+        load_function(f"{tmp_path}/two/reward.py:f")
+
+
 # ------------------------------------------------------------------------------------------- a closed terminal
 
 
