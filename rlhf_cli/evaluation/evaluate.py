@@ -282,6 +282,14 @@ def _best_of_n(arena: Arena, after: Replies, settings: Settings, display: Displa
     display.note(f"to reach PPO's score, best-of-n of the SFT model needs {says} samples a reply")
     found: dict[str, Any] = {"prompts": number, "rows": [row.as_json() for row in rows], "n_for_ppo_score": needed}
     found["ppo"] = {"score": score, "kl": kl} | ({"gold": gold} if gold is not None else {})
+    if (tilt := policy.tilted(samples, kl)) is not None:
+        start = samples.score.mean().item()
+        found["tilt"] = tilt | {"share": (score - start) / (tilt["score"] - start)}
+        display.note(
+            f"the exponential tilt of the samples, about the best possible at PPO's KL, has the score "
+            f"{tilt['score']:.3f}; PPO has {found['tilt']['share']:.0%} of its gain over SFT"
+        )
+    found["tilt_curve"] = policy.tilt_curve(samples, max(kl, rows[-1].kl))
     if gold is not None and (same := policy.gold_at_score(samples, score)) is not None:
         found["gold_at_ppo_score"] = same
         display.note(f"gold at PPO's score: best-of-n {same:.3f}, PPO {gold:.3f}")

@@ -13,11 +13,13 @@ from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import length_controlled_win_rate, wins
 from rlhf_cli.algorithms.overoptimization import GoldCurve, fit_gold_curve
+from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, share_figure
 from rlhf_cli.evaluation.language_model import reply_figures
 from rlhf_cli.evaluation.replies import Replies
 
 PERCENTILES = (10, 50, 90)
+TILT_POINTS = 20
 MIN_KL = 1e-3
 """Nats. Points nearer to the start say nothing about the curve."""
 
@@ -147,6 +149,31 @@ def gold_at_score(samples: Replies, score: float) -> float | None:
     if score_b == score_a:
         return gold_b
     return gold_a + (gold_b - gold_a) * (score - score_a) / (score_b - score_a)
+
+
+# ------------------------------------------------------------------------------------------ the tilt
+
+
+def tilted(samples: Replies, kl: float) -> dict[str, float] | None:
+    """The exponential tilt of the SFT samples at this KL: about the best score that any policy can have there.
+
+    Returns `kl`, `beta`, `score` and, with a judge, `gold`; None if so few samples cannot express that KL.
+    """
+    try:
+        beta = tilt_beta(samples.score, kl)
+    except ValueError:
+        return None
+    weights, _ = exponential_tilt(samples.score, beta=beta)
+    found = {"kl": kl, "beta": beta, "score": (weights * samples.score).sum(1).mean().item()}
+    if samples.gold_name is not None:
+        found["gold"] = (weights * samples.gold[samples.gold_name]).sum(1).mean().item()
+    return found
+
+
+def tilt_curve(samples: Replies, highest: float) -> list[dict[str, float]]:
+    """`tilted` at KLs from 0.1 to a little above `highest`."""
+    grid = [0.1 + i * (1.1 * highest - 0.1) / (TILT_POINTS - 1) for i in range(TILT_POINTS)] if highest > 0.1 else []
+    return [point for kl in grid if (point := tilted(samples, kl)) is not None]
 
 
 # ------------------------------------------------------------------------------- gold along the run

@@ -370,6 +370,11 @@ def frontier_chart(run: RunData, figure: str) -> Chart | None:
     if not rows or figure not in found.get("ppo", {}):
         return None
     points = [{"kl": found["ppo"]["kl"], "value": found["ppo"][figure], "label": "PPO"}]
+    tilt = [
+        {"kl": row["kl"], "value": row[figure], "label": "exponential tilt"}
+        for row in found.get("tilt_curve", [])
+        if figure in row
+    ]
     x = {"field": "kl", "type": "quantitative", "title": "KL to the SFT model, nats"}
     y = {"field": "value", "type": "quantitative", "title": figure, "scale": {"zero": False}}
     tooltip = [
@@ -391,6 +396,11 @@ def frontier_chart(run: RunData, figure: str) -> Chart | None:
                 "encoding": {"x": x, "y": y, "tooltip": tooltip},
             },
             {
+                "data": {"values": tilt},
+                "mark": {"type": "line", "strokeDash": [5, 4], "color": "gray"},
+                "encoding": {"x": x, "y": y, "tooltip": tooltip},
+            },
+            {
                 "data": {"values": [rows[-1]]},
                 "mark": {"type": "text", "align": "right", "dy": -10},
                 "encoding": {"x": x, "y": y, "text": {"field": "label"}},
@@ -407,7 +417,7 @@ def frontier_chart(run: RunData, figure: str) -> Chart | None:
             },
         ],
     }
-    note = "line: best-of-n of the SFT model"
+    note = "line: best-of-n; dashed: about the best possible"
     return Chart(f"{run.name}-frontier-{figure}", "ppo", f"{figure.capitalize()} against KL", note, spec)
 
 

@@ -218,6 +218,26 @@ def test_gold_at_the_same_score_is_interpolated():
     assert policy.gold_at_score(replies([[0.0, 1.0]]), 0.6) is None
 
 
+def test_the_tilt_has_the_kl_that_was_asked_for_and_the_best_score_there():
+    generator = torch.Generator().manual_seed(0)
+    samples = replies(torch.randn(50, 64, generator=generator).tolist(), gold=torch.zeros(50, 64).tolist())
+    found = policy.tilted(samples, 1.5)
+    assert found is not None
+    # Of a normal distribution: the tilt by mu has KL mu^2 / 2 and mean mu.
+    assert found["score"] == pytest.approx(math.sqrt(3), abs=0.1)
+    assert found["gold"] == 0
+    assert found["score"] > best_of_n_at(samples, 1.5)
+    assert policy.tilted(samples, 9.0) is None
+    scores = [point["score"] for point in policy.tilt_curve(samples, 2.0)]
+    assert scores == sorted(scores)
+
+
+def best_of_n_at(samples, kl):
+    """The score of the best-of-n with about this KL."""
+    rows = policy.yardsticks(samples, seed=0)
+    return max(row.score.value for row in rows if row.kl_bound <= kl)
+
+
 def test_the_gold_curve_of_a_run_and_its_interval():
     generator = torch.Generator().manual_seed(0)
     points = [{"kl": 0.0, "gold": 2.0}]
