@@ -296,6 +296,8 @@ class DamagedStageError(ArtifactError):
 def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, thorough: bool = False) -> str | None:
     """What is wrong with the models in a finished stage's directory; None if their files have their recorded digests.
 
+    A model card (README.md) may be edited.
+
     Args:
         directory: the stage's directory.
         manifest: its manifest. One without digests is accepted.
@@ -306,7 +308,7 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
     written = (directory / MANIFEST).stat().st_ctime_ns
     for name, digest in manifest.files.items():
         first, *rest = PurePosixPath(name).parts
-        if not rest or ".." in rest or first != (folder or first):
+        if not rest or ".." in rest or first != (folder or first) or name.endswith(".md"):
             continue
         path = directory / name
         if not path.is_file():

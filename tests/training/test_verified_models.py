@@ -95,8 +95,9 @@ def test_a_damaged_model_is_named_by_every_command(here, name):
     status = rlhf("status", "run")
     assert f"damaged: model/model.safetensors {words}" in status
     assert "stale, changed since: input rewards.0" in status
-    assert rlhf("rm", "rm.yaml", "--restart", "--quiet") == ""
-    assert "damaged" not in rlhf("status", "run")
+    if name == "removed":
+        assert rlhf("rm", "rm.yaml", "--restart", "--quiet") == ""
+        assert "damaged" not in rlhf("status", "run")
 
 
 def test_damage_without_new_time_stamps_is_found_when_the_model_is_loaded(here):
@@ -122,6 +123,14 @@ def test_a_copied_model_and_one_without_digests_are_accepted(here):
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
     load_reward_model("run/rm/model")
     require_intact("run/rm", thorough=True)
+
+
+def test_a_model_card_may_be_edited(here):
+    card = here / "run/rm/model/README.md"
+    assert "model/README.md" in read_manifest("run/rm").files
+    card.write_text("my own words")
+    assert "rm: skipped" in rlhf("rm", "rm.yaml")
+    load_reward_model("run/rm/model")
 
 
 def test_a_manifest_cannot_name_files_elsewhere(here):
