@@ -175,7 +175,7 @@ def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = 
     sampling = Sampling(temperature=config["rollout"]["temperature"], stop=frozenset(stop_ids(ref_policy, tokenizer)))
     reward_model = load_reward(run, tokenizer)
     judge = load_function(config["evaluation"]["gold"])
-    rows = [Prompt(row["prompt"], "", row) for row in read_rows(Path(config["data"]["test"]["path"]))]
+    rows = [Prompt(row["prompt"], "", row) for row in read_rows(data_file(config, "test"))]
     rows = rows[: num_prompts or config["evaluation"]["num_prompts"]]
     prompts = [
         PromptRow(row.prompt, ids, row) for row, ids in zip(rows, encode_rows(tokenizer, rows, None), strict=True)
@@ -231,6 +231,12 @@ def load_reward(run: Path, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
     return load_rewards([reward], str(run), tokenizer, torch.device("cpu"), "float32")[0][0]
 
 
+def data_file(config: dict[str, Any], side: str) -> Path:
+    """The only file of `data.train` or `data.test` in a resolved config."""
+    (source,) = config["data"][side]
+    return Path(source["path"])
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file."""
     with path.open(encoding="utf-8") as file:
@@ -240,7 +246,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def check_same_task(run: Path, config: dict[str, Any], trl: dict[str, Any]) -> None:
     """Raise SystemExit unless TRL trained on our tokens, its reward model gave our scores and its ratio was 1."""
     tokenizer = load_tokenizer(str(run / "sft" / "model"))
-    with gzip.open(config["data"]["train"]["path"], "rt", encoding="utf-8") as file:
+    with gzip.open(data_file(config, "train"), "rt", encoding="utf-8") as file:
         rows = [Prompt(json.loads(line)["prompt"], "") for line in file]
     ids = encode_rows(tokenizer, rows, None)
     if hashlib.sha256(json.dumps(ids).encode()).hexdigest() != trl["prompts"]:

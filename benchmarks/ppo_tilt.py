@@ -143,7 +143,8 @@ def report(seeds: Sequence[Seed], command: str) -> str:
             "",
             f"{NUM_PROMPTS} held-out prompts, {POLICY_SAMPLES} replies each at temperature 1. Tilt: of {SFT_SAMPLES} "
             "replies of the SFT model per prompt, at the KL of the policy. After the ±: the standard error over "
-            "prompts. CPU s: processor seconds of all three stages, start and evaluation included.",
+            "prompts. CPU s: processor seconds of all three stages, start and evaluation included; other programs on "
+            "the machine raise them.",
             "",
             f"The tilt is an estimate that is too low: {SFT_SAMPLES} samples express at most "
             f"{torch.tensor(float(SFT_SAMPLES)).log().item():.2f} nats, and near that only a few of them carry the "

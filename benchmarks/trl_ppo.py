@@ -61,7 +61,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.sft, padding_side="left")
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         raise SystemExit(f"{arguments.sft}: TRL removes the padding token from every text, so it must not be EOS")
-    prompt_ids = read_prompt_ids(Path(config["data"]["train"]["path"]), tokenizer)
+    prompt_ids = read_prompt_ids(Path(config["data"]["train"][0]["path"]), tokenizer)
     dataset = Dataset.from_dict({"input_ids": prompt_ids})
 
     settings = trl_settings(config, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.loader import dump_config
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -201,3 +205,24 @@ def test_a_report_goes_to_the_work_folder_unless_it_is_recorded(load, name, tmp_
     tracked = BENCHMARKS / ("RESULTS.md" if name == "speed" else "PPO_QUALITY.md")
     assert script.report_file(tmp_path, record=False) == tmp_path / tracked.name
     assert script.report_file(tmp_path, record=True) == tracked
+
+
+def test_the_quality_benchmark_finds_the_data_of_the_shipped_config(load):
+    config = yaml.safe_load(dump_config(load_stage_config("ppo", ROOT / "configs/support/ppo.yaml")))
+    script = load("ppo_quality")
+    for side in ("train", "test"):
+        assert (ROOT / script.data_file(config, side)).is_file(), side
+
+
+def test_the_share_of_the_tilt(load):
+    """At beta 1 / log(3) the tilt of scores 0 and 1 has the score 3/4 and the KL 0.1308."""
+    script, quality = load("ppo_tilt"), load("ppo_quality")
+    kl = math.log(1 / 2) / 4 + math.log(3 / 2) * 3 / 4
+    replies = quality.Measurement([["", ""]], {"score": [[0.6, 0.6]], "kl": [[kl, kl]]})
+    pairs = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    seed = script.Seed(0, replies, pairs, 2 * pairs, seconds=0.0)
+    assert seed.beta == pytest.approx(1 / math.log(3))
+    assert seed.tilt_score == pytest.approx(0.75)
+    assert seed.tilt_gold == pytest.approx(1.5)
+    assert seed.share == pytest.approx(0.8)
+    assert seed.share_error == pytest.approx(0.0, abs=1e-9)
