@@ -123,6 +123,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 # --------------------------------------------------------------------------------- without special tokens
 
 
+@pytest.mark.filterwarnings("ignore:This sequence already has")
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stand_ins_of_a_template_give_the_ids_of_the_tokenizer_itself(
