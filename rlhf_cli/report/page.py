@@ -204,7 +204,12 @@ def _ppo_verdict(data: StageData) -> str:
     if not best:
         return text
     n, most = best.get("n_for_ppo_score"), best["rows"][-1]["n"]
-    return f"{text} Best-of-n of the SFT model needs {f'n = {n}' if n else f'more than n = {most}'} for that score."
+    text += f" Best-of-n of the SFT model needs {f'n = {n}' if n else f'more than n = {most}'} for that score."
+    if "tilt" in best:
+        text += (
+            f" PPO has {best['tilt']['share']:.0%} of what the exponential tilt, about the best possible, gains there."
+        )
+    return text
 
 
 def show(figure: dict[str, Any]) -> str:
