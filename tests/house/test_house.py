@@ -94,3 +94,35 @@ def test_sizes_are_measured_without_docstrings() -> None:
     body = "".join(f"    x{i} = {i}\n" for i in range(5))
     assert list(functions(f'def f():\n    """One.\n\n    Two.\n    """\n{body}')) == [("f", 6)]
     assert list(functions(f"class A:\n    def f(self):\n{body.replace('    x', '        x')}")) == [("f", 6)]
+
+
+CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
+HANG_S = 120
+"""An upper limit of wall time that is at least this long only catches what hangs."""
+
+
+def wall_time_limits(source: str) -> list[int]:
+    """The lines of a module that compare a span of wall time with a shorter upper limit."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Compare):
+            continue
+        for small, operator, large in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+            is_span = isinstance(small, ast.BinOp) and isinstance(small.op, ast.Sub)
+            reads_clock = is_span and ast.unparse(small.left) in CLOCKS
+            is_short = isinstance(large, ast.Constant) and isinstance(large.value, int | float) and large.value < HANG_S
+            if reads_clock and is_short and isinstance(operator, ast.Lt | ast.LtE):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_no_test_limits_wall_time() -> None:
+    """Other processes can use it up. Limit `time.process_time`, or count the work."""
+    found = {name_of(path): wall_time_limits(path.read_text(encoding="utf-8")) for path in TEST_MODULES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_limits_of_wall_time_are_found() -> None:
+    found = "assert 0.6 <= time.monotonic() - started < 3\nassert time.time() - a <= 1\n"
+    accepted = "a = time.monotonic() - b\nassert a > 1 <= time.monotonic() - b\nassert time.process_time() - b < 2\n"
+    assert wall_time_limits(found + accepted + "assert time.monotonic() - a < 120\n") == [1, 2]
