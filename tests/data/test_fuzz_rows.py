@@ -268,6 +268,6 @@ def test_millions_of_columns() -> None:
 
 
 if __name__ == "__main__":
-    row, where_from, stage_, how = case(int(sys.argv[1]))
-    print(how, stage_, where_from.model_dump(exclude_defaults=True), ascii(row)[:2000], sep="\n")
+    row, where_from, stage_, mutations = case(int(sys.argv[1]))
+    print(mutations, stage_, where_from.model_dump(exclude_defaults=True), ascii(row)[:2000], sep="\n")
     print(outcome(row, where_from, stage_))

@@ -61,10 +61,10 @@ def test_a_policy_that_did_not_change_has_the_figures_of_sft(watch, split, pipel
     _, _, changes = split
     still = {"ref_policy": {"path": str(pipeline("llama") / "sft")}, "optimizer": {"learning_rate": 1e-30}}
     run = watch(**merged(changes, still))
-    found = evaluation_of(run)
-    sft, ppo = ({k: v for k, v in found[side].items() if k != "seconds"} for side in ("sft", "ppo"))
+    evaluation = evaluation_of(run)
+    sft, ppo = ({k: v for k, v in evaluation[side].items() if k != "seconds"} for side in ("sft", "ppo"))
     assert sft == ppo
-    assert all(example["sft"] == example["ppo"] for example in found["examples"])
+    assert all(example["sft"] == example["ppo"] for example in evaluation["examples"])
     assert sft["kl"] == pytest.approx(kl_by_hand(run.setup, run.models[0]), abs=1e-4)
     assert abs(sft["kl"]) > 1e-2
 
@@ -98,5 +98,5 @@ def test_rewards_and_judges_get_the_row_of_each_prompt(run_stage, write_config, 
         run_stage("ppo", tmp_path / "run", **merged(base, changes))
     else:
         run_in_threads(2, "ppo", write_config("ppo", tmp_path / "run", **merged(base, changes)))
-    found = evaluation_of(SimpleNamespace(stage_dir=tmp_path / "run/ppo"))
-    assert found["ppo"]["gold"] == pytest.approx(found["ppo"]["score_mean"])
+    evaluation = evaluation_of(SimpleNamespace(stage_dir=tmp_path / "run/ppo"))
+    assert evaluation["ppo"]["gold"] == pytest.approx(evaluation["ppo"]["score_mean"])

@@ -50,10 +50,10 @@ def test_the_figures_of_sft_are_those_of_the_held_out_rows(make_model, run_stage
     path = str(make_model("llama"))
     run_stage("sft", tmp_path, model={"path": path}, data=changes, evaluation={"num_samples": 0})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "sft/model")
-    found = read_manifest(tmp_path / "sft").metrics
+    figures = read_manifest(tmp_path / "sft").metrics
     loss, accuracy = sft_figures(model, load_tokenizer(path), test)
-    assert found["eval/loss"] == pytest.approx(loss, abs=1e-5)
-    assert found["eval/token_accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert figures["eval/loss"] == pytest.approx(loss, abs=1e-5)
+    assert figures["eval/token_accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert abs(sft_figures(model, load_tokenizer(path), train)[0] - loss) > 1e-3
 
 
@@ -78,10 +78,10 @@ def test_the_figures_of_rm_are_those_of_the_held_out_rows(make_model, run_stage,
     path = str(make_model("llama"))
     run_stage("rm", tmp_path, model={"path": path}, data=changes, evaluation={"num_normalization_samples": 0})
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
-    found = read_manifest(tmp_path / "rm").metrics
+    figures = read_manifest(tmp_path / "rm").metrics
     margin, accuracy = rm_figures(model, load_tokenizer(path), test)
-    assert found["eval/margin"] == pytest.approx(margin, abs=1e-4)
-    assert found["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert figures["eval/margin"] == pytest.approx(margin, abs=1e-4)
+    assert figures["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert abs(rm_figures(model, load_tokenizer(path), train)[0] - margin) > 1e-3
 
 

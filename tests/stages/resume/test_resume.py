@@ -134,8 +134,8 @@ class Counter:
 
 
 def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monkeypatch):
-    goes_on = threading.Event()
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args: goes_on.wait(120) and save_file(*args))
+    may_write = threading.Event()
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: may_write.wait(120) and save_file(*args))
     counter, store = Counter(), CheckpointStore(tmp_path, keep=2, writes=True)
     store.parts = {"counter": counter}
     store.save(1)
@@ -145,7 +145,7 @@ def test_checkpoints_are_written_in_the_background_one_at_a_time(tmp_path, monke
     second.join(0.2)
     assert second.is_alive(), "two at a time would fill the memory"
     assert checkpoint_files.list_checkpoints(tmp_path) == []
-    goes_on.set()
+    may_write.set()
     second.join()
     store.wait()
     for step, path in enumerate(checkpoint_files.list_checkpoints(tmp_path), 1):
