@@ -108,7 +108,10 @@ def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
 def test_responses_do_not_depend_on_when_finished_rows_leave(
     policy, uniforms, responses, monkeypatch, share, max_live_rows
 ):
-    """What is drawn for a finished row that stays is ignored, a stop token too."""
+    """What is drawn for a finished row that stays is ignored, also if it is a stop token.
+
+    The uniform behind the last place of a row is 0, which draws the first token. It is a stop token in some models.
+    """
     for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
     moved = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP), max_live_rows=max_live_rows)
@@ -116,6 +119,10 @@ def test_responses_do_not_depend_on_when_finished_rows_leave(
     assert [r.ended for r in moved] == [r.ended for r in responses]
     for a, b in zip(moved, responses, strict=True):
         close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
+    stop = frozenset({0, *range(10, 25)})
+    some_ended = sample(policy, PROMPTS, uniforms, Sampling(stop=stop), max_live_rows=max_live_rows)
+    assert [r.ended for r in some_ended] == [r.ids[-1] in stop for r in some_ended]
+    assert {r.ended for r in some_ended} == {True, False}
 
 
 def test_iterations_and_rows_get_different_uniforms(policy):
