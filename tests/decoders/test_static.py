@@ -254,6 +254,8 @@ def test_a_limit_on_live_rows_changes_no_response(name, kind, max_live_rows, way
     whole = sampled_by("plain", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch)
     if way == "recorded":
         record(monkeypatch)
+    # The check at the first use of a model takes steps of two rows.
+    sampled_by("static", model, PROMPTS[:1], UNIFORMS[:1, :2], SAMPLINGS[kind], monkeypatch)
     step = StaticDecoder.step
     monkeypatch.setattr(StaticDecoder, "step", lambda self, ids: most.append(len(ids)) or step(self, ids))
     found = sampled_by("static", model, PROMPTS, UNIFORMS, SAMPLINGS[kind], monkeypatch, max_live_rows=max_live_rows)
