@@ -132,5 +132,6 @@ def _score_formula(mean: float, std: float) -> str:
 def _before_and_after(metrics: Mapping[str, float]) -> str:
     """The held-out figures of the initial policy and of PPO, as a table."""
     names = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
+    names = [name for name in names if name != "seconds"]  # differs between two runs of the same computation
     rows = [f"| {name} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |" for name in names]
     return "\n".join(["## Before and after", "", "| | before PPO | after |", "|---|---|---|", *rows]) if rows else ""

@@ -255,6 +255,9 @@ def outcome(directory: Path) -> dict[str, Any]:
             contents[name] = _timeless(json.loads(path.read_text(encoding="utf-8")))
         elif name == "manifest.json":
             contents[name] = _timeless({"metrics": manifest["metrics"], "identity": manifest["identity"]})
+        elif path.name == "README.md":  # a model card, whose title is the name of the artifact root
+            lines = path.read_text(encoding="utf-8").splitlines()
+            contents[name] = [line for line in lines if f"-{directory.name}" not in line]
         elif name == "config.yaml":
             contents[name] = re.sub("(?m)^artifacts: .*\n", "", path.read_text(encoding="utf-8"))
         else:
