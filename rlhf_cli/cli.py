@@ -119,7 +119,7 @@ def rm_serve(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
     keep_special: Annotated[
-        bool, typer.Option("--keep-special-tokens", help="Read special tokens in texts as special, not as plain text.")
+        bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
     ] = False,
 ) -> None:
     """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""

@@ -117,7 +117,7 @@ Retries = Annotated[int, typer.Option("--retries", min=0, help="Maximum retries 
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where a local model runs.")]
 KeepSpecial = Annotated[
     bool,
-    typer.Option("--keep-special-tokens", help="Read special tokens in rows and in --template as special tokens."),
+    typer.Option("--keep-special", help="Read special tokens in rows and in --template as special tokens."),
 ]
 OnBadRow = Annotated[
     Literal["error", "skip"], typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")

@@ -76,9 +76,7 @@ class WriterOptions:
                 self.model, drawing, batch_size=self.batch_size, device=self.device, keep_special=self.keep_special
             )
         if self.keep_special:
-            raise ConfigError(
-                "--keep-special-tokens: is for a local model, a server encodes texts by itself. Remove it"
-            )
+            raise ConfigError("--keep-special: is for a local model, a server encodes texts by itself. Remove it")
         from rlhf_cli.commands.chat_server import ServerWriter
 
         return ServerWriter(

@@ -18,7 +18,8 @@ def rlhf(*arguments: str, columns: int = 80) -> Result:
 
 
 COMMANDS = [
-    (), ("sft",), ("rm",), ("rm", "serve"), ("ppo",), ("pipeline",), ("status",), ("doctor",), ("init",),
+    (), ("sft",), ("rm",), ("rm", "serve"), ("ppo",), ("pipeline",), ("doctor",), ("init",),
+    ("status",), ("watch",), ("eval",), ("compare",), ("report",),
     ("config",), ("config", "check"), ("config", "show"), ("config", "docs"), ("config", "schema"),
     ("data",), ("data", "check"), ("data", "show"), ("data", "convert"), ("data", "generate"), ("data", "score"),
 ]  # fmt: skip

@@ -383,7 +383,7 @@ def test_a_local_model_that_writes_or_judges_splits_them_too(make_model: Any, ke
     ids = writer._encode(Request((Message("user", "please<eos>help"),), (0,)))
     assert isinstance(ids, list)
     assert ids.count(writer.tokenizer.eos_token_id) == keep
-    with pytest.raises(ConfigError, match="--keep-special-tokens: is for a local model"):
+    with pytest.raises(ConfigError, match="--keep-special: is for a local model"):
         WriterOptions("m", server="http://127.0.0.1:1/v1", keep_special=True).open()
 
 
