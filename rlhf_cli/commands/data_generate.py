@@ -253,7 +253,7 @@ def _write_prompts(
                 f"of {num} are written, and {output.dropped_path.name} lists the dropped ones. Raise --temperature or "
                 "--similarity, give more seeds, or change --template"
             )
-        display.step(output.num_rows, f"dropped {output.num_dropped}")
+        display.step(output.num_rows, [f"dropped {output.num_dropped}"])
         start = rounds.stop
     display.end()
 

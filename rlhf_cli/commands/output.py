@@ -124,7 +124,7 @@ def each_item(
         for item, outcome in zip(chunk[skip:], outcomes[skip:], strict=True):
             assert outcome is not None
             output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
-        display.step(output.num_rows + output.num_dropped, f"dropped {output.num_dropped}")
+        display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
     display.end()
 
 

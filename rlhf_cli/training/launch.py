@@ -167,6 +167,8 @@ class explained:
         if isinstance(error, artifacts.DamagedStageError) and error.is_of_run:
             rebuild = self._command_for(error.stage, error.root)
             raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{str(error.filename)[:80]}...: the name is too long. Shorten it") from None
         if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
                 f"{error.filename or self.root}: cannot be written ({error.strerror}); finished stages and earlier "
