@@ -168,7 +168,7 @@ def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
 
 def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, undisturbed):
     """The first checkpoint fits, a second one beside it does not."""
-    disk = small_disk("750k")
+    disk = small_disk("560k")
     root = disk / "run"
     arguments = config_in("sft", root)
     message = refused(arguments)
@@ -182,7 +182,7 @@ def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, un
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
 
-@pytest.mark.parametrize("size", [f"{n}k" for n in (60, 400, 500, 600, 950)])
+@pytest.mark.parametrize("size", [f"{n}k" for n in (60, 400, 500, 600, 750)])
 def test_a_disk_that_is_full_at_any_point_gives_one_line_and_can_be_resumed(size, small_disk, config_in, undisturbed):
     """Rows, a checkpoint or the model may not fit: one line, and with more space the run resumes to the same bytes."""
     disk = small_disk(size)
