@@ -25,9 +25,8 @@ def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
     for key in ACCURACIES:
         if key not in figures:
             continue
-        accuracy = figures[key]
-        low, high = figures.get(f"{key}_low95", accuracy), figures.get(f"{key}_high95", accuracy)
-        seen = f"The held-out accuracy of reward model {name} is {accuracy:.2f} (95 % interval {low:.2f} to {high:.2f})"
+        low = figures.get(f"{key}_low95", figures[key])
+        seen = f"The held-out accuracy of reward model {name} is {figures[key]:.2f}{_interval(figures, key)}"
         if low <= GUESSING:
             return (
                 f"{seen}, and that of guessing is {GUESSING:g}. Its scores may be noise: PPO would move the policy "
@@ -35,17 +34,22 @@ def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
             )
         longer = figures.get("eval/length_baseline", GUESSING)
         baseline = max(longer, 1 - longer)
+        rule, learned = f"choosing the {'longer' if longer >= GUESSING else 'shorter'} answer", "length"
+        if key == "eval/accuracy" and "eval/base_rate" in figures:  # of single labels, not of pairs
+            baseline, rule, learned = figures["eval/base_rate"], "always the more frequent label", "how frequent it is"
         if low <= baseline:
-            rule = "longer" if longer >= GUESSING else "shorter"
-            return (
-                f"{seen}, and choosing the {rule} answer is right in {baseline:.2f}. It may have learned length "
-                "alone: PPO would change the length of the responses and little else."
-            )
+            return f"{seen}, and {rule} is right in {baseline:.2f}. The model may have learned {learned} alone."
     error, variance = figures.get("eval/mse"), figures.get("eval/target_variance")
-    if error is not None and variance is not None and error >= variance:
+    if error is not None and variance is not None and figures.get("eval/mse_high95", error) >= variance:
         return (
-            f"The held-out error of reward model {name} is {error:.3g}, and a constant score has {variance:.3g}, the "
-            "variance of the targets. Its scores may be noise: PPO would move the policy away from ref_policy for "
-            "nothing."
+            f"The held-out error of reward model {name} is {error:.3g}{_interval(figures, 'eval/mse')}, "
+            f"and a constant score has {variance:.3g}, the variance of "
+            "the targets. Its scores may be noise: PPO would move the policy away from ref_policy for nothing."
         )
     return None
+
+
+def _interval(figures: Mapping[str, float], key: str) -> str:
+    """The 95 % interval of a figure in words; "" if it has none."""
+    low, high = figures.get(f"{key}_low95"), figures.get(f"{key}_high95")
+    return f" (95 % interval {low:.2g} to {high:.2g})" if low is not None and high is not None else ""

@@ -586,7 +586,15 @@ def test_other_words_give_no_finding(now: Mapping[str, float], distinct_2: float
             {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/length_baseline": 0.41},
             "choosing the shorter answer is right in 0.59",
         ),
+        (
+            {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/base_rate": 0.65, "eval/length_baseline": 0.5},
+            "always the more frequent label is right in 0.65",
+        ),
         ({"eval/mse": 1.1, "eval/target_variance": 1.0}, "a constant score has 1, the variance of the targets"),
+        (
+            {"eval/mse": 0.9, "eval/mse_low95": 0.8, "eval/mse_high95": 1.0, "eval/target_variance": 1.0},
+            "is 0.9 (95 % interval 0.8 to 1), and",
+        ),
         ({"eval/pair_accuracy": 0.49, "eval/mse": 0.9, "eval/target_variance": 1.0}, "that of guessing is 0.5"),
     ],
 )
@@ -606,8 +614,10 @@ def test_a_weak_reward_model_is_reported_before_the_first_iteration(figures: Row
 
 def test_a_good_reward_model_is_not_reported() -> None:
     pairs = {"eval/accuracy": 0.8, "eval/accuracy_low95": 0.72, "eval/length_baseline": 0.7}
-    scores = {"eval/mse": 0.5, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7}
-    assert new_health().check_start({"pairs": pairs, "scores": scores, "classifier": {}}) == []
+    scores = {"eval/mse": 0.5, "eval/mse_high95": 0.9, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7}
+    labels = {"eval/accuracy": 0.8, "eval/accuracy_low95": 0.7, "eval/base_rate": 0.6, "eval/length_baseline": 0.9}
+    figures = {"pairs": pairs, "scores": scores, "labels": labels, "classifier": {}}
+    assert new_health().check_start(figures) == []
 
 
 # ------------------------------------------------------------------------------------------ evaluations
