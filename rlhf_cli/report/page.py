@@ -11,7 +11,9 @@ from typing import Any
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import install_extra
-from rlhf_cli.report.charts import SCHEMA, SMOOTHING, Chart, curve_charts, evaluation_charts, first_findings
+from rlhf_cli.report.chart import SCHEMA, Chart
+from rlhf_cli.report.charts import evaluation_charts
+from rlhf_cli.report.curves import SMOOTHING, curve_charts, first_findings
 from rlhf_cli.report.read import RunData, StageData, names_of, read_run
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.report.charts import curve_charts, evaluation_charts, first_findings, smooth, values_of
+from rlhf_cli.report.charts import evaluation_charts
+from rlhf_cli.report.curves import curve_charts, first_findings, smooth, values_of
 from rlhf_cli.report.page import _script_json, picture, verdict
 from rlhf_cli.report.read import MOST_POINTS, curves, read_run, thin
 

@@ -1,0 +1,24 @@
+"""A chart of a report: a Vega-Lite specification, drawn by the page in a browser and by `--png`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+"""Names the language of a specification; nothing is fetched from there."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A specification and where it stands in the page."""
+
+    id: str
+    section: str
+    title: str
+    note: str
+    spec: dict[str, Any]
+    is_curve: bool = False
+    """A curve over steps: the page's smoothing and logarithmic scale apply to it."""
+    run: str = ""
+    """The run that it shows; empty for a chart of all runs."""
