@@ -146,7 +146,7 @@ def make_inputs(work: Path, name: str) -> Inputs:
         part.save_pretrained(folder / "start")
     run_stage(folder, "sft", sft_config(folder, folder / "start", size.steps, size.learning_rate, folder / "artifacts"))
     run_stage(folder, "rm", rm_config(folder, inputs.policy, 40, 1e-3, folder / "artifacts"))
-    start = new_reward_model(str(inputs.policy), None, seed=SEED, head_std=None)
+    start, _ = new_reward_model(str(inputs.policy), None, seed=SEED, head_std=None)
     ensure_pad_token(start, tokenizer)
     save(start, tokenizer, inputs.rm_start)
     check_tokens(inputs)

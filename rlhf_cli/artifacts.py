@@ -335,3 +335,8 @@ def model_directory(path: str) -> str:
     """The model at `path`: `model/` inside it if it is a finished stage, else the path or hub id itself."""
     directory = Path(path)
     return str(directory / "model") if (directory / MANIFEST).is_file() else path
+
+
+def reward_model_stage(path: str) -> str:
+    """The `rm` stage of the run at `path` if that is finished, else the path or hub id itself."""
+    return str(Path(path) / "rm") if (Path(path) / "rm" / MANIFEST).is_file() else path

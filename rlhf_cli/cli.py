@@ -1,7 +1,7 @@
 """The `rlhf` command: parse, call one function, turn an error into one line and an exit code.
 
 Everything heavy is imported inside its command, so that `--help` and a mistyped key are answered immediately.
-The `data` commands are in `cli_data`.
+The `data` commands are in `cli_data`, `rlhf rm serve` and `score` in `cli_rm`.
 """
 
 from __future__ import annotations
@@ -9,41 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 import typer.core
 
 from rlhf_cli.cli_data import data_app
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
+from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
 from rlhf_cli.environment import set_up_process
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # the name is too long
-        return False
-
-
-class FileOrCommand(typer.core.TyperGroup):
-    """`rlhf rm`: takes the stage's file like `rlhf sft` does, and has the command `serve` besides."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        skip = False
-        for index, argument in enumerate(args):
-            if skip or argument.startswith("-"):
-                skip = not skip and argument in ("--config", "--set")
-                continue
-            is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or _is_file(argument)
-            if argument not in self.commands and is_file:
-                if "--config" in args:
-                    raise typer.BadParameter("give FILE or --config, not both", ctx=ctx)
-                args = [*args[:index], "--config", argument, *args[index + 1 :]]
-            break
-        return super().parse_args(ctx, args)
-
 
 app = typer.Typer(
     name="rlhf",
@@ -57,7 +32,6 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check, show and explain config files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-rm_app = typer.Typer(cls=FileOrCommand, invoke_without_command=True, subcommand_metavar="[FILE] | serve MODEL")
 app.add_typer(rm_app, name="rm")
 
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
@@ -94,45 +68,6 @@ def rm(
         raise typer.BadParameter(f"write options after `{context.invoked_subcommand}`, not before it")
     if context.invoked_subcommand is None:
         _stage("rm", _one_file(None, config), overrides, restart, quiet)
-
-
-@rm_app.command("serve")
-def rm_serve(
-    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000,
-    token_env: Annotated[
-        str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024,
-    raw: Annotated[bool, typer.Option("--raw", help="Return scores without normalisation.")] = False,
-    label: Annotated[
-        str | None, typer.Option("--label", help="For a classifier: the label whose output is the score.")
-    ] = None,
-    probability: Annotated[
-        bool, typer.Option("--probability", help="For a classifier: return its probability, not its logit.")
-    ] = False,
-    template: Annotated[
-        str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")] = "auto",
-    keep_special: Annotated[
-        bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
-    ] = False,
-) -> None:
-    """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
-
-    def work() -> None:
-        from rlhf_cli.commands.serve import Settings, serve
-
-        settings = Settings(
-            model, host, port, token_env, max_batch, raw, label, probability, template, device, keep_special
-        )
-        serve(settings)
-
-    exit_with(work)
 
 
 @app.command()

@@ -64,10 +64,10 @@ Keys = Annotated[
     list[str] | None,
     typer.Option("--key", "--keys", metavar="OURS=THEIRS", help="Rename a column. Repeatable."),
 ]
-For = Annotated[STAGES_FOR, typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse.")]
+For = Annotated[STAGES_FOR, typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.")]
 ForOrNone = Annotated[
     STAGES_FOR | None,
-    typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse.", show_default=False),
+    typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.", show_default=False),
 ]
 ConfigOrNone = Annotated[Path | None, typer.Option("--config", help="A stage's YAML file instead of SOURCE.")]
 Tokenizer = Annotated[
@@ -114,7 +114,7 @@ BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Answers per
 Concurrency = Annotated[int, typer.Option("--concurrency", min=1, max=64, help="Concurrent requests to a server.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds without an answer of the server.")]
 Retries = Annotated[int, typer.Option("--retries", min=0, help="Maximum retries of a failed request.")]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where a local model runs.")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]
 KeepSpecial = Annotated[
     bool,
     typer.Option("--keep-special", help="Read special tokens in rows and in --template as special tokens."),
@@ -219,7 +219,7 @@ def data_convert(
         from rlhf_cli.commands.data_check import rows_of_source
         from rlhf_cli.commands.data_convert import convert
 
-        part = rows_of_source(_source(path, overrides, format, keys), for_, on_bad_row=on_bad_row)
+        part = rows_of_source(source_of(path, overrides, format, keys), for_, on_bad_row=on_bad_row)
         convert(part, out, keep or [], quiet=quiet)
 
     exit_with(work)
@@ -272,7 +272,7 @@ def data_generate(
         user = options.for_user(user_model, user_server, user_api_key_env)
         counts: dict[str, Any] = {"num": num, "num_samples": samples, "num_turns": turns, "num_seeds": seeds}
         files: dict[str, Any] = {"template": template, "on_bad_row": on_bad_row, "restart": restart, "quiet": quiet}
-        source = _source(path, overrides, format, keys)
+        source = source_of(path, overrides, format, keys)
         generate(source, task, out, options, user=user, similarity=similarity, **counts, **files)
 
     exit_with(work)
@@ -327,7 +327,7 @@ def data_score(
         )
         files: dict[str, Any] = {"num": num, "on_bad_row": on_bad_row, "restart": restart, "quiet": quiet}
         score(
-            _source(path, overrides, format, keys),
+            source_of(path, overrides, format, keys),
             out,
             options,
             compare=compare,
@@ -360,7 +360,7 @@ def _source_or_none(
         return None
     if for_ is None:
         raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
-    return _source(path, overrides, format, keys)
+    return source_of(path, overrides, format, keys)
 
 
 def _refuse_beside_config(options: dict[str, Any]) -> None:
@@ -375,7 +375,7 @@ def _stage_name(for_: str | None) -> str | None:
     return "rm" if for_ == "rm-scores" else for_
 
 
-def _source(path: str, overrides: list[str] | None, format: str | None, keys: list[str] | None) -> DataSource:
+def source_of(path: str, overrides: list[str] | None, format: str | None, keys: list[str] | None) -> DataSource:
     """A source from the command line; raises ConfigError if it is not valid."""
     from rlhf_cli.config.data import DataSource
     from rlhf_cli.config.loader import load_values

@@ -85,7 +85,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         setup = load_setup(config, stage)
         stage.display.block("plan", plan(setup))
         carried = Carried(setup)  # measures SFT on the held-out prompts
-        if config.ppo.score_normalization == "reference":
+        if config.ppo.uses_reference_scores:
             measure_reference(setup, carried.scale)
 
         first = stage.resume(carried.parts(), num_iterations)
@@ -170,7 +170,7 @@ def _score(
     """(score, dense): the shaped score of each response, [B], and the rewards of single tokens, [B, R] or None."""
     lengths, ended = [len(r.ids) for r in responses], [r.ended for r in responses]
     raw, dense = split_dense(scores, lengths, world.device)
-    if scale.kind == "running":
+    if scale.kind in ("running", "running_std"):
         # One non-finite score would spoil the statistics for good. The steps that contain it are skipped anyway.
         scale.take(raw[raw.isfinite()], world)
     score = shaped_score(raw, lengths, ended, scale, config.ppo, max_new_tokens=config.rollout.max_new_tokens)

@@ -3,16 +3,16 @@
     rlhf rm --config configs/support/rm.yaml
     torchrun --nproc-per-node 2 -m stages.rm --config configs/support/rm.yaml
 
-Reads   pairs, rankings or scored rows, and a backbone: the run's SFT model, or any encoder or decoder
+Reads   pairs, rankings, scored or labelled rows, and a backbone: the run's SFT model, or any encoder or decoder
 Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.jsonl; with evaluation.keep_best also
         best_model
 
- 1. load the backbone with a new, small scalar head
+ 1. load the backbone with a new, small scalar head; a classifier with one label keeps its own
  2. encode the rows: prompt, answer and EOS of each answer. Nothing is cut unless data.truncation says so
  3. for each step: of rankings of K answers, -log sigmoid(better score - worse score), averaged over all pairs of a
     ranking (Ouyang et al. 2022, eq. 1; a preference pair is K = 2); of scored answers, (score - target)^2 with
-    targets of mean 0 and standard deviation 1
- 4. held-out accuracy with its interval and margin, or error and correlations
+    targets of mean 0 and standard deviation 1; of answers labelled good or bad, the logistic loss of the score
+ 4. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
  5. write the score's mean and standard deviation over fresh samples of the SFT model into the model's config, as
     `score_mean` and `score_std`: kl_coef then means the same whatever the scale of the scores
 """
@@ -24,7 +24,6 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 
     set_up_process()
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,14 +31,24 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
+from rlhf_cli.algorithms.names import RewardModelLoss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, TargetScale, answer_encoder
+from rlhf_cli.data.answers import (
+    AnswerEncoder,
+    LabelledPairs,
+    RankedIds,
+    ScoredIds,
+    TargetScale,
+    answer_encoder,
+    require_labels,
+)
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
 from rlhf_cli.models.freeze import freeze
@@ -57,7 +66,15 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
-from rlhf_cli.rewards.agreement import gold_gap, margins, ranking_figures, score_figures, scores_of_rows
+from rlhf_cli.rewards.agreement import (
+    figures_of_rankings,
+    held_out_lines,
+    label_figures,
+    probe_figures,
+    score_figures,
+    scores_of_rows,
+    verdict,
+)
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rewards.normalization import score_statistics
 from rlhf_cli.rollout.distribution import Response, Sampling
@@ -72,8 +89,14 @@ from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_run import StageRun
 
-SHOWN_OF_PAIRS = ("loss/rm", "rm/accuracy", "rm/margin", "speed/step_tokens_per_s")
-SHOWN_OF_SCORES = ("loss/rm", "rm/mse", "speed/step_tokens_per_s")
+OF_PAIRS = ("loss/rm", "rm/accuracy", "rm/margin", "speed/step_tokens_per_s")
+SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {
+    "logsigmoid": OF_PAIRS,
+    "logexp": OF_PAIRS,
+    "mse": ("loss/rm", "rm/mse", "speed/step_tokens_per_s"),
+    "bce": ("loss/rm", "rm/accuracy", "speed/step_tokens_per_s"),
+}
+"""The figures beside the progress."""
 
 Item = RankedIds | ScoredIds
 """A training row: the sequences of a ranking, or one with its score."""
@@ -94,7 +117,7 @@ class TokenRows:
 def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
     with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
-        world, pairwise = stage.world, config.loss != "mse"
+        world = stage.world
         require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
 
         # 1. The backbone and its head.
@@ -105,8 +128,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
         # 3. Training.
         passes = set_up_training(model, config, world.device, world.size)
-        metric = "eval/accuracy" if pairwise else "eval/mse"
-        best = Best(metric if config.evaluation.keep_best else None, lower=not pairwise)
+        metric = "eval/mse" if config.loss == "mse" else "eval/accuracy"
+        best = Best(metric if config.evaluation.keep_best else None, lower=config.loss == "mse")
         require_held_out(best, rows.test)
         loop: Loop[Item] = Loop(
             stage,
@@ -124,10 +147,10 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
                 figures = loop.update(step, stats, partial(list, map(asdict, batch)))
             _count(stage.speed, passes.work, _share(batch, world))
             figures |= stage.speed.row()
-            stage.log(step + 1, figures, SHOWN_OF_PAIRS if pairwise else SHOWN_OF_SCORES)
+            stage.log(step + 1, figures, SHOWN[config.loss])
 
         # 4. The model is saved, then measured: on held-out rows, and on each probe.
-        final = loop.finish() | _probe(model, rows.probes, passes.budget, config, world)
+        final = loop.finish() | probe_figures(model.eval(), rows.probes, passes.budget, config.precision, world)
         stage.log(loop.num_steps, final)
         _show(final, rows, stage.display)
 
@@ -140,10 +163,16 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
 
 def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The backbone with a new scalar head."""
+    """The backbone with its scalar head."""
     path = model_directory(config.stage_model(config.model.path, "sft"))
     tokenizer = load_tokenizer(path, config.model.revision)
-    model = new_reward_model(path, config.model.revision, seed=config.seed, head_std=config.model.head_std)
+    model, new = new_reward_model(path, config.model.revision, seed=config.seed, head_std=config.model.head_std)
+    if new:
+        stage.display.note(f"{path}: newly initialized: {', '.join(new)}")
+    elif config.model.head_std is not None:
+        raise ConfigError(f"model.head_std: {path} has a trained head with one label, which is kept. Remove head_std")
+    else:
+        stage.display.note(f"{path}: is a classifier with one label, its trained head is kept")
     check_vocabulary(model, tokenizer, path)
     if reads_last_token(model):
         require_eos(tokenizer, path)
@@ -156,7 +185,7 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
 
 
 def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, display: Display) -> TokenRows:
-    """Rankings for the pairwise losses, or scored answers for mse; and the probes."""
+    """Rankings for the pairwise losses, or scored answers for the others; and the probes."""
     spec = rm_rows(config)
     encoder = answer_encoder(tokenizer, spec, reads_last_token=reads_last_token(model))
     longest = longest_input(model, tokenizer)
@@ -168,6 +197,8 @@ def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if config.loss == "mse":
         scores = found.train.numbers("score")
         scale = TargetScale(scores.mean().item(), max(scores.std().item(), 1e-8))
+    elif config.loss == "bce":
+        require_labels(found.train, found.test)
     elif spec.purpose == "rm scores":
         train, test = (
             LabelledPairs(side, generator(config.seed, f"pairs of {name}"))
@@ -237,10 +268,10 @@ def _loss(
     model: PreTrainedModel, items: list, num_rows: int, scale: TargetScale, config: RMConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a microbatch, divided by the rows of the whole batch, so that microbatches add up."""
-    if config.loss == "mse":
-        scores = sequence_scores(model, [item.ids for item in items])[:, 0]
+    if config.loss == "mse" or config.loss == "bce":
+        scores = sequence_scores(model, [item.ids for item in items])[:, 0]  # [answers]
         targets = scores.new_tensor([scale.target(item.score) for item in items])
-        return score_loss(scores, targets, num_rows=num_rows)
+        return pointwise_loss(scores, targets, loss=config.loss, num_rows=num_rows)
     flat = [(i, ids) for i, item in enumerate(items) for ids in item.answers]
     scores = sequence_scores(model, [ids for _, ids in flat], groups=[i for i, _ in flat])[:, 0]  # [answers]
     better, worse, weight = ranking_pairs([len(item.answers) for item in items])  # [pairs] each
@@ -277,47 +308,28 @@ def _evaluate(
     if not test:
         return {}
     model.eval()
-    if config.loss == "mse":
+    if not config.is_pairwise:
         rows = [item for item in test if isinstance(item, ScoredIds)]
         predicted = scores_of_rows(model, [[item.ids] for item in rows], budget, config.precision, world).double()
-        predicted = predicted * scale.std + scale.mean
-        metrics = score_figures(predicted, torch.tensor([item.score for item in rows], dtype=torch.float64))
+        target = torch.tensor([item.score for item in rows], dtype=torch.float64)
+        figures_of = score_figures if config.loss == "mse" else label_figures
+        metrics = figures_of(predicted * scale.std + scale.mean, target, [item.row for item in rows])
     else:
         rankings = [item for item in test if isinstance(item, RankedIds)]
-        metrics = ranking_figures(rankings, *margins(model, rankings, budget, config.precision, world))
+        metrics = figures_of_rankings(model, rankings, budget, config.precision, world)
     model.train()
     return metrics
 
 
-def _probe(
-    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, config: RMConfig, world: World
-) -> dict[str, float]:
-    """Accuracy on each named probe: an accuracy over all pairs can hide a defect that the model never sees."""
-    if not probes:
-        return {}
-    model.eval()
-    rankings = list(probes)
-    _, accuracy = margins(model, rankings, budget, config.precision, world)
-    by_name: dict[str, list[float]] = {}
-    for item, value in zip(rankings, accuracy.tolist(), strict=True):
-        by_name.setdefault(item.row.columns["probe"], []).append(value)
-    model.train()
-    return {f"probe/{name}": sum(values) / len(values) for name, values in by_name.items()}
-
-
 def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
-    """Print the figures as a table, each with the number of rows that it was computed from."""
+    """Print the held-out figures as a table, and what they say about the model."""
+    if figures:
+        display.table("RM, held out", ["", "value", "rows"], held_out_lines(figures, rows.test, rows.probes))
     if not rows.test:
-        display.note("no held-out rows, so no figures")
-    if not figures:
+        display.note("no held-out rows, so it is unknown whether the model is better than chance")
         return
-    of_probes = Counter(str(item.row.columns["probe"]) for item in rows.probes)
-    counts = {f"probe/{name}": number for name, number in of_probes.items()}
-    if "eval/gold_accuracy" in figures:
-        # Pairs of equal gold scores do not count.
-        counts["eval/gold_accuracy"] = sum(bool(gold_gap(i.row)) for i in rows.test if isinstance(i, RankedIds))
-    lines = [[key, f"{value:.4g}", f"{counts.get(key, len(rows.test)):,}"] for key, value in figures.items()]
-    display.table("RM, held out", ["", "value", "rows"], lines)
+    sentence, is_better = verdict(figures)
+    (display.note if is_better else display.warn)(sentence)
 
 
 # ----------------------------------------------------------------------------------- 5. normalisation

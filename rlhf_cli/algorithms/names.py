@@ -34,8 +34,8 @@ Objective = Literal["clip", "penalty"]
 LossAggregation = Literal["token", "sequence", "constant"]
 """`ppo.loss_aggregation`: how token losses become the loss of a minibatch."""
 
-ScoreNormalization = Literal["none", "running", "reference"]
-"""`ppo.score_normalization`: which mean and standard deviation normalise the score."""
+ScoreNormalization = Literal["none", "running", "reference", "running_std", "reference_std"]
+"""`ppo.score_normalization`: which mean and standard deviation normalise the score; `_std` leaves the mean."""
 
 PtxMode = Literal["additive", "convex"]
 """`ptx.mode`: how the policy loss and the language-model loss are added."""
@@ -43,8 +43,11 @@ PtxMode = Literal["additive", "convex"]
 PairwiseLoss = Literal["logsigmoid", "logexp"]
 """The pairwise losses of the reward model."""
 
-RewardModelLoss = Literal[PairwiseLoss, "mse"]
-"""`rm.loss`: the pairwise losses, and the squared error of scores."""
+PointwiseLoss = Literal["mse", "bce"]
+"""The losses of the reward model on single answers: the squared error of scores, and the logistic loss of labels."""
+
+RewardModelLoss = Literal[PairwiseLoss, PointwiseLoss]
+"""`rm.loss`."""
 
 
 @dataclass(frozen=True)

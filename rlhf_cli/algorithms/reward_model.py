@@ -1,4 +1,4 @@
-"""The losses of the reward model: on pairs of responses, or on one target score per response."""
+"""The losses of the reward model: on pairs of responses, or on one target score or label per response."""
 
 from collections.abc import Sequence
 from typing import assert_never
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_cli.algorithms.names import PairwiseLoss
+from rlhf_cli.algorithms.names import PairwiseLoss, PointwiseLoss
 
 
 def pairwise_loss(
@@ -141,3 +141,75 @@ def score_loss(
     num_rows = score.numel() if num_rows is None else num_rows
     mse = (score - target).square().sum() / num_rows
     return mse, {"rm/mse": mse.detach(), "rm/score": score.detach().sum() / num_rows}
+
+
+def label_loss(
+    score: Tensor, label: Tensor, *, num_rows: Tensor | float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of labels, for rows that are marked as good or bad instead of compared.
+
+    ``loss = -sum(label * log(sigmoid(score)) + (1 - label) * log(sigmoid(-score))) / num_rows``
+
+    The score is the log-odds of a good answer. A label between 0 and 1 is the probability of a good answer, such as the
+    share of annotators who liked it. A score that is wrong by 200 costs 200, not inf.
+
+    Args:
+        score: [B], of the reward model; carries the gradient.
+        label: [B], 0 for bad to 1 for good.
+        num_rows: divisor of the sums, by default B. For a microbatch, pass the number of rows in its whole minibatch:
+            then losses, gradients and stats *add up*.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
+
+        - ``rm/accuracy``: the share of rows whose score is above 0 for a label above 1/2, or below 0 for one below
+          1/2; a score of 0 or a label of 1/2 counts one half;
+        - ``rm/score``: the scores.
+
+    >>> loss, stats = label_loss(torch.tensor([0.0, 200.0]), torch.tensor([1.0, 0.0]))
+    >>> loss  # (log(2) + 200) / 2
+    tensor(100.3466)
+    >>> stats["rm/accuracy"], stats["rm/score"]  # a tie and a miss
+    (tensor(0.2500), tensor(100.))
+    """
+    num_rows = score.numel() if num_rows is None else num_rows
+    loss = -(label * logsigmoid(score) + (1 - label) * logsigmoid(-score)).sum() / num_rows
+    with torch.no_grad():
+        stats = {
+            "rm/accuracy": label_accuracy(score, label).sum() / num_rows,
+            "rm/score": score.sum() / num_rows,
+        }
+    return loss, stats
+
+
+def label_accuracy(score: Tensor, label: Tensor) -> Tensor:
+    """Whether the sign of each score agrees with its label: 1, 0, or 1/2 for a score of 0 or a label of 1/2.
+
+    Args:
+        score: [B], log-odds of a good answer.
+        label: [B], 0 for bad to 1 for good.
+
+    Returns:
+        [B].
+
+    >>> label_accuracy(torch.tensor([2.0, -2.0, 0.0]), torch.tensor([1.0, 0.9, 0.0]))
+    tensor([1.0000, 0.0000, 0.5000])
+    """
+    return (score.sign() * (label - 0.5).sign() + 1) / 2
+
+
+def pointwise_loss(
+    score: Tensor, target: Tensor, *, loss: PointwiseLoss, num_rows: Tensor | float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`score_loss` for "mse", `label_loss` for "bce".
+
+    >>> pointwise_loss(torch.tensor([1.0]), torch.tensor([0.0]), loss="mse")[0]
+    tensor(1.)
+    """
+    match loss:
+        case "mse":
+            return score_loss(score, target, num_rows=num_rows)
+        case "bce":
+            return label_loss(score, target, num_rows=num_rows)
+        case _:
+            assert_never(loss)

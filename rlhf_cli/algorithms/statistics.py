@@ -1,4 +1,4 @@
-"""Statistics for reports: confidence of a win rate, correlation of two rankings, diversity of texts.
+"""Statistics for reports: confidence of a rate, correlation of two rankings, diversity of texts.
 
 They are computed in float64 on the CPU and returned as Python floats.
 """

@@ -14,7 +14,7 @@ from rlhf_cli.data.encode import Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder, Tokens
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of
 from rlhf_cli.data.words import glued
-from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.heads import offer_classifier, reads_last_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +95,7 @@ def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        offer_classifier(type(config))
         with torch.device("meta"):
             return reads_last_token(AutoModelForSequenceClassification.from_config(config))
     except (OSError, ValueError):

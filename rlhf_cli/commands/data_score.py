@@ -198,7 +198,7 @@ class _Scoring:
         if unusable is not None:
             return unusable
         scores = [answer if isinstance(answer, float) else None for answer in answers]
-        texts = [_text(record, answer.text) for answer in record.answers]
+        texts = [text_of(record, answer.text) for answer in record.answers]
         if len(scores) == 1:
             columns: dict[str, Any] = {"response": texts[0], "score": scores[0]}
         else:
@@ -290,7 +290,7 @@ class _Comparison:
         tie = answers[0] == answers[1]
         if tie and self.ties == "drop":
             return Dropped("tie", verdicts)
-        texts = [_text(record, answer.text) for answer in record.answers]
+        texts = [text_of(record, answer.text) for answer in record.answers]
         best = 0 if answers[0] == "first" else 1
         columns: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
         if not all(answer.ended for answer in record.answers):
@@ -362,7 +362,7 @@ def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
     return row | new
 
 
-def _text(record: Record, answer: str) -> str:
+def text_of(record: Record, answer: str) -> str:
     """An answer for a row; in a conversation, without the space that the transcript puts before it."""
     return answer.removeprefix(" ") if record.messages else answer
 

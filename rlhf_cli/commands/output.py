@@ -307,11 +307,7 @@ class Output:
 
     def _line(self, which: int, values: dict[str, Any]) -> None:
         try:
-            line = json.dumps(values, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # a lone surrogate in a column of the input row
-            line = json.dumps(values, default=str).encode()
-        try:
-            self._files[which].write(line + b"\n")
+            self._files[which].write(json_line(values))
             self._files[which].flush()
         except OSError as error:
             raise self._not_writable(error) from None
@@ -336,6 +332,15 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
     if inside or target.resolve() == source_path.resolve():
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
+
+
+def json_line(values: dict[str, Any]) -> bytes:
+    """The values as one line of JSON."""
+    try:
+        line = json.dumps(values, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:  # a lone surrogate in a column of the input row
+        line = json.dumps(values, default=str).encode()
+    return line + b"\n"
 
 
 def cut_incomplete_line(file: BinaryIO) -> int:

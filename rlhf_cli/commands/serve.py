@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -32,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rlhf_cli.artifacts import MANIFEST
+from rlhf_cli.artifacts import reward_model_stage
 from rlhf_cli.commands.serve_connection import DRAIN_S, Connection, in_thread
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
@@ -304,8 +303,7 @@ def start(settings: Settings) -> RewardServer:
             f"--host {host}: other machines could use this model without a token. Name the environment variable with "
             "a token in --token-env, or use --host 127.0.0.1"
         )
-    directory = Path(settings.model)
-    path = str(directory / "rm") if (directory / "rm" / MANIFEST).is_file() else settings.model
+    path = reward_model_stage(settings.model)
     device = distributed.start(settings.device).device
     reward = as_reward(settings, path)
     source, notes = load_reward_source(

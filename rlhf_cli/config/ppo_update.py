@@ -56,9 +56,10 @@ class PPO(Section):
     score_normalization: ScoreNormalization = "none"
     """How scores are normalised, in addition to the statistics that a reward model stores. `running` subtracts the
     mean and divides by the standard deviation of all scores so far, so the effective kl_coef drifts. `reference`
-    uses the statistics of samples from the reference policy, computed once at the start."""
+    uses the statistics of samples from the reference policy, computed once at the start. `running_std` and
+    `reference_std` divide by the same standard deviation and subtract nothing: 0 stays 0."""
     num_reference_samples: Annotated[int, Field(ge=2)] = 256
-    """Number of samples for `score_normalization: reference`."""
+    """Number of samples for `score_normalization: reference` and `reference_std`."""
     score_clip: PositiveFloat | None = None
     """Clip scores to +- this after normalisation, so that one outlier cannot dominate a batch."""
     missing_eos_penalty: NonNegativeFloat = 1.0
@@ -195,11 +196,16 @@ class PPO(Section):
         refuse_unread(self, self.num_rollouts_per_update > 1, "num_rollouts_per_update: 1", "importance_ratio_cap")
         return self
 
+    @property
+    def uses_reference_scores(self) -> bool:
+        """Whether scores are normalised by those of samples from ref_policy."""
+        return self.score_normalization in ("reference", "reference_std")
+
     @model_validator(mode="after")
     def _score(self) -> Self:
         refuse_unread(
             self,
-            self.score_normalization == "reference",
+            self.uses_reference_scores,
             f"score_normalization: {self.score_normalization}",
             "num_reference_samples",
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import model_validator
 
-from rlhf_cli.algorithms.names import RewardModelLoss
+from rlhf_cli.algorithms.names import PointwiseLoss, RewardModelLoss
 from rlhf_cli.config.base import LocalPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
@@ -95,10 +95,11 @@ class SFTConfig(Stage):
 
 
 class RMModel(TrainedModel):
-    """The model that becomes the reward model, with a new head."""
+    """The model that becomes the reward model. A trained head with one label is kept."""
 
     head_std: PositiveFloat | None = None
-    """Standard deviation of the weights of the new head. Null uses 1 / sqrt(hidden_size + 1)."""
+    """Standard deviation of the weights of a new head. Null uses 1 / sqrt(hidden_size + 1). Refused for a model that
+    keeps its trained head."""
 
 
 class RMData(Data):
@@ -108,7 +109,7 @@ class RMData(Data):
     """The column of a preference row that says by how much the chosen answer is better (Llama 2). The pairwise
     losses subtract it from the score difference."""
     probes: Source | None = None
-    """Preference rows with a column `probe`. The accuracy is reported for each value of that column."""
+    """Preference rows with a column `probe`, with any loss. The accuracy is reported for each value of that column."""
 
 
 class RMEvaluation(Section):
@@ -146,7 +147,8 @@ class RMConfig(Stage):
     """The preference pairs or scored rows."""
     loss: RewardModelLoss = "logsigmoid"
     """For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same written as log(1 + exp)
-    (`logexp`). For rows with a score: squared error (`mse`)."""
+    (`logexp`). For rows with a score: squared error (`mse`). For rows with a label from 0 (bad) to 1 (good), such as
+    those of KTO: the logistic loss, so that sigmoid(score) is the probability of a good answer (`bce`)."""
     zero_mean_coef: NonNegativeFloat = 0.0
     """Weight of (chosen_score + rejected_score)^2, which keeps the scores around 0."""
     training: Training
@@ -158,11 +160,16 @@ class RMConfig(Stage):
 
     @model_validator(mode="after")
     def _pairwise_only(self) -> Self:
-        if self.loss == "mse" and self.zero_mean_coef:
-            raise ValueError("zero_mean_coef does nothing with loss: mse, only with the pairwise losses. Remove it")
-        if self.loss == "mse" and self.data.margin_column:
-            raise ValueError("data.margin_column does nothing with loss: mse, only with the pairwise losses. Remove it")
+        unread = {"zero_mean_coef": self.zero_mean_coef, "data.margin_column": self.data.margin_column}
+        for key, value in unread.items():
+            if value and not self.is_pairwise:
+                raise ValueError(f"{key} does nothing with loss: {self.loss}, only with the pairwise losses. Remove it")
         return self
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether the loss compares answers, rather than taking each by itself."""
+        return self.loss not in get_args(PointwiseLoss)
 
     @property
     def sources(self) -> dict[str, DataSource]:

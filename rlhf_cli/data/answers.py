@@ -24,6 +24,7 @@ from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
+from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix
 
 V = TypeVar("V")
@@ -148,7 +149,7 @@ class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):
 
 
 class ScoreEncoder(AnswerEncoder[list[Scored], ScoredIds]):
-    """Scored answers, each by itself, for `loss: mse`."""
+    """Scored or labelled answers, each by itself, for the pointwise losses."""
 
     kind = ScoredIds
 
@@ -195,3 +196,20 @@ def answer_encoder(
     """The encoder for the purpose of `stage_rows`: rankings or scored answers."""
     kind = RankingEncoder if stage_rows.purpose == "rm pairs" else ScoreEncoder
     return kind(tokenizer, stage_rows, reads_last_token=reads_last_token)
+
+
+def require_labels(train: Table[ScoredIds], test: Table[ScoredIds]) -> None:
+    """Check the scores for `loss: bce`: labels from 0 (bad) to 1 (good), and training rows of more than one label.
+
+    Raises DataError with the first row that has another score.
+    """
+    for side in (train, test):
+        for number, score in enumerate(side.numbers("score").tolist()):
+            if not 0 <= score <= 1:
+                raise DataError(
+                    f"{side[number].row.where}: the label is {score:g}, loss: bce needs labels from 0 (bad) to 1 "
+                    "(good). For other scores set loss: mse"
+                )
+    labels = train.numbers("score")
+    if labels.min() == labels.max():
+        raise DataError(f"every label of the training rows is {labels[0]:g}, loss: bce needs good and bad rows")

@@ -9,7 +9,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.records import Demonstration, Message, Prompt
-from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
+from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
 
 
@@ -382,8 +382,10 @@ def _encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     ids, answer_mask = _encode_turns(tokenizer, row.messages, row.where, keep_special=keep_special, ended=row.ended)
     eos = int(tokenizer.eos_token_id)
-    if row.ended and eos not in ids[-3:]:
-        # Most templates end a turn with EOS, some add a newline. If a template ends without EOS, append it.
-        ids.append(eos)
-        answer_mask.append(True)
-    return ids, answer_mask
+    if not row.ended:
+        return ids, answer_mask
+    before = len(ids) - last_run(answer_mask)
+    answer = cut_behind_eos(ids[before:], eos)
+    # Most templates end a turn with EOS. If one does not, append it.
+    answer = answer if answer[-1:] == [eos] else [*answer, eos]
+    return ids[:before] + answer, answer_mask[:before] + [True] * len(answer)

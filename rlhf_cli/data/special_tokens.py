@@ -255,3 +255,17 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
     if found is None or found.named != tuple(tokenizer.all_special_tokens):
         found = _KNOWN[tokenizer] = SpecialTokens(tokenizer)
     return found
+
+
+def cut_behind_eos(ids: list[int], eos: int) -> list[int]:
+    """The ids up to their last EOS, if at most two tokens follow it.
+
+    ChatML writes a newline behind EOS. A response of PPO ends with EOS, so every stage reads up to there.
+
+    >>> cut_behind_eos([5, 6, 2, 9], eos=2), cut_behind_eos([5, 2, 6, 7, 8], eos=2)
+    ([5, 6, 2], [5, 2, 6, 7, 8])
+    """
+    for end in range(len(ids), max(0, len(ids) - 3), -1):
+        if ids[end - 1] == eos:
+            return ids[:end]
+    return ids

@@ -92,12 +92,12 @@ def sft_rows(config: SFTConfig) -> StageRows:
 
 
 def rm_rows(config: RMConfig) -> StageRows:
-    """The rows of the reward model: rankings, or scored answers for `loss: mse` and for texts with labels.
+    """The rows of the reward model: rankings, or scored answers for the pointwise losses and for texts with labels.
 
     The pairwise losses pair up labelled texts after they are encoded (`LabelledPairs`).
     """
     data = config.data
-    is_scored = config.loss == "mse" or first_format(data.train[0], "rm pairs").name == "labelled"
+    is_scored = not config.is_pairwise or first_format(data.train[0], "rm pairs").name == "labelled"
     return StageRows(
         data,
         "rm scores" if is_scored else "rm pairs",
@@ -109,8 +109,8 @@ def rm_rows(config: RMConfig) -> StageRows:
 
 
 def probe_rows(config: RMConfig) -> StageRows | None:
-    """The probes of the reward model, if the config names some and its loss is pairwise."""
-    if config.data.probes is None or config.loss == "mse":
+    """The probes of the reward model, if the config names some."""
+    if config.data.probes is None:
         return None
     probes = Rows(train=[config.data.probes], test_fraction=0)
     return replace(rm_rows(config), rows=probes, purpose="rm pairs", role="data.probes", margin_column=None)

@@ -32,8 +32,6 @@ from rlhf_cli.training.progress import Display
 FOLDER = "eval"
 """The folder of the run's directory that evaluations are written to."""
 FILE = "evaluation.json"
-PAIRWISE = ("logsigmoid", "logexp")
-"""The losses of pairs and rankings."""
 REPLIES = 256
 """Held-out prompts that the SFT model answers."""
 
@@ -127,23 +125,21 @@ def _rm(run: Run, display: Display) -> dict[str, Any]:
     encoder = answer_encoder(tokenizer, rm_rows(config), reads_last_token=reads_last_token(model))
     table = tokenise(encoder, longest=longest_input(model, tokenizer)).test
     rows: Sequence[Any] = table
-    is_pairwise = config.loss in PAIRWISE
-    if is_pairwise and isinstance(encoder, ScoreEncoder):  # Pairs of a higher and a lower label, as in training.
+    if config.is_pairwise and isinstance(encoder, ScoreEncoder):  # Pairs of a higher and a lower label, as in training.
         rows = LabelledPairs(table, generator(config.seed, "pairs of test"))
     rows = rows[: config.evaluation.max_rows]
     if not rows:
         display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
         return {}
     world, budget = World(0, 1, run.device), run.budget(model, config.precision)
-    if not is_pairwise:
+    if not config.is_pairwise:
         items = [row for row in rows if isinstance(row, ScoredIds)]
         predicted = scores_of_rows(model, [[row.ids] for row in items], budget, config.precision, world)
         mean, std = (
             float(getattr(model.config, key, default)) for key, default in (("target_mean", 0.0), ("target_std", 1.0))
         )
-        figures = scores.score_figures(
-            predicted * std + mean, torch.tensor([row.score for row in items]), seed=run.seed
-        )
+        figures_of = scores.score_figures if config.loss == "mse" else scores.label_figures
+        figures = figures_of(predicted * std + mean, torch.tensor([row.score for row in items]), seed=run.seed)
         _table(display, f"RM, {len(items):,} held-out answers", {"value": figures})
         return {"figures": _json(figures)}
     ranked = [row for row in rows if isinstance(row, RankedIds)]

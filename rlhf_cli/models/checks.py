@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from rlhf_cli.errors import ArtifactError
 
 
-def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> None:
+def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> list[str]:
     """Raise ArtifactError for weights that are missing, have another shape than config.json says, or are not finite.
 
-    `info` is transformers' report of the loading. With `new_head` nothing is checked outside of the backbone.
+    `info` is transformers' report of the loading. With `new_head` weights outside of the backbone may be missing or
+    have another shape. Returns their names: transformers initialized them.
     """
     prefix = f"{model.base_model_prefix}."
     head = {name for name, _ in model.named_parameters() if not name.startswith(prefix)} if new_head else set()
+    new = head & (set(info["missing_keys"]) | {str(name) for name, _, _ in info["mismatched_keys"]})
     missing = sorted(set(info["missing_keys"]) - head)
     if missing:
         raise ArtifactError(
@@ -34,9 +36,10 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
         )
     for name, weight in model.named_parameters():
         # A sum is fast, and finite only if all values are.
-        if name not in head and not weight.sum().isfinite() and not weight.isfinite().all():
+        if name not in new and not weight.sum().isfinite() and not weight.isfinite().all():
             bad = weight.numel() - int(weight.isfinite().sum())
             raise ArtifactError(
                 f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values), so no training "
                 "step can be computed from it. Give a model whose weights are finite"
             )
+    return sorted(new)

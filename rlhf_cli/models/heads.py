@@ -3,15 +3,64 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import vocabulary_rows
 
 PADDING_TOLERANCE = 1e-4
 """Largest change of a score by padding that counts as rounding, relative to the score or to 1."""
+
+
+class ScalarHead(GenericForSequenceClassification):
+    """A backbone with a linear layer `score` without bias: the parent of the classifiers of `offer_classifier`."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> SequenceClassifierOutput:
+        """The scores at the last token of each row, [B, labels]. Padding is on the right, 0 in `attention_mask`.
+
+        The forward pass of transformers expects a cache in the backbone's output, and Mamba has none.
+        """
+        hidden = getattr(self, self.base_model_prefix)(
+            input_ids, attention_mask=attention_mask, **options
+        ).last_hidden_state
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = torch.arange(len(input_ids), device=hidden.device)
+        return SequenceClassifierOutput(logits=self.score(hidden[rows, mask.sum(1) - 1]))
+
+
+def offer_classifier(config: type[PreTrainedConfig]) -> None:
+    """Give AutoModelForSequenceClassification a class for a causal language model that has none (CodeGen, Mamba).
+
+    It is what transformers has for most decoders: the backbone and a linear layer `score`, read at the last token. The
+    backbone's weights keep the names that the language model gives them. transformers alone cannot load a directory of
+    such a model.
+    """
+    if config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    language_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    parents = [
+        parent
+        for parent in language_model.__mro__
+        if issubclass(parent, PreTrainedModel) and parent is not PreTrainedModel
+    ]
+    family = parents[-1]  # CodeGenPreTrainedModel, for example
+    name = f"{config.__name__.removesuffix('Config')}ForSequenceClassification"
+    members = {"base_model_prefix": family.base_model_prefix, "__module__": __name__}
+    model = type(name, (ScalarHead, family), members)
+    AutoModelForSequenceClassification.register(config, model, exist_ok=True)
 
 
 def reads_last_token(model: PreTrainedModel) -> bool:
@@ -57,6 +106,7 @@ def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 def check_shared_value_model(policy: PreTrainedModel) -> None:
     """Raise ArtifactError if `shared_value_model` would fail. That one is called only at the end of training."""
+    offer_classifier(type(policy.config))
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     try:

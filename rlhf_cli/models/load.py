@@ -21,26 +21,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
-from rlhf_cli.artifacts import require_intact
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.checks import check_weights
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
-from rlhf_cli.models.heads import reads_last_token, require_scores_without_padding, scalar_heads
+from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
+from rlhf_cli.models.refusals import check_directory, reason_of, refuse_classifier, refuse_endless, refuse_pickles
 from rlhf_cli.seeding import seeded
 
-MOST_LAYERS = 10_000
-"""Limit for the number of layers or experts in a config.json; no real model has as many."""
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
@@ -49,7 +44,7 @@ CUTS = ("rlhf_max_length", "rlhf_truncation")
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub id."""
-    _check_directory(path, revision, weights=False)
+    check_directory(path, revision, weights=False)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=False
@@ -63,13 +58,16 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
             raise ValueError("chat_template is not a string")
         tokenizer("a")
     except Exception as error:
-        raise ArtifactError(f"{path}: cannot load a tokenizer ({_reason(error)})") from None
+        raise ArtifactError(f"{path}: cannot load a tokenizer ({reason_of(error)})") from None
     return tokenizer
 
 
 def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
-    """A causal language model in float32 with dropout off. Every weight must be in the file."""
-    model = _load(AutoModelForCausalLM, path, revision)
+    """A causal language model in float32 with dropout off. Every weight must be in the file.
+
+    A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
+    """
+    model, _ = _load(AutoModelForCausalLM, path, revision)
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     if not all(end is None or isinstance(end, int) for end in ends):
@@ -94,7 +92,7 @@ def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel
 
     transformers would fill a missing head with random numbers, and PPO would optimise for them.
     """
-    model = _load(AutoModelForSequenceClassification, path, revision)
+    model, _ = _load(AutoModelForSequenceClassification, path, revision)
     for key in FACTS:
         value = getattr(model.config, key, None)
         if value is not None and not _is_number(value, above_zero=key.endswith("_std")):
@@ -114,25 +112,32 @@ def _is_number(value: Any, *, above_zero: bool) -> bool:
         return False
 
 
-def new_reward_model(path: str, revision: str | None, *, seed: int, head_std: float | None) -> PreTrainedModel:
-    """A sequence classifier with one label on the weights at `path`, with a small random head.
+def new_reward_model(
+    path: str, revision: str | None, *, seed: int, head_std: float | None
+) -> tuple[PreTrainedModel, list[str]]:
+    """A sequence classifier with one label on the weights at `path`, and the names of its new parameters.
 
-    The head's standard deviation is 1/sqrt(hidden_size + 1) (Stiennon et al. 2020), so the first scores are of order
-    one and their differences are near zero. `head_std` sets another one.
+    A head in the file is kept if it has one label. A new one is random, with the standard deviation
+    1/sqrt(hidden_size + 1) (Stiennon et al. 2020) or `head_std`: the first scores are of order one, and their
+    differences are near zero.
     """
     with seeded(seed, "reward head"):
-        model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+        model, new = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+        names = {module: name for name, module in model.named_modules()}
         for head in scalar_heads(model):
+            if f"{names[head]}.weight" not in new:
+                continue
             std = head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1)
             torch.nn.init.normal_(head.weight, std=std)
             if head.bias is not None:
                 torch.nn.init.zeros_(head.bias)
-    return model
+    _forget_facts(model)
+    return model, new
 
 
 def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
     """The weights at `path` (a policy's or a reward model's) with a scalar head that starts at zero."""
-    model = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+    model, _ = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
     if not reads_last_token(model):
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
@@ -141,15 +146,19 @@ def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
         torch.nn.init.zeros_(head.weight)
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
-    # A reward model's config says how to normalise its scores. That does not apply to values.
+    _forget_facts(model)
+    return model
+
+
+def _forget_facts(model: PreTrainedModel) -> None:
+    """Remove what a reward model's config says about its scores. It does not apply to values or after more training."""
     for key in (*FACTS, *CUTS):
         vars(model.config).pop(key, None)
-    return model
 
 
 def load_value_model(path: str) -> PreTrainedModel:
     """A saved value model, with its head."""
-    model = _load(AutoModelForSequenceClassification, path, None)
+    model, _ = _load(AutoModelForSequenceClassification, path, None)
     if not reads_last_token(model) or model.config.num_labels != 1:
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Give the `value_model` directory "
@@ -225,7 +234,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
     except Exception as error:
         # safetensors and tokenizers write from Rust and report a full disk by their own errors.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            raise ArtifactError(f"{directory}: cannot be written ({_reason(error)}). Make room") from None
+            raise ArtifactError(f"{directory}: cannot be written ({reason_of(error)}). Make room") from None
         raise
     finally:
         model.set_attn_implementation(implementation)
@@ -243,14 +252,24 @@ def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory:
         raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int) -> PreTrainedModel:
-    _check_directory(path, revision, weights=True)
+def _load(
+    auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model in float32 and eval mode, and the names of its parameters that are not in the file.
+
+    With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other.
+    """
+    check_directory(path, revision, weights=True)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
-        _refuse_endless(path, config.get_text_config())
-        _refuse_pickles(path, revision, config)
+        refuse_endless(path, config.get_text_config())
+        refuse_pickles(path, revision, config)
+        if auto is AutoModelForCausalLM:
+            refuse_classifier(path, config)
+        else:
+            offer_classifier(type(config))
         with _no_conversion():
             model, info = auto.from_pretrained(
                 path,
@@ -265,13 +284,13 @@ def _load(auto: Any, path: str, revision: str | None, *, new_head: bool = False,
     except ArtifactError:
         raise
     except Exception as error:
-        raise ArtifactError(f"{path}: cannot load a model ({_reason(error)})") from None
-    check_weights(model, info, path, new_head=new_head)
+        raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
+    new = check_weights(model, info, path, new_head=new_head)
     set_dropout_off(model)
     if not model.config.is_encoder_decoder:
         _try_out(model, path)
     model.eval()
-    return model
+    return model, new
 
 
 @contextlib.contextmanager
@@ -301,7 +320,7 @@ def _try_out(model: PreTrainedModel, path: str) -> None:
     try:
         model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except Exception as error:
-        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({_reason(error)})") from None
+        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({reason_of(error)})") from None
 
 
 def set_dropout_off(model: PreTrainedModel) -> None:
@@ -316,55 +335,3 @@ def set_dropout_off(model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(module, name, 0.0)
-
-
-def _check_directory(path: str, revision: str | None, *, weights: bool) -> None:
-    directory = Path(path)
-    if not directory.exists():
-        if is_local(path):
-            raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
-        require_hub_model(path, revision)
-        return
-    require_intact(path, thorough=weights)
-    if not directory.is_dir():
-        raise ArtifactError(f"{path}: is a file. Give a Hugging Face model directory")
-    if not (directory / "config.json").is_file():
-        raise ArtifactError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
-    if weights and not any(directory.glob("*.safetensors")):
-        pickles = [p.name for p in directory.glob("*.bin")]
-        reason = f"{pickles[0]} is a pickle, and a pickle is never read" if pickles else "has no weights"
-        raise ArtifactError(f"{path}: {reason}. Save the model again with save_pretrained, as *.safetensors")
-
-
-def _refuse_endless(path: str, config: PreTrainedConfig) -> None:
-    """Raise ArtifactError for more layers or experts than any model has. Building them would not end."""
-    for key, value in config.to_dict().items():
-        if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
-            raise ArtifactError(f"{path}: config.json has {key}: {str(value)[:20]}, more than any model")
-
-
-def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
-    """Raise ArtifactError if a model's files lead transformers to a pickle, or outside of the model's directory.
-
-    `use_safetensors` covers only the usual file names. config.json may name any file as the weights, an index may name
-    any file as a part of them, and an adapter's weights are read from a pickle if there is no other file.
-    """
-    if find_adapter_config_file(path, revision=revision) is not None:
-        raise ArtifactError(f"{path}: is an adapter (adapter_config.json). Merge it into its model and save the result")
-    names = [getattr(config, "transformers_weights", None) or "model.safetensors"]
-    with contextlib.suppress(OSError):
-        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
-        names += json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ArtifactError(
-                f"{path}: its files name {name!r} as weights, and only *.safetensors beside config.json are read. Save "
-                "the model again with save_pretrained"
-            )
-
-
-def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return "it asks for trust_remote_code, and code that comes with a model is never run"
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -1,15 +1,20 @@
-"""How well a reward model agrees with the order of held-out answers: scores, margins, accuracy, and two baselines."""
+"""How well a reward model agrees with held-out preferences, scores or labels, beside what simple rules reach."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_cli.algorithms.reward_model import ranking_pairs
+from rlhf_cli.algorithms.bootstrap import mean_interval
+from rlhf_cli.algorithms.calibration import brier_score, expected_calibration_error, reliability
+from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
-from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.records import Ranking
+from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.training.distributed import World
 
@@ -17,13 +22,17 @@ from rlhf_cli.training.distributed import World
 def margins(
     model: PreTrainedModel, rankings: list[RankedIds], budget: Budget, precision: str, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(margin, accuracy) of each ranking, both [n]: see `margins_of`."""
+    scores = scores_of_rows(model, [item.answers for item in rankings], budget, precision, world)
+    return margins_of(scores, [len(item.answers) for item in rankings])
+
+
+def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(margin, accuracy) of each ranking, both [n]: means over its pairs.
 
-    A pair's margin is the better answer's score minus the worse one's. Its accuracy is 1 for a positive margin and 1/2
-    for zero.
+    The scores are laid end to end, best answer first within each ranking. A pair's margin is the better answer's score
+    minus the worse one's. Its accuracy is 1 for a positive margin and 1/2 for zero.
     """
-    scores = scores_of_rows(model, [item.answers for item in rankings], budget, precision, world)
-    sizes = [len(item.answers) for item in rankings]
     better, worse, weight = ranking_pairs(sizes)
     weight = weight.float()
     row = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor([size * (size - 1) // 2 for size in sizes]))
@@ -43,46 +52,173 @@ def scores_of_rows(
     return torch.tensor([score for row in world.interleave(world.gather(by_row)) for score in row])
 
 
-def ranking_figures(rankings: list[RankedIds], margin: torch.Tensor, accuracy: torch.Tensor) -> dict[str, float]:
-    """The held-out figures of rankings, from the margin and accuracy of each.
+def figures_of_rankings(
+    model: PreTrainedModel, rankings: list[RankedIds], budget: Budget, precision: str, world: World
+) -> dict[str, float]:
+    """The `ranking_figures` of a model on held-out rankings."""
+    longer, gold = [longer_wins(item.answers) for item in rankings], [gold_gap(item.row) for item in rankings]
+    return ranking_figures(*margins(model, rankings, budget, precision, world), longer, gold)
+
+
+def ranking_figures(
+    margin: torch.Tensor, accuracy: torch.Tensor, longer: Sequence[float], gold: Sequence[float | None]
+) -> dict[str, float]:
+    """The held-out figures of rankings, from the margin, accuracy, `longer_wins` and `gold_gap` of each.
 
     The pairs of a ranking are not independent, so a ranking counts as one trial of the 95 % interval.
-    `eval/length_baseline` is the accuracy of a rule that prefers the longer answer. `eval/gold_accuracy` is the share
-    of rankings in whose order of best and worst the model agrees with the gold scores; ties do not count.
+    `eval/length_baseline` is the accuracy of a rule that prefers the longer answer, `eval/shorter_baseline` of one that
+    prefers the shorter; a reward model must beat both. `eval/gold_accuracy` is the share of rankings in whose order of
+    best and worst the model agrees with the gold scores; ties do not count.
     """
-    low, high = wilson_interval(accuracy.sum().item(), len(rankings))
-    baseline = [longer_wins(item) for item in rankings]
+    low, high = wilson_interval(accuracy.sum().item(), len(accuracy))
+    length_baseline = sum(longer) / len(longer)
     figures = {
         "eval/accuracy": accuracy.mean().item(),
         "eval/accuracy_low95": low,
         "eval/accuracy_high95": high,
         "eval/margin": margin.mean().item(),
-        "eval/length_baseline": sum(baseline) / len(baseline),
+        "eval/num_rows": len(accuracy),
+        "eval/length_baseline": length_baseline,
+        "eval/shorter_baseline": 1 - length_baseline,
     }
-    gold = [gold_gap(item.row) for item in rankings]
     if all(gap is not None for gap in gold):
         agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
         figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
     return figures
 
 
-def score_figures(predicted: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
-    """The held-out figures of scored answers: error, correlations, and the share of pairs in the right order."""
-    return {
-        "eval/mse": (predicted - target).square().mean().item(),
+def score_figures(predicted: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
+    """The held-out figures of scored answers, [n] each: error, correlations, and the share of pairs in the right order.
+
+    `eval/target_variance` is the error of predicting the mean target for every answer.
+    """
+    error = (predicted - target).square()
+    figures = {"eval/mse": error.mean().item()}
+    if len(error) > 1:
+        figures["eval/mse_low95"], figures["eval/mse_high95"] = mean_interval(error, seed=0)
+    return figures | {
+        "eval/num_rows": len(rows),
         "eval/target_variance": target.var(correction=0).item(),
         "eval/pearson": pearson(predicted, target),
         "eval/spearman": spearman(predicted, target),
-        "eval/pair_accuracy": pair_accuracy(predicted, target),
+        **_order_figures(predicted, target, rows),
     }
 
 
-def longer_wins(item: RankedIds) -> float:
-    """The share of a ranking's pairs in which the better answer is longer; a tie counts one half.
+def label_figures(score: torch.Tensor, label: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
+    """The held-out figures of answers labelled from 0 (bad) to 1 (good), [n] each: accuracy and calibration.
 
-    A reward model must beat this.
+    `eval/base_rate` is the accuracy of giving every answer the more frequent label, and `eval/brier_baseline` the Brier
+    score (mean squared error of the probability) of predicting the mean label.
     """
-    lengths = [len(ids) for ids in item.answers]
+    accuracy, probability = label_accuracy(score, label), score.sigmoid()
+    low, high = wilson_interval(accuracy.sum().item(), len(rows))
+    always_good = label_accuracy(torch.ones_like(score), label).mean().item()
+    return {
+        "eval/accuracy": accuracy.mean().item(),
+        "eval/accuracy_low95": low,
+        "eval/accuracy_high95": high,
+        "eval/num_rows": len(rows),
+        "eval/base_rate": max(always_good, 1 - always_good),
+        "eval/brier": brier_score(probability, label),
+        "eval/brier_baseline": brier_score(label.mean(), label),
+        "eval/calibration_error": expected_calibration_error(reliability(probability, label)),
+        **_order_figures(score, label, rows),
+    }
+
+
+def _order_figures(predicted: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
+    """The share of pairs of answers in the right order, by the prediction and by the length in characters."""
+    longer = pair_accuracy(torch.tensor([float(len(row.response)) for row in rows]), target)
+    return {
+        "eval/pair_accuracy": pair_accuracy(predicted, target),
+        "eval/length_baseline": longer,
+        "eval/shorter_baseline": 1 - longer,
+    }
+
+
+def verdict(figures: Mapping[str, float]) -> tuple[str, bool]:
+    """A sentence on held-out figures, and whether the model is better than chance and than the simple rules.
+
+    The figures are those of `ranking_figures`, `label_figures` or `score_figures`, also from a stage's manifest. Better
+    means that the whole 95 % interval is.
+
+    >>> figures = {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/accuracy_high95": 0.59}
+    >>> figures |= {"eval/num_rows": 600, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59}
+    >>> print(*verdict(figures), sep="\\n")
+    held-out accuracy 0.550 (95 % interval 0.510 to 0.590, 600 rows): above chance (0.500), but not above choosing \
+the shorter answer (0.590)
+    False
+    """
+    if "eval/mse" in figures:
+        return _verdict_on_error(figures)
+    low, high = figures["eval/accuracy_low95"], figures["eval/accuracy_high95"]
+    if "eval/base_rate" in figures:
+        rules = {"giving every answer the more frequent label": figures["eval/base_rate"]}
+    else:
+        longer, shorter = figures["eval/length_baseline"], figures["eval/shorter_baseline"]
+        side, rate = ("longer", longer) if longer >= shorter else ("shorter", shorter)
+        rules = {"chance": 0.5, f"choosing the {side} answer": rate}
+    above = [f"{name} ({rate:.3f})" for name, rate in rules.items() if low > rate]
+    missed = [f"{name} ({rate:.3f})" for name, rate in rules.items() if low <= rate]
+    parts = [f"above {' and '.join(above)}"] * bool(above) + [f"not above {' or '.join(missed)}"] * bool(missed)
+    measured = f"held-out accuracy {figures['eval/accuracy']:.3f} (95 % interval {low:.3f} to {high:.3f}"
+    return f"{measured}, {figures['eval/num_rows']:,.0f} rows): {', but '.join(parts)}", not missed
+
+
+def _verdict_on_error(figures: Mapping[str, float]) -> tuple[str, bool]:
+    """`verdict` on the figures of `score_figures`."""
+    error, variance = figures["eval/mse"], figures["eval/target_variance"]
+    interval, is_better = "", False
+    if "eval/mse_high95" in figures:
+        interval = f"95 % interval {figures['eval/mse_low95']:.4g} to {figures['eval/mse_high95']:.4g}, "
+        is_better = figures["eval/mse_high95"] < variance
+    if is_better:
+        found = "below the variance of the targets"
+    elif error > variance:
+        found = "above the variance of the targets, so predicting their mean would be better"
+    else:
+        found = "not clearly below the variance of the targets, the error of predicting their mean"
+    order, longer = figures["eval/pair_accuracy"], figures["eval/length_baseline"]
+    return (
+        f"held-out error {error:.4g} ({interval}{figures['eval/num_rows']:,.0f} rows): {found} ({variance:.4g}). It "
+        f"orders {order:.3f} of the pairs as their targets do, the length alone {max(longer, 1 - longer):.3f}"
+    ), is_better
+
+
+def probe_figures(
+    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, precision: str, world: World
+) -> dict[str, float]:
+    """Accuracy on each named probe: an accuracy over all pairs can hide a defect that the model never sees."""
+    if not probes:
+        return {}
+    rankings = list(probes)
+    _, accuracy = margins(model, rankings, budget, precision, world)
+    by_name: dict[str, list[float]] = {}
+    for item, value in zip(rankings, accuracy.tolist(), strict=True):
+        by_name.setdefault(item.row.columns["probe"], []).append(value)
+    return {f"probe/{name}": sum(values) / len(values) for name, values in by_name.items()}
+
+
+def held_out_lines(
+    figures: Mapping[str, float], test: Sequence[RankedIds] | Sequence[ScoredIds], probes: Sequence[RankedIds]
+) -> list[list[str]]:
+    """The rows of a table of held-out figures, each with the number of rows that it was computed from."""
+    of_probes = Counter(str(item.row.columns["probe"]) for item in probes)
+    counts = {f"probe/{name}": number for name, number in of_probes.items()}
+    if "eval/gold_accuracy" in figures:
+        # Pairs of equal gold scores do not count.
+        counts["eval/gold_accuracy"] = sum(bool(gold_gap(i.row)) for i in test if isinstance(i, RankedIds))
+    return [
+        [key, f"{value:.4g}", f"{counts.get(key, len(test)):,}"]
+        for key, value in figures.items()
+        if key != "eval/num_rows"
+    ]
+
+
+def longer_wins(answers: Sequence[Sequence[int]]) -> float:
+    """The share of a ranking's pairs in which the better answer is longer; a tie counts one half."""
+    lengths = [len(ids) for ids in answers]
     wins = [1.0 if a > b else 0.5 if a == b else 0.0 for i, a in enumerate(lengths) for b in lengths[i + 1 :]]
     return sum(wins) / len(wins)
 

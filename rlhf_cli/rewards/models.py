@@ -16,12 +16,12 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
-from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
+from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
-from rlhf_cli.models.limits import longest_input
+from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
@@ -88,8 +88,12 @@ class RewardModel(RewardSource):
         """The rows that the model can score, and their token ids."""
         if self.reads_policy_tokens:
             prompts = samples.prompt_ids if self.reads_prompt else [[]] * len(samples.responses)
-            whole = [p + r for p, r in zip(prompts, samples.response_ids, strict=True)]
-            sequences, num_cut = cut_all(whole, *trained_limit(self.model), self.tokenizer.bos_token_id)
+            eos = self.tokenizer.eos_token_id
+            responses = [closed(r, end, eos) for r, end in zip(samples.response_ids, samples.ended, strict=True)]
+            whole = [p + r for p, r in zip(prompts, responses, strict=True)]
+            longest, side = trained_limit(self.model)
+            longest = min(longest, positions(self.model))
+            sequences, num_cut = cut_all(whole, longest, side, self.tokenizer.bos_token_id)
             rows = list(range(len(sequences)))
         else:
             texts = self._texts(samples)
@@ -289,6 +293,15 @@ def written(template: str, prompt: str, response: str) -> str:
     return re.sub(r"\{prompt\}|\{response\}", lambda match: texts[match.group()], template)
 
 
+def closed(response_ids: list[int], ended: bool, eos: int | None) -> list[int]:
+    """A response with EOS behind it if another stop token or a stop string ended it: scores are read at EOS.
+
+    >>> closed([5, 9], True, eos=2), closed([5, 2], True, eos=2), closed([5, 9], False, eos=2)
+    ([5, 9, 2], [5, 2], [5, 9])
+    """
+    return [*response_ids, eos] if ended and eos is not None and response_ids[-1:] != [eos] else response_ids
+
+
 def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
     """(longest sequence, side that is cut) from the model's training; no limit if training did not cut.
 
@@ -347,7 +360,7 @@ def encode_whole(
     """(ids of each text, number of texts cut), within the lengths that the model accepts and was trained on.
 
     A causal model gets EOS after a response that ended. An encoder gets its tokenizer's special tokens. A text from
-    a chat template already contains them.
+    a chat template already contains them. A model of our RM stage reads it up to EOS, as in its training.
     """
     if not texts:
         return [], 0
@@ -355,6 +368,8 @@ def encode_whole(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if is_chat:
         encoded = special_tokens_of(tokenizer).encode(texts, add_special_tokens=False)
+        if eos is not None and reads_last_token(model) and hasattr(model.config, "rlhf_max_length"):
+            encoded = [cut_behind_eos(ids, int(eos)) for ids in encoded]
         return cut_all(encoded, longest, side, bos)
     sequences = encode_for_classifier(tokenizer, texts, None)
     if not reads_last_token(model) or eos is None:
@@ -366,6 +381,8 @@ def encode_whole(
         return sequences, len(long)
     whole = []
     for ids, end in zip(sequences, ended, strict=True):
-        bare = ids[:-1] if ids[-1:] == [int(eos)] else ids
+        # A prompt in a chat template has its BOS, and the tokenizer adds another.
+        kept = cut_behind_eos(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids, int(eos))
+        bare = kept[:-1] if kept[-1:] == [int(eos)] else kept
         whole.append([*bare, int(eos)] if end or not bare else bare)
     return cut_all(whole, longest, side, bos)

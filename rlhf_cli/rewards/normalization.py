@@ -23,7 +23,7 @@ from rlhf_cli.data.views import answered
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import is_language_model, load_policy, load_tokenizer, same_tokenizer
-from rlhf_cli.rewards.models import cut_all, encode_texts, length_limit, score_sequences
+from rlhf_cli.rewards.models import closed, cut_all, encode_texts, length_limit, score_sequences
 from rlhf_cli.training.stage_run import StageRun
 
 SMALLEST_STD = 1e-6
@@ -107,6 +107,8 @@ def _samples(
         stage.sample({"prompt": text, "response": reply, "ended": response.ended})
     texts = [ids + response.ids for (_, ids), response in zip(fitting, responses, strict=True)]
     if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
+        ended = [response.ended for response in responses]
+        texts = [closed(ids, end, tokenizer.eos_token_id) for ids, end in zip(texts, ended, strict=True)]
         return cut_all(texts, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
     decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
     if not keep_special:

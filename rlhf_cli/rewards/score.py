@@ -16,7 +16,8 @@ class ScoreScale:
     """The mean and standard deviation that normalise scores, in addition to each reward model's own.
 
     `none` leaves scores unchanged. `running` updates them with every batch before it normalises that batch.
-    `reference` computes them once, from samples of ref_policy. The moments are the whole state.
+    `reference` computes them once, from samples of ref_policy. `running_std` and `reference_std` divide by the standard
+    deviation and leave the mean. The moments are the whole state.
     """
 
     def __init__(self, ppo: PPO):
@@ -29,12 +30,15 @@ class ScoreScale:
             self.moments = merge(self.moments, part.count, part.mean, part.squared_deviations)
 
     def apply(self, score: torch.Tensor) -> torch.Tensor:
-        """``(score - mean) / std``, [B]; without spread so far, the mean is subtracted only."""
+        """``(score - mean) / std`` or ``score / std``, [B]; a standard deviation of 0 counts as 1."""
+        std = self.moments.std if self.moments.std > 0 else 1.0
         match self.kind:
             case "none":
                 return score
             case "running" | "reference":
-                return (score - self.moments.mean) / (self.moments.std if self.moments.std > 0 else 1.0)
+                return (score - self.moments.mean) / std
+            case "running_std" | "reference_std":
+                return score / std
             case _:
                 assert_never(self.kind)
 

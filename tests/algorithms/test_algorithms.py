@@ -8,13 +8,20 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
-from rlhf_cli.algorithms.reward_model import pairwise_loss, score_loss
-from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
+from rlhf_cli.algorithms.reward_model import label_accuracy, label_loss, pairwise_loss, score_loss
+from rlhf_cli.algorithms.statistics import (
+    distinct_n,
+    pair_accuracy,
+    pearson,
+    spearman,
+    wilson_interval,
+)
 from rlhf_cli.algorithms.value import explained_variance, value_loss
 from rlhf_cli.tensor_ops import (
     flatten_rows,
@@ -811,6 +818,27 @@ def test_score_loss():
     parts = [score_loss(score[rows], target[rows], num_rows=6) for rows in (slice(0, 1), slice(1, 6))]
     close(sum(part[0] for part in parts), expected)
     close(sum(part[1]["rm/score"] for part in parts), stats["rm/score"])
+
+
+def test_label_loss():
+    score, label = 3 * draw(6, seed=1), torch.tensor([1.0, 0.0, 0.3, 1.0, 0.0, 1.0], dtype=torch.float64)
+    loss, stats = label_loss(score.clone().requires_grad_(), label)
+    close(loss, binary_cross_entropy_with_logits(score, label))
+    by_hand = [
+        -y * math.log(1 / (1 + math.exp(-s))) - (1 - y) * math.log(1 / (1 + math.exp(s)))
+        for s, y in zip(score.tolist(), label.tolist(), strict=True)
+    ]
+    close(loss, sum(by_hand) / 6)
+    close(
+        stats["rm/accuracy"], sum((s > 0) == (y > 0.5) for s, y in zip(score.tolist(), label.tolist(), strict=True)) / 6
+    )
+    assert not any(stat.requires_grad for stat in stats.values())
+    close(gradient_of(lambda x: label_loss(x, label)[0], score), (score.sigmoid() - label) / 6)
+    parts = [label_loss(score[rows], label[rows], num_rows=6) for rows in (slice(0, 1), slice(1, 6))]
+    close(sum(part[0] for part in parts), loss)
+    close(sum(part[1]["rm/accuracy"] for part in parts), stats["rm/accuracy"])
+    assert label_loss(torch.tensor([-1e4]), torch.tensor([1.0]))[0] == 1e4
+    assert label_accuracy(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 0.5])).tolist() == [0.5, 0.5]
 
 
 # ---- statistics

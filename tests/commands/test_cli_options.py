@@ -18,7 +18,7 @@ def rlhf(*arguments: str, columns: int = 80) -> Result:
 
 
 COMMANDS = [
-    (), ("sft",), ("rm",), ("rm", "serve"), ("ppo",), ("pipeline",), ("doctor",), ("init",),
+    (), ("sft",), ("rm",), ("rm", "serve"), ("rm", "score"), ("ppo",), ("pipeline",), ("doctor",), ("init",),
     ("status",), ("watch",), ("eval",), ("compare",), ("report",),
     ("config",), ("config", "check"), ("config", "show"), ("config", "docs"), ("config", "schema"),
     ("data",), ("data", "check"), ("data", "show"), ("data", "convert"), ("data", "generate"), ("data", "score"),
@@ -81,10 +81,12 @@ def test_config_show_of_a_missing_file() -> None:
 def test_docs_of_a_key() -> None:
     assert rlhf("config", "docs", "rm.loss").output == (
         "loss  (rm.yaml)\n"
-        "  one of logsigmoid, logexp, mse; default logsigmoid\n"
+        "  one of logsigmoid, logexp, mse, bce; default logsigmoid\n"
         "  For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same\n"
         "  written as log(1 + exp) (`logexp`). For rows with a score: squared error\n"
-        "  (`mse`).\n"
+        "  (`mse`). For rows with a label from 0 (bad) to 1 (good), such as those of KTO:\n"
+        "  the logistic loss, so that sigmoid(score) is the probability of a good answer\n"
+        "  (`bce`).\n"
     )
 
 

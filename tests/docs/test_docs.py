@@ -198,7 +198,7 @@ NOT_OFFERED = {
     "beam and contrastive search": ("num_beams", "penalty_alpha"),
     "encoder-decoder policies": ("encoder_decoder", "is_encoder_decoder"),
     "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
-    "scaling scores without": ("shift_mean", "score_clip_low"),
+    "asymmetric score clips": ("score_clip_low", "score_clip_high"),
     "minibatches drawn at random": ("sample_replay_buffer", "random_minibatches"),
     "a moving average of the reward": ("reward_ema", "score_ema"),
 }

@@ -46,8 +46,9 @@ FLOORS = {
     "rlhf_cli.cli_options": 8,
     "rlhf_cli.cli_data": 9,
     "rlhf_cli.cli_runs": 9,
-    "rlhf_cli.cli": 10,
-    "rlhf_cli.__main__": 11,
+    "rlhf_cli.cli_rm": 10,
+    "rlhf_cli.cli": 11,
+    "rlhf_cli.__main__": 12,
     "rlhf_cli": 0,
 }
 
@@ -68,6 +69,7 @@ WITHOUT_TORCH = (
     "rollout.requests",
     "cli",
     "cli_data",
+    "cli_rm",
     "cli_runs",
     "cli_options",
     "config",

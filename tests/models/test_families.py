@@ -376,11 +376,11 @@ def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, conf
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["llama", "jamba", "bart", "mamba", "rwkv"])
+@pytest.mark.parametrize("name", ["llama", "jamba", "mamba", "rwkv", "bart"])
 def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training(name):
     _, model = pair(name)
     head = torch.nn.Linear(32, 1, bias=False)
-    if name in ("llama", "jamba"):
+    if name != "bart":
         check_shared_value_model(model)
         assert torch.equal(shared_value_model(model, head).score.weight, head.weight)
         return

@@ -93,7 +93,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused(make_model):
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_the_head_of_a_classifier_is_always_trained(make_model, tokenizer, tmp_path, kind):
     if kind == "decoder":
-        model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
+        model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
     else:
         model = encoder(tmp_path, tokenizer)
     freeze(model, ["*"], "model.freeze")

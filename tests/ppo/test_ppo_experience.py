@@ -47,6 +47,8 @@ EXPERIENCES = {
     },
     "running": {"ppo": {**KL, "score_normalization": "running", "score_clip": 0.8}},
     "reference": {"ppo": {**KL, "score_normalization": "reference", "num_reference_samples": 12}},
+    "running_std": {"ppo": {**KL, "score_normalization": "running_std"}},
+    "reference_std": {"ppo": {**KL, "score_normalization": "reference_std", "num_reference_samples": 12}},
     "score_clip": {"ppo": {**KL, "score_clip": 1.1}},
     "penalties": {
         "ppo": {
@@ -88,7 +90,7 @@ def test_update_batches_equal_slow_loops_over_raw_scores(name, watch, pipeline, 
             {"type": "function", "function": f"{functions}:{function}", "weight": weight, "per_token": per_token}
             for function, weight, per_token in EXPERIENCES[name]["rewards"]
         ]
-    calls = 2 if changes["ppo"].get("score_normalization") == "reference" else 0  # 12 samples, 8 at a time
+    calls = 2 if changes["ppo"].get("score_normalization", "").startswith("reference") else 0  # 12 samples, 8 at a time
     run = watch(**merged(extra, changes))
     iterations = check_update_batch(run, num_reference_calls=calls)
     assert len(iterations) == 2

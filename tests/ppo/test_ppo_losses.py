@@ -67,7 +67,7 @@ def case_of(make_model):
         old = load_policy(path)
         prepare(old, torch.device("cpu"))
         old = old.double()
-        values = new_reward_model(path, None, seed=1, head_std=0.5)
+        values, _ = new_reward_model(path, None, seed=1, head_std=0.5)
         prepare(values, torch.device("cpu"))
         values = values.double()
         prompts = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]

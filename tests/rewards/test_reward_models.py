@@ -209,7 +209,7 @@ def test_policy_tokens_are_cut_like_text(chat_reward_model, tokenizer, facts, ke
     path = trained_at(chat_reward_model(None), **facts)
     source = load_model(path, tokenizer)[0]
     ids = [[5, 6], [5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
-    scores = total_score([source], batch(["x"] * 3, ids=ids))
+    scores = total_score([source], batch(["x"] * 3, ids=ids, ended=False))
     wanted = score_sequences(load_reward_model(str(path)), [keeps([7, *r]) for r in ids], "float32")
     assert scores.total.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     assert scores.cut == {"rm": 1 if keeps(list(range(9))) != list(range(9)) else 0}

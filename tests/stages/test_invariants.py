@@ -11,7 +11,7 @@ import json
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, linear, logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, logsigmoid
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
@@ -151,7 +151,7 @@ def rankings(arch, make_model, data):
 @pytest.fixture(scope="module")
 def classifiers(arch, make_model):
     """A new reward model on packed rows, and the same model as transformers runs it."""
-    models = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5) for _ in range(2)]
+    models = [new_reward_model(str(make_model(arch)), None, seed=1, head_std=0.5)[0] for _ in range(2)]
     assert prepare(models[0], CPU) is None
     return models
 
@@ -160,7 +160,7 @@ def plain_score(model, ids):
     return linear(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1:], model.score.weight)[0, 0]
 
 
-@pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse"])
+@pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse", "bce"])
 def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_config, tmp_path, loss_name):
     """[23, 29] A ranking counts as one row, with the mean over its pairs."""
     model, wanted_model = map(double, classifiers)
@@ -168,6 +168,16 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
     if loss_name == "mse":
         batch = [ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row")) for i, item in enumerate(rankings)]
         losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
+        changes = {}
+    elif loss_name == "bce":
+        batch = [
+            ScoredIds(item.answers[0], float(i % 2), Scored("", "", 0.0, "row")) for i, item in enumerate(rankings)
+        ]
+        scale = rm_stage.TargetScale(0.0, 1.0)
+        scores = torch.stack([plain_score(wanted_model, item.ids) for item in batch])
+        losses = list(
+            binary_cross_entropy_with_logits(scores, (torch.arange(len(batch)) % 2).to(scores), reduction="none")
+        )
         changes = {}
     else:
         batch, losses = rankings, []
@@ -457,7 +467,7 @@ def test_only_assistant_turns_are_learned(chat_tokenizer, template):
         (False, "<user>please help\n<assistant>"),
         (True, "we will send a lamp<eos>\n"),
         (False, "<user>today\n<assistant>"),
-        (True, "sorry<eos>\n"),
+        (True, "sorry<eos>"),
     ]
     eos = chat_tokenizer.eos_token_id
     assert [yes for token, yes in zip(example.ids, example.loss_mask, strict=True) if token == eos] == [True, True]
@@ -501,7 +511,7 @@ def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_pat
 
 def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     """[31] Seven pairs in batches of 3, with a tie, and again with both answers swapped."""
-    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
+    model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(4, 18), seed=3)
     row = Ranking("", ("", ""), "row")
@@ -524,7 +534,7 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
 
 def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config, tmp_path):
     """Accuracy, margin and length baseline of rankings of 2 to 5 answers equal those of loops."""
-    model = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
+    model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
     cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
@@ -543,6 +553,8 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
     assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
     assert metrics["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
     assert metrics["eval/length_baseline"] == sum(longer) / 4 == 0.25
+    assert metrics["eval/shorter_baseline"] == 0.75
+    assert metrics["eval/num_rows"] == 4
     low, high = wilson_interval(sum(accuracy), 4)
     assert (metrics["eval/accuracy_low95"], metrics["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
 

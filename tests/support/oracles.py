@@ -362,11 +362,13 @@ def check_update_batch(run, num_reference_calls=0):
         raw, dense = weighted_scores(config, setup, num_reference_calls + i)
         all_scores += raw
         mean, std = 0.0, 1.0
-        if ppo.score_normalization == "running":
+        if ppo.score_normalization.startswith("running"):
             mean, std = mean_std(all_scores)
-        elif ppo.score_normalization == "reference":
+        elif ppo.score_normalization.startswith("reference"):
             samples = [weighted_scores(config, setup, call)[0] for call in range(num_reference_calls)]
             mean, std = mean_std(list(itertools.chain(*samples)))
+        if ppo.score_normalization.endswith("_std"):
+            mean = 0.0
         score = slow_score(config, raw, rollout.responses, mean, std)
         unwhitened = slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl_coef)
         rewards = whiten(unwhitened, keep_mean=True) if ppo.whiten_rewards else unwhitened

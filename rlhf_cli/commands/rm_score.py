@@ -1,0 +1,265 @@
+"""`rlhf rm score`: what a reward model gives to the answers of a file, good beside bad.
+
+A decoder reads prompt and answer in the tokens of its training, with EOS, as it reads PPO's responses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
+from rlhf_cli.commands.data_score import text_of, with_columns
+from rlhf_cli.commands.output import (
+    Dropped,
+    OnBadRow,
+    OutputRow,
+    batched,
+    items,
+    json_line,
+    prompt_column,
+    refuse_own_output,
+)
+from rlhf_cli.commands.serve import Settings, as_reward
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.errors import ArtifactError, DataError
+from rlhf_cli.training.progress import Display
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.records import Record
+    from rlhf_cli.rewards.base import Samples
+    from rlhf_cli.rewards.models import RewardModel
+
+CHUNK = 256
+"""Rows scored at a time."""
+NUM_SHOWN = 3
+"""Pairs that are shown side by side."""
+
+
+def score_file(
+    settings: Settings,
+    source: DataSource,
+    out: Path | None,
+    *,
+    num: int | None = None,
+    on_bad_row: OnBadRow = "error",
+    quiet: bool = False,
+) -> None:
+    """Score every answer of the first `num` rows, as JSON lines in `out` or on stdout, and print a summary.
+
+    A pair gets the columns `chosen_score` and `rejected_score`, one answer `score`, several answers `scores`. Without
+    `out` the summary goes to stderr.
+    Raises ConfigError, DataError or ArtifactError for a file or a model that cannot be used, and RewardError for a
+    score that is NaN or infinite.
+    """
+    if out is not None:
+        refuse_own_output(source, out)
+    display = Display("score", quiet=quiet, console=Console(highlight=False, soft_wrap=True, stderr=out is None))
+    model, template, notes = _load(settings)
+    for note in notes:
+        display.note(note)
+    summary = _Summary()
+    with _lines_to(out) as write:
+        for chunk in batched(islice(items(source, "sft", on_bad_row, _require_answer), num), CHUNK):
+            records = [record for record in chunk if not isinstance(record, Dropped)]
+            summary.num_bad_rows += len(chunk) - len(records)
+            samples = samples_of(model, records, template)
+            scores = iter(model.score(samples).tolist())
+            ids = iter([p + r for p, r in zip(samples.prompt_ids, samples.response_ids, strict=True)])
+            for record in records:
+                own_scores = [next(scores) for _ in record.answers]
+                summary.add(record, own_scores, [next(ids) for _ in record.answers])
+                write(scored_row(record, own_scores))
+    if out is not None:
+        display.note(f"{out}: {summary.num_rows} rows")
+    summary.show(display, model.report())
+
+
+def _load(settings: Settings) -> tuple[RewardModel, str | None, list[str]]:
+    """The reward model, the prompt template of its training if that is known, and notes for the user."""
+    from rlhf_cli.data.encode import require_eos
+    from rlhf_cli.models.heads import reads_last_token
+    from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.rewards.models import load_reward_source
+    from rlhf_cli.training import distributed
+
+    path = reward_model_stage(settings.model)
+    manifest = read_manifest_or_none(path)
+    data = manifest.identity["config"].get("data") if manifest is not None else None
+    data = data if isinstance(data, dict) else {}
+    device = distributed.start(settings.device).device
+    # With its own tokenizer it scores token ids, as it does for a policy of the same run.
+    tokenizer = load_tokenizer(model_directory(path))
+    reward = as_reward(settings, path)
+    model, notes = load_reward_source(
+        reward,
+        path,
+        tokenizer,
+        device,
+        "auto",
+        name=settings.model,
+        key="--model",
+        keep_special=data.get("special_tokens") == "keep",
+    )
+    if reads_last_token(model.model):
+        require_eos(tokenizer, path)
+    return model, data.get("prompt_template"), notes
+
+
+def _require_answer(record: Record) -> None:
+    if not record.answers:
+        raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
+
+
+def samples_of(model: RewardModel, records: Sequence[Record], template: str | None) -> Samples:
+    """Every answer of every record, in order, as a reward model receives PPO's responses."""
+    from rlhf_cli.data.encode import (
+        encode_answers,
+        encode_for_classifier,
+        is_chat,
+        last_run,
+        prompt_text,
+        whole_text,
+    )
+    from rlhf_cli.data.records import Scored
+    from rlhf_cli.data.special_tokens import special_tokens_of
+    from rlhf_cli.data.views import answered
+    from rlhf_cli.models.heads import reads_last_token
+    from rlhf_cli.rewards.base import Samples
+
+    tokenizer = model.tokenizer
+    pairs = [(record, answer) for record in records for answer in record.answers]
+    rows = [answered(Scored(r.prompt, a.text, 0.0, r.where, r.messages, a.ended), a.text) for r, a in pairs]
+    if reads_last_token(model.model):
+        encoded = encode_answers(tokenizer, rows, template, start=False, keep_special=model.keep_special)
+        ids = [ids for ids, _ in encoded]
+        cuts = [len(ids) - last_run(answer_mask) for ids, answer_mask in encoded]
+    else:
+        special = None if model.keep_special else special_tokens_of(tokenizer)
+        ids = encode_for_classifier(tokenizer, [whole_text(row, template, tokenizer, special) for row in rows], None)
+        cuts = [0] * len(ids)
+    return Samples(
+        prompts=[prompt_text(record.prompt, template, tokenizer, record.messages) for record, _ in pairs],
+        responses=[text_of(r, a.text) if is_chat(r.messages, template, tokenizer) else a.text for r, a in pairs],
+        prompt_ids=[each[:cut] for each, cut in zip(ids, cuts, strict=True)],
+        response_ids=[each[cut:] for each, cut in zip(ids, cuts, strict=True)],
+        ended=[answer.ended for _, answer in pairs],
+        rows=[record.columns for record, _ in pairs],
+        where=[record.where for record, _ in pairs],
+        own_prompts=[record.prompt for record, _ in pairs],
+        messages=[record.messages for record, _ in pairs],
+    )
+
+
+def scored_row(record: Record, scores: Sequence[float]) -> OutputRow:
+    """The row with the scores of its answers. A preference pair has its better answer under `chosen`."""
+    from rlhf_cli.data.views import ranking
+
+    texts = [text_of(record, answer.text) for answer in record.answers]
+    prompt = prompt_column(record)
+    if len(texts) == 1:
+        return with_columns(record, {"prompt": prompt, "response": texts[0], "score": scores[0]})
+    ranked = ranking(record)
+    if len(texts) > 2 or ranked is None:
+        return with_columns(record, {"prompt": prompt, "responses": texts, "scores": list(scores)})
+    best = [answer.text for answer in record.answers].index(ranked.chosen)
+    pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[1 - best]}
+    return record.columns | pair | {"chosen_score": scores[best], "rejected_score": scores[1 - best]}
+
+
+class _Summary:
+    """What the scores of a file say about the model."""
+
+    def __init__(self) -> None:
+        self.num_rows = self.num_bad_rows = 0
+        self.scores: list[float] = []
+        self.of_rankings: list[float] = []
+        """The scores of all rankings end to end, best answer first within each."""
+        self.sizes: list[int] = []
+        self.longer: list[float] = []
+        self.gold: list[float | None] = []
+        self.targets: list[tuple[float, float]] = []
+        """(score, score or label of the row) of single answers."""
+        self.shown: list[tuple[str, dict[str, str]]] = []
+
+    def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:
+        """Count a row with the scores and token ids of its answers."""
+        from rlhf_cli.data.views import ranking
+        from rlhf_cli.rewards.agreement import gold_gap, longer_wins
+
+        self.num_rows += 1
+        self.scores += scores
+        ranked = ranking(record)
+        if ranked is None:
+            if len(scores) == 1 and (target := record.answers[0].score) is not None:
+                self.targets.append((scores[0], target))
+            return
+        number = {answer.text: n for n, answer in reversed(list(enumerate(record.answers)))}
+        order = [number[text] for text in ranked.answers]
+        self.of_rankings += [scores[n] for n in order]
+        self.sizes.append(len(order))
+        self.longer.append(longer_wins([ids[n] for n in order]))
+        self.gold.append(gold_gap(ranked))
+        if len(self.shown) < NUM_SHOWN:
+            sides = {
+                f"{side} ({scores[n]:+.2f})": record.answers[n].text
+                for side, n in (("good", order[0]), ("bad", order[-1]))
+            }
+            self.shown.append((record.prompt, sides))
+
+    def show(self, display: Display, report: str) -> None:
+        """Print pairs side by side, the accuracy on pairs, and the agreement with scores."""
+        import torch
+
+        from rlhf_cli.algorithms.statistics import pearson, spearman
+        from rlhf_cli.rewards.agreement import margins_of, ranking_figures, verdict
+
+        for prompt, sides in self.shown:
+            display.exchange(prompt, sides)
+        if report:
+            display.warn(report)
+        if self.num_bad_rows:
+            display.warn(f"{self.num_bad_rows} rows cannot be read and have no scores")
+        if not self.scores:
+            raise DataError("no row has a score. Check the file with `rlhf data check`")
+        spread = statistics.pstdev(self.scores)
+        mean = statistics.fmean(self.scores)
+        display.note(
+            f"{len(self.scores):,} answers of {self.num_rows:,} rows: mean {mean:.3f}, standard deviation {spread:.3f}"
+        )
+        if self.sizes:
+            margin, accuracy = margins_of(torch.tensor(self.of_rankings), self.sizes)
+            figures = ranking_figures(margin, accuracy, self.longer, self.gold)
+            display.note(f"{verdict(figures)[0]}; mean margin {figures['eval/margin']:.3f}")
+        if len(self.targets) > 1:
+            scores, targets = torch.tensor(self.targets, dtype=torch.float64).unbind(1)
+            display.note(
+                f"{len(targets):,} rows have a score or label: correlation {pearson(scores, targets):.3f}, "
+                f"of ranks {spearman(scores, targets):.3f}"
+            )
+
+
+@contextlib.contextmanager
+def _lines_to(out: Path | None) -> Iterator[Callable[[OutputRow], object]]:
+    """A function that writes a row to stdout or to `out`, which appears when all rows are written."""
+    if out is None:
+        yield lambda row: sys.stdout.buffer.write(json_line(row))
+        sys.stdout.buffer.flush()
+        return
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            yield lambda row: file.write(json_line(row))
+        partial.replace(out)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)

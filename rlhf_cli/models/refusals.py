@@ -1,0 +1,81 @@
+"""What is refused about a model directory before its weights are read. Every error is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
+
+from rlhf_cli.artifacts import require_intact
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.hub import is_local, require_hub_model
+
+MOST_LAYERS = 10_000
+"""Limit for the number of layers or experts in a config.json; no real model has as many."""
+
+
+def check_directory(path: str, revision: str | None, *, weights: bool) -> None:
+    """Raise ArtifactError if this is no model directory and no model on the hub, or with `weights` has none."""
+    directory = Path(path)
+    if not directory.exists():
+        if is_local(path):
+            raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
+        require_hub_model(path, revision)
+        return
+    require_intact(path, thorough=weights)
+    if not directory.is_dir():
+        raise ArtifactError(f"{path}: is a file. Give a Hugging Face model directory")
+    if not (directory / "config.json").is_file():
+        raise ArtifactError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
+    if weights and not any(directory.glob("*.safetensors")):
+        pickles = [p.name for p in directory.glob("*.bin")]
+        reason = f"{pickles[0]} is a pickle, and a pickle is never read" if pickles else "has no weights"
+        raise ArtifactError(f"{path}: {reason}. Save the model again with save_pretrained, as *.safetensors")
+
+
+def refuse_endless(path: str, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError for more layers or experts than any model has. Building them would not end."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
+            raise ArtifactError(f"{path}: config.json has {key}: {str(value)[:20]}, more than any model")
+
+
+def refuse_classifier(path: str, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError if the model was saved as a sequence classifier."""
+    for name in config.architectures or ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise ArtifactError(
+                f"{path}: is a {name} (reward model, value model or classifier), not a language model. Give a "
+                "language model, for example a finished sft stage. To score a file with it, run rlhf rm score"
+            )
+
+
+def refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError if a model's files lead transformers to a pickle, or outside of the model's directory.
+
+    `use_safetensors` covers only the usual file names. config.json may name any file as the weights, an index may name
+    any file as a part of them, and an adapter's weights are read from a pickle if there is no other file.
+    """
+    if find_adapter_config_file(path, revision=revision) is not None:
+        raise ArtifactError(f"{path}: is an adapter (adapter_config.json). Merge it into its model and save the result")
+    names = [getattr(config, "transformers_weights", None) or "model.safetensors"]
+    with contextlib.suppress(OSError):
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        names += json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ArtifactError(
+                f"{path}: its files name {name!r} as weights, and only *.safetensors beside config.json are read. Save "
+                "the model again with save_pretrained"
+            )
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error of transformers, or its type."""
+    if "trust_remote_code" in str(error):
+        return "it asks for trust_remote_code, and code that comes with a model is never run"
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

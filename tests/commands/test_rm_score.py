@@ -1,0 +1,110 @@
+"""`rlhf rm score`: rows of any format in, scores out, good beside bad."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from support.tiny import encoder, read_jsonl, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def rm(pipeline):
+    return pipeline("llama") / "rm"
+
+
+def score(*arguments):
+    result = CliRunner().invoke(app, ["rm", "score", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def rows_of(result):
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_scores_of_pairs_give_the_accuracy_and_margin_of_the_stage(rm, data, tmp_path):
+    """The stage's held-out rows are the first seven of the file."""
+    metrics = json.loads((rm / "manifest.json").read_text())["metrics"]
+    out = tmp_path / "scored.jsonl"
+    printed = score(rm.parent, data["preferences"], "--num", 7, "--raw", "--out", out).stdout
+    rows = read_jsonl(out)
+    leads = [row["chosen_score"] - row["rejected_score"] for row in rows]
+    assert sum(leads) / 7 == pytest.approx(metrics["eval/margin"], abs=1e-5)
+    assert sum(lead > 0 for lead in leads) / 7 == pytest.approx(metrics["eval/accuracy"], abs=1e-5)
+    source = read_jsonl(data["preferences"])
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
+        (row["prompt"], row["chosen"], row["rejected"]) for row in source[:7]
+    ]
+    words = " ".join(printed.split())
+    assert f"held-out accuracy {metrics['eval/accuracy']:.3f}" in words
+    assert "7 rows" in words
+    assert f"good ({rows[0]['chosen_score']:+.2f})> {' '.join(source[0]['chosen'].split())}" in words
+    assert f"bad ({rows[0]['rejected_score']:+.2f})>" in words
+
+
+def test_scores_are_normalised_unless_raw_is_asked_for(rm, data):
+    raw, normalised = (rows_of(score(rm, data["scored"], *flags)) for flags in (["--raw"], []))
+    config = json.loads((rm / "model/config.json").read_text())
+    for one, other in zip(raw, normalised, strict=True):
+        wanted = (one["score"] - config["score_mean"]) / config["score_std"]
+        assert other["score"] == pytest.approx(wanted, abs=1e-4)
+    assert raw[3]["score_before"] == read_jsonl(data["scored"])[3]["score"]
+
+
+def test_rows_of_every_kind_are_scored(rm, tmp_path):
+    files = {
+        "hh": {"chosen": "\n\nHuman: a lamp\n\nAssistant: thank you", "rejected": "\n\nHuman: a lamp\n\nAssistant: no"},
+        "kto": {"prompt": "a lamp", "completion": " thank you", "label": True},
+        "text": {"text": "the radio is late", "label": 0},
+        "messages": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "thank you"}]},
+        "ranking": {"prompt": "a lamp", "answers": [" thank you", " sorry", " no"]},
+        "scored pair": {"prompt": "a lamp", "responses": [" sorry", " thank you"], "scores": [0, 1]},
+    }
+    found = {}
+    for name, row in files.items():
+        result = score(rm, write_jsonl(tmp_path / "rows.jsonl", [row] * 2), "--raw")
+        found[name] = rows_of(result)
+        assert "answers of 2 rows" in result.stderr
+    assert {"chosen_score", "rejected_score"} <= found["hh"][0].keys()
+    assert found["scored pair"][0]["chosen"] == " thank you"
+    assert len(found["ranking"][0]["scores"]) == 3
+    assert found["ranking"][0]["scores"][0] == pytest.approx(found["scored pair"][0]["chosen_score"], abs=1e-5)
+    assert found["kto"][0]["score"] == pytest.approx(found["ranking"][0]["scores"][0], abs=1e-5)
+    assert all(isinstance(found[name][0]["score"], float) for name in ("text", "messages"))
+
+
+def test_a_classifier_with_labels_scores_text(word_piece, tmp_path):
+    encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "we will", "response": " send it"}])
+    good, bad = (
+        rows_of(score(tmp_path / "two", rows, "--label", label, "--probability"))[0]["score"]
+        for label in ("good", "bad")
+    )
+    assert good + bad == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        ({"prompt": "a"}, [], "found the keys prompt"),
+        ({"prompt": "a", "response": " b"}, ["--out", "x.txt"], "must end in .jsonl"),
+        ({"prompt": "a", "response": " b"}, ["--label", "x"], "a label does not apply"),
+        ({"prompt": "a", "response": " b"}, ["--limit", "3"], "Write --set limit=VALUE"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_in_one_line(rm, tmp_path, row, arguments, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    result = CliRunner().invoke(app, ["rm", "score", str(rm), str(path), *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.strip().count("\n") == 0
+
+
+def test_a_language_model_is_refused(make_model, data):
+    result = CliRunner().invoke(app, ["rm", "score", str(make_model("llama")), str(data["preferences"])])
+    assert result.exit_code == 2
+    assert "score.weight" in result.output

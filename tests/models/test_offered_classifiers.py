@@ -1,0 +1,85 @@
+"""Scalar heads for decoders for which transformers has no sequence classifier: CodeGen, Mamba and others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.models.heads import offer_classifier, reads_last_token
+from rlhf_cli.models.load import load_reward_model, load_value_model, new_reward_model, new_value_model, prepare, save
+from rlhf_cli.models.scratch import new_model
+from rlhf_cli.rewards.models import score_sequences, sequence_scores
+from support.compare import close
+from support.tiny import CPU, random_ids
+
+SIZES = {
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4, "n_inner": 48},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def family(request, tokenizer, tmp_path_factory):
+    """The directory of a tiny language model."""
+    config = {**SIZES[request.param], "initializer_range": 0.2}
+    model = new_model(ScratchModel(architecture=request.param, config=config), tokenizer, seed=3)
+    path = tmp_path_factory.mktemp(request.param) / "model"
+    save(model, tokenizer, path)
+    return path
+
+
+def test_a_head_is_trained_saved_and_loaded_again(family, tokenizer, tmp_path):
+    model, new = new_reward_model(str(family), None, seed=0, head_std=0.5)
+    assert new == ["score.weight"]
+    assert reads_last_token(model)
+    backbone = AutoModelForCausalLM.from_pretrained(family).base_model.state_dict()
+    assert all(torch.equal(backbone[name], p) for name, p in model.base_model.state_dict().items())
+    model.config.pad_token_id = tokenizer.pad_token_id
+    prepare(model, CPU)
+    sequences = random_ids(9, 1, 14, seed=2)
+    with torch.no_grad():
+        scores = sequence_scores(model, sequences)
+        alone = [model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]) for ids in sequences]
+    close(scores, torch.stack(alone))
+    sequence_scores(model, sequences).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    save(model, tokenizer, tmp_path)
+    again = load_reward_model(str(tmp_path))
+    prepare(again, CPU)
+    close(score_sequences(again, sequences, "float32"), scores[:, 0])
+    kept, new = new_reward_model(str(tmp_path), None, seed=9, head_std=None)
+    assert new == []
+    assert torch.equal(kept.score.weight, model.score.weight)
+    assert load_value_model(str(tmp_path)).config.num_labels == 1
+    assert new_value_model(str(family), None).score.weight.abs().max() == 0
+
+
+def test_a_family_with_a_classifier_keeps_that_of_transformers():
+    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
+
+    for name in ("llama", "t5", "bert"):
+        offer_classifier(type(AutoConfig.for_model(name)))
+    config = AutoConfig.for_model(
+        "llama", vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    assert type(AutoModelForSequenceClassification.from_config(config)) is LlamaForSequenceClassification
+
+
+@pytest.mark.slow
+def test_codegen_goes_through_all_stages(tokenizer, tmp_path, run_stage):
+    config = {**SIZES["codegen"], "initializer_range": 0.2}
+    save(new_model(ScratchModel(architecture="codegen", config=config), tokenizer, seed=3), tokenizer, tmp_path / "m")
+    run_stage("sft", tmp_path, model={"path": str(tmp_path / "m")})
+    run_stage("rm", tmp_path)
+    ppo = run_stage("ppo", tmp_path)
+    for name in ("rm/model", "ppo/value_model"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == [
+            "CodeGenForSequenceClassification"
+        ]
+    again = run_stage("ppo", tmp_path / "again", policy={"path": str(ppo)}, value_model={"path": f"{ppo}/value_model"},
+                      rewards=[{"type": "reward_model", "path": str(tmp_path / "rm")}])  # fmt: skip
+    assert (again / "manifest.json").is_file()

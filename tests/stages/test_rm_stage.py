@@ -1,0 +1,211 @@
+"""The RM stage: heads that are kept, losses on labels, and what it says about its own figures."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.data.records import Scored
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model
+from rlhf_cli.rewards.agreement import label_figures, score_figures, verdict
+from support.tiny import BAD, GOOD, encoder, read_jsonl, sentence, write_jsonl
+
+
+def metrics_of(root):
+    return json.loads((root / "manifest.json").read_text())["metrics"]
+
+
+# ------------------------------------------------------------------------------------------- heads
+
+
+def test_a_finished_reward_model_keeps_its_head(pipeline, run_stage, tmp_path):
+    """Training that changes nothing leaves its held-out figures as they were."""
+    before = pipeline("llama") / "rm"
+    again = run_stage("rm", tmp_path, model={"path": str(before)}, optimizer={"learning_rate": 1e-12})
+    for key in ("eval/accuracy", "eval/margin"):
+        assert metrics_of(again)[key] == pytest.approx(metrics_of(before)[key], abs=1e-4)
+    weights = [load_file(root / "model/model.safetensors")["score.weight"] for root in (before, again)]
+    assert torch.allclose(*weights, atol=1e-6)
+    assert weights[0].abs().max() > 1e-3
+    with pytest.raises(ConfigError, match=r"model\.head_std: .* has a trained head with one label, which is kept"):
+        run_stage("rm", tmp_path / "other", model={"path": str(before), "head_std": 0.1})
+
+
+def test_new_parameters_are_named(pipeline, make_model, word_piece, tmp_path):
+    """A language model has no head, and a head of two labels gives no score."""
+    _, new = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
+    assert new == ["score.weight"]
+    _, new = new_reward_model(str(pipeline("gpt2") / "rm/model"), None, seed=0, head_std=None)
+    assert new == []
+    two = encoder(tmp_path / "two", word_piece, 2)
+    model, new = new_reward_model(str(tmp_path / "two"), None, seed=0, head_std=None)
+    assert new == ["classifier.bias", "classifier.weight"]
+    assert model.classifier.out_features == 1
+    assert torch.equal(model.pre_classifier.weight, two.pre_classifier.weight), "only the last layer depends on labels"
+    one = encoder(tmp_path / "one", word_piece, 1)
+    model, new = new_reward_model(str(tmp_path / "one"), None, seed=0, head_std=None)
+    assert new == []
+    assert torch.equal(model.classifier.weight, one.classifier.weight)
+
+
+def test_the_scale_of_a_kept_model_is_measured_again(pipeline):
+    path = str(pipeline("llama") / "rm/model")
+    assert load_reward_model(path).config.score_std > 0
+    model, _ = new_reward_model(path, None, seed=0, head_std=None)
+    assert not hasattr(model.config, "score_std")
+
+
+@pytest.mark.parametrize("name", ["rm/model", "ppo/value_model"])
+def test_a_classifier_is_no_language_model(pipeline, run_stage, tmp_path, name):
+    """GPT-2 ties its head to its embeddings, so its classifier would load as a language model without a word."""
+    path = str(pipeline("gpt2") / name)
+    with pytest.raises(ArtifactError, match=r"is a GPT2ForSequenceClassification .* not a language model"):
+        load_policy(path)
+    with pytest.raises(ArtifactError, match="not a language model"):
+        run_stage("ppo", tmp_path, policy={"path": path}, rewards=[{"type": "json"}])
+
+
+# ------------------------------------------------------------------------------------- labels and figures
+
+
+def labelled(folder, number=24, **changes):
+    """KTO rows with true and false labels, as many good as bad."""
+    rng = random.Random(0)
+    rows = [
+        {
+            "prompt": f"Q: {sentence(rng, 1, 4)} {n}\nA:",
+            "completion": f" {sentence(rng, 1, 5)} {GOOD if n % 2 else BAD}",
+            "label": bool(n % 2),
+            **changes,
+        }
+        for n in range(number)
+    ]
+    return str(write_jsonl(folder / "labelled.jsonl", rows))
+
+
+def test_labels_are_learned_as_labels(make_model, run_stage, tmp_path, capsys):
+    """KTO rows: the loss of the first step is that of the labels, and the figures are those of a classifier."""
+    path = labelled(tmp_path)
+    data = {"train": path, "test": {"path": path, "limit": 10}}
+    training = {"num_steps": 12, "minibatch_size": 12}
+    model = {"path": str(make_model("llama")), "head_std": 1.0}
+    rm = run_stage(
+        "rm", tmp_path, model=model, data=data, loss="bce", training=training, optimizer={"learning_rate": 1e-2}
+    )
+    rows = read_jsonl(rm / "metrics.jsonl")
+    assert rows[10]["loss/rm"] < 0.3 < rows[0]["loss/rm"]
+    assert rows[10]["rm/accuracy"] > 0.9
+    found = metrics_of(rm)
+    assert found["eval/num_rows"] == 10
+    assert found["eval/base_rate"] == found["eval/brier_baseline"] * 2 == 0.5
+    assert found["eval/accuracy"] > 0.8
+    assert found["eval/brier"] < 0.2
+    assert "held-out accuracy" in capsys.readouterr().out or found["eval/accuracy_low95"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [(4, r"row|:1: the label is 4, loss: bce needs labels from 0 \(bad\) to 1 \(good\)"), (1, "every label .* is 1")],
+)
+def test_scores_that_are_no_labels_are_refused(make_model, run_stage, tmp_path, label, message):
+    rows = [{"prompt": f"Q{n}", "response": " a", "score": label} for n in range(8)]
+    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
+    with pytest.raises(DataError, match=message):
+        run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=data, loss="bce")
+
+
+def rows_of(lengths):
+    return [Scored("", "x" * n, 0.0, "row") for n in lengths]
+
+
+def test_figures_of_labels_equal_numbers_worked_by_hand():
+    score, label = torch.tensor([2.0, -1.0, 0.5, 3.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    found = label_figures(score, label, rows_of([9, 1, 2, 3]))
+    p = score.sigmoid()
+    assert found["eval/accuracy"] == 0.75
+    assert (found["eval/accuracy_low95"], found["eval/accuracy_high95"]) == wilson_interval(3.0, 4)
+    assert (found["eval/num_rows"], found["eval/base_rate"], found["eval/brier_baseline"]) == (4, 0.5, 0.25)
+    assert found["eval/brier"] == pytest.approx(((p - label) ** 2).mean().item())
+    assert found["eval/calibration_error"] == pytest.approx(
+        (abs(p[0] - 1) + p[1] + p[2] + abs(p[3] - 1)).item() / 4, abs=1e-6
+    ), "each probability is in a bin of its own"
+    assert found["eval/pair_accuracy"] == 1.0
+    assert (found["eval/length_baseline"], found["eval/shorter_baseline"]) == (1.0, 0.0)
+    assert binary_cross_entropy_with_logits(score, label) < 0.5
+
+
+def test_figures_of_scores_have_an_interval_and_baselines():
+    target = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    found = score_figures(target + torch.tensor([0.1, -0.1, 0.3, -0.3]), target, rows_of([4, 3, 2, 1]))
+    assert found["eval/num_rows"] == 4
+    assert found["eval/mse"] == pytest.approx(0.05)
+    assert 0.0099 < found["eval/mse_low95"] < 0.05 < found["eval/mse_high95"] < 0.0901
+    assert (found["eval/length_baseline"], found["eval/shorter_baseline"]) == (0.0, 1.0)
+    single = score_figures(target[:1], target[1:2], rows_of([1]))
+    assert "eval/mse_low95" not in single
+
+
+PAIRS = {"eval/accuracy": 0.6, "eval/accuracy_high95": 0.66, "eval/num_rows": 300}
+SCORES = {"eval/num_rows": 50, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7, "eval/length_baseline": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("figures", "says", "is_better"),
+    [
+        (
+            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/length_baseline": 0.53, "eval/shorter_baseline": 0.47},
+            "above chance (0.500) and choosing the longer answer (0.530)",
+            True,
+        ),
+        (
+            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59},
+            "above chance (0.500), but not above choosing the shorter answer (0.590)",
+            False,
+        ),
+        (
+            {**PAIRS, "eval/accuracy_low95": 0.49, "eval/length_baseline": 0.52, "eval/shorter_baseline": 0.48},
+            "not above chance (0.500) or choosing the longer answer (0.520)",
+            False,
+        ),
+        (
+            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/base_rate": 0.62},
+            "not above giving every answer the more frequent label (0.620)",
+            False,
+        ),
+        ({**SCORES, "eval/mse": 0.8, "eval/mse_low95": 0.6, "eval/mse_high95": 0.95}, "below the variance", True),
+        ({**SCORES, "eval/mse": 0.9, "eval/mse_low95": 0.6, "eval/mse_high95": 1.2}, "not clearly below", False),
+        ({**SCORES, "eval/mse": 1.5}, "above the variance of the targets, so predicting their mean", False),
+    ],
+)
+def test_the_verdict_names_what_a_model_does_not_beat(figures, says, is_better):
+    sentence, better = verdict(figures)
+    assert says in sentence
+    assert better == is_better
+
+
+@pytest.mark.parametrize("loss", ["logsigmoid", "mse"])
+def test_a_model_at_chance_is_called_so(make_model, run_stage, data, tmp_path, capsys, loss):
+    """Also when quiet. The manifest has what a later stage needs to say it again."""
+    changes = {"train": str(data["scored"]), "test": str(data["scored"])} if loss == "mse" else {}
+    model = {"path": str(make_model("llama"))}
+    rm = run_stage("rm", tmp_path, model=model, data=changes, loss=loss, optimizer={"learning_rate": 1e-9})
+    sentence, is_better = verdict(metrics_of(rm))
+    assert not is_better
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "rm: warning: held-out" in printed
+    assert sentence.split("(")[0].strip() in printed
+
+
+def test_probes_are_measured_with_every_loss(make_model, run_stage, data, tmp_path):
+    probes = [{**row, "probe": f"p{n % 2}"} for n, row in enumerate(read_jsonl(data["preferences"]))]
+    changes = {"train": str(data["scored"]), "test": str(data["scored"])}
+    changes["probes"] = str(write_jsonl(tmp_path / "probes.jsonl", probes))
+    rm = run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=changes, loss="mse")
+    assert {"probe/p0", "probe/p1"} <= metrics_of(rm).keys()
