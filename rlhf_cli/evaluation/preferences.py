@@ -14,6 +14,7 @@ from rlhf_cli.algorithms.calibration import Bin, best_temperature, brier_score, 
 from rlhf_cli.algorithms.comparison import length_controlled_win_rate, wins
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
+from rlhf_cli.rewards import agreement
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
@@ -149,13 +150,15 @@ def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
 
 
 def verdict(figures: Figures) -> str:
-    """A sentence: whether the accuracy is above chance, and above the better of the two length rules."""
+    """The sentence of the RM stage on these figures: is the accuracy above chance, and above the better length rule?"""
     accuracy = figures["accuracy"]
-    rule = max(("longer_wins", "shorter_wins"), key=lambda name: figures[name].value)
-    baseline = figures[rule].value
-    chance = "above chance" if accuracy.low > 0.5 else "not above chance"
-    than = "longer" if rule == "longer_wins" else "shorter"
-    beats = "above" if accuracy.low > baseline else "not above"
-    return (
-        f"accuracy {accuracy}: {chance} (0.5), and {beats} the rule that the {than} answer is better ({baseline:.3f})"
-    )
+    return agreement.verdict(
+        {
+            "eval/accuracy": accuracy.value,
+            "eval/accuracy_low95": accuracy.low,
+            "eval/accuracy_high95": accuracy.high,
+            "eval/num_rows": float(accuracy.rows or 0),
+            "eval/length_baseline": figures["longer_wins"].value,
+            "eval/shorter_baseline": figures["shorter_wins"].value,
+        }
+    )[0]

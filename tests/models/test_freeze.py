@@ -48,7 +48,7 @@ def test_embeddings_and_layers_have_one_name_in_every_family(make_model, family)
         (["layers.1.*norm"], {f"model.layers.1.{x}_layernorm.weight" for x in ("input", "post_attention")}),
         ([], set()),
     ],
-    ids=str,
+    ids=["part", "wildcard within a part", "two patterns", "wildcard over parts", "none"],
 )
 def test_a_pattern_is_parts_of_a_name(make_model, patterns, expected):
     model = load_policy(str(make_model("llama")))
