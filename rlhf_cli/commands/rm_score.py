@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 from rlhf_cli.commands.data_score import text_of, with_columns
 from rlhf_cli.commands.output import (
@@ -29,6 +27,7 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.commands.serve import Settings, as_reward
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError, DataError
 from rlhf_cli.training.progress import Display
 
@@ -61,7 +60,7 @@ def score_file(
     """
     if out is not None:
         refuse_own_output(source, out)
-    display = Display("score", quiet=quiet, console=Console(highlight=False, soft_wrap=True, stderr=out is None))
+    display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=out is None))
     model, template, notes = _load(settings)
     for note in notes:
         display.note(note)

@@ -517,15 +517,15 @@ def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose:
     (found,) = InTokens(encoder)([seen(purpose, transcript(turns), answers, "file:1", turns)])
     of_prompt, of_answers = found.prompt, found.answers
     count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
-        "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>\n",
-        "sorry sorry sorry<eos>\n",
+        "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>",
+        "sorry sorry sorry<eos>",
     )}  # fmt: skip
     before = count["<user>the tent\n<assistant>"] + count["<user>please\n<assistant>"]
     if purpose == "sft":
-        assert (of_prompt, of_answers) == (before, [count["is late<eos>\n"] + count["thank you<eos>\n"]])
+        assert (of_prompt, of_answers) == (before, [count["is late<eos>\n"] + count["thank you<eos>"]])
     else:
         assert of_prompt == before + count["is late<eos>\n"]
-        assert of_answers == [count["thank you<eos>\n"], count["sorry sorry sorry<eos>\n"]]
+        assert of_answers == [count["thank you<eos>"], count["sorry sorry sorry<eos>"]]
 
 
 def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
@@ -606,7 +606,7 @@ def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path: Path, make
     messages = [{"role": role, "content": content} for role, content in turns]
     pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "chosen": "thank you", "rejected": "sorry"}])
     output = rlhf("show", pairs, "--for", "rm", "--tokenizer", tmp_path / "model").stdout
-    assert "  <user>the tent\n  <assistant>is late<eos>\n  <user>please\n  <assistant>⟦thank you<eos>\n  ⟧\n" in output
+    assert "  <user>the tent\n  <assistant>is late<eos>\n  <user>please\n  <assistant>⟦thank you<eos>⟧\n" in output
     output = rlhf("show", pairs, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
     assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
 

@@ -199,7 +199,7 @@ def test_named_pipes_do_not_block(project: Path, tmp_path: Path) -> None:
     for command in commands:
         result = rlhf(*command)
         assert result.exit_code == 2, (command, result.output)
-    result = rlhf("status", run)
+    result = CliRunner().invoke(app, ["status", str(run)], env={"COLUMNS": "200"})
     assert "broken" in result.stdout
     assert "not a regular file" in result.stdout
 

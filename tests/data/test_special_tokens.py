@@ -309,6 +309,9 @@ def reward_model(path: Path, **settings: Any) -> RewardModel:
     return load_reward_source(reward, str(path), None, CPU, "float32", name="rm", key="rewards.0")[0]
 
 
+TAIL = "c and several words more"
+
+
 def asked(prompt: str, own: str, response: str, messages: tuple[Message, ...] = ()) -> Samples:
     return Samples([prompt], [response], [], [], [True], [{}], own_prompts=[own], messages=[messages])
 
@@ -316,10 +319,10 @@ def asked(prompt: str, own: str, response: str, messages: tuple[Message, ...] = 
 @pytest.mark.parametrize(
     ("settings", "sample", "specials"),
     [
-        # (bos, eos) of the ids: the tokenizer adds no BOS, a response that ended gets EOS.
-        ({}, asked("<bos>ask: a <eos><bos>", "a <eos>", "b<eos>c"), (2, 1)),
-        ({"template": "<bos>{prompt}|{response}"}, asked("<bos>a <eos>", "a <eos>", "b<eos>c"), (1, 1)),
-        ({"template": "chat"}, asked("x", "x", "b<eos>c", (Message("user", "a <eos>"),)), (0, 2)),
+        # (bos, eos) of the ids beside an added BOS, which replaces the text's own; a response that ended gets EOS.
+        ({}, asked("<bos>ask: a <eos><bos>", "a <eos>", "b<eos>" + TAIL), (1, 1)),
+        ({"template": "<bos>{prompt}|{response}"}, asked("<bos>a <eos>", "a <eos>", "b<eos>" + TAIL), (0, 1)),
+        ({"template": "chat"}, asked("x", "x", "b<eos>" + TAIL, (Message("user", "a <eos>"),)), (0, 2)),
     ],
 )
 def test_a_reward_model_that_reads_text_splits_the_rows_tokens(

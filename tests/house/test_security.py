@@ -481,7 +481,8 @@ def test_text_of_rows_is_never_used_as_a_path(tmp_path: Path) -> None:
     new_files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path not in expected}
     models = ["ppo/model", "ppo/value_model", "rm/model", "sft/model"]
     kinds = [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "README.md",
     ]  # fmt: skip
     stage_files = [
         "config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "health.jsonl", "evaluation.json"

@@ -74,7 +74,9 @@ def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pip
         plain = AutoModelForSequenceClassification.from_pretrained(f"{path}/model")
         expected = []
         for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
-            ids = prompt.ids + response.ids if reads == "prompt_and_response" else response.ids
+            ids = prompt.ids + response.ids if reads == "prompt_and_response" else list(response.ids)
+            if response.ended and ids[-1] != setup.tokenizer.eos_token_id:
+                ids.append(setup.tokenizer.eos_token_id)  # As in the reward model's training, whatever ended it.
             with torch.no_grad():
                 expected.append(plain(input_ids=torch.tensor([ids])).logits[0, 0])
         logits = torch.stack(expected)

@@ -194,6 +194,15 @@ def test_two_files_with_modules_of_the_same_name_are_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- a closed terminal
 
 
+@pytest.fixture
+def hangup():
+    """SIGHUP as a terminal's program has it, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_output_to_a_closed_terminal_is_discarded(in_a_stage):
     """After SIGHUP the run still has to print and save; an open terminal stays."""
     files = SimpleNamespace(open=os.openpty(), closed=os.openpty())

@@ -102,7 +102,10 @@ def test_score_statistics_are_those_of_fresh_samples_read_at_their_last_token(ma
     responses = sample(policy, prompts, draw_uniforms(0, "rm normalization", 0, 12, 10), stop)
     assert sum(len(response.ids) < 10 for response in responses) > 6
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
-    scores = [score(model, prompt + response.ids) for prompt, response in zip(prompts, responses, strict=True)]
+    scores = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        is_closed = not response.ended or response.ids[-1] == tokenizer.eos_token_id
+        scores.append(score(model, prompt + response.ids + ([] if is_closed else [tokenizer.eos_token_id])))
     assert model.config.score_mean == pytest.approx(statistics.fmean(scores), abs=1e-5)
     assert model.config.score_std == pytest.approx(statistics.pstdev(scores), abs=1e-5)
     shown = [row["response"] for row in read_jsonl(tmp_path / "rm/samples.jsonl")]
