@@ -92,7 +92,7 @@ def spearman(x: Tensor, y: Tensor) -> float:
 
 
 def kendall(x: Tensor, y: Tensor) -> float:
-    """Kendall's tau-b: how much more often x and y order two rows alike than opposite, corrected for ties.
+    """Kendall's tau-b: how much more often x and y agree on the order of two rows than disagree, corrected for ties.
 
     ``sum over i < j of sign(x[i] - x[j]) * sign(y[i] - y[j]) / sqrt(pairs untied in x * pairs untied in y)``
 
@@ -107,17 +107,17 @@ def kendall(x: Tensor, y: Tensor) -> float:
 
     Kendall 1945, "The treatment of ties in ranking problems".
 
-    >>> kendall(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))  # two of three pairs alike
+    >>> kendall(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))  # they agree on two of three pairs
     0.3333333333333333
     """
     x, y = x.detach().cpu().double(), y.detach().cpu().double()
-    alike = untied_x = untied_y = 0.0
+    agreement = untied_x = untied_y = 0.0
     for i in range(1, len(x)):
         a, b = (x[i] - x[:i]).sign(), (y[i] - y[:i]).sign()
-        alike += a.dot(b).item()
+        agreement += a.dot(b).item()
         untied_x += a.abs().sum().item()
         untied_y += b.abs().sum().item()
-    return alike / sqrt(untied_x * untied_y) if untied_x and untied_y else 0.0
+    return agreement / sqrt(untied_x * untied_y) if untied_x and untied_y else 0.0
 
 
 def pair_accuracy(x: Tensor, y: Tensor) -> float:

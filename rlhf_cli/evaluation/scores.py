@@ -18,7 +18,7 @@ MOST_KENDALL = 2000
 def score_figures(predicted: Tensor, target: Tensor, *, seed: int) -> Figures:
     """Error, its baseline, and the correlations of [n] predicted and true scores.
 
-    `target_variance` is the error of always predicting the mean; a model above it has learnt nothing.
+    `target_variance` is the error of always predicting the mean. A useful model is below it.
     """
     predicted, target = predicted.double(), target.double()
     interval = bootstrap_interval(lambda a, b: (a - b).square().mean(-1), predicted, target, seed=seed)

@@ -11,7 +11,7 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 @dataclass(frozen=True)
 class Chart:
-    """A specification and where it stands in the page."""
+    """A specification, its title, and the section of the page that shows it."""
 
     id: str
     section: str

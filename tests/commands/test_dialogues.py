@@ -78,9 +78,9 @@ def test_sft_learns_every_answer_of_a_dialogue(source: Path, tmp_path: Path, cha
         run(source, out, remote(assistant), user=remote(user), num_turns=2)
     written, own = DataSource(path=str(out)), read_jsonl(out)[0]
     row = Row(own, f"{out}:1")
-    learnt = demonstration(read_record(row, recognise(row, written, "sft"), written))
-    assert learnt is not None
-    assert [(m.role, m.content) for m in learnt.messages] == turns(own)
+    learned = demonstration(read_record(row, recognise(row, written, "sft"), written))
+    assert learned is not None
+    assert [(m.role, m.content) for m in learned.messages] == turns(own)
     arguments = ["data", "show", str(out), "--for", "sft", "--tokenizer", str(chat_model)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
