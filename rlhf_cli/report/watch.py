@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rlhf_cli.artifacts import partial_directory, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.report.read import names_of
+from rlhf_cli.report.read import names_of, parsed
 
 SHOWN = {
     "sft": {"loss/sft": "loss", "eval/loss": "held-out loss", "sft/grad_norm": "grad norm"},
@@ -63,17 +62,7 @@ class Tail:
             return False, []
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return restarted, list(_rows(complete))
-
-
-def _rows(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+        return restarted, list(parsed(complete.splitlines()))
 
 
 @dataclass
