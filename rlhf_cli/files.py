@@ -1,4 +1,4 @@
-"""Opening files that somebody else may have put there: only regular ones, because a named pipe would block forever."""
+"""Opening files that others may have put there: only regular ones, because a named pipe would block forever."""
 
 from __future__ import annotations
 

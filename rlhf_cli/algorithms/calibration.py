@@ -91,7 +91,7 @@ def best_temperature(margin: Tensor) -> float:
         margin: [n] score of the better answer minus score of the worse one.
 
     Returns:
-        The temperature; 0 if every margin is positive (no confidence is too high), infinity if the model is no better
+        The temperature. 0 if every margin is positive: no confidence is too high. Infinity if the model is no better
         than chance.
 
     Guo et al. 2017 (arXiv 1706.04599), section 4.2.

@@ -24,7 +24,7 @@ Below is a conversation between a person and an assistant.
 
 {dialogue}
 
-Write what the person says next: a question or a remark that follows from the conversation, in the words of somebody \
+Write what the person says next: a question or a remark that follows from the conversation, in the words of someone \
 who needs help. Write only this one message, and nothing else.
 """
 NAMES = {"user": "Person", "assistant": "Assistant"}

@@ -203,7 +203,7 @@ def pattern_size(pattern: str) -> int:
         elif item == ")" and len(groups) > 1:
             last = groups.pop()
             groups[-1] += last
-        elif item not in "*+?" and not item.isspace():  # with (?x) a repeat may stand after blanks
+        elif item not in "*+?" and not item.isspace():  # with (?x) white space may precede a repeat
             last = 1
             groups[-1] += 1
     return sum(groups)

@@ -65,9 +65,9 @@ def first_key(row: Row, names: tuple[str, ...]) -> str:
 def mapped(row: Row, source: DataSource) -> Row:
     """The row with its columns renamed to our names, as `source.keys` says.
 
-    A path is a column's full name or, if there is no such column, names joined by dots that go into mappings, and
-    numbers from 0 that go into lists. A renamed column no longer has its old name. Raises DataError if the row lacks a
-    named column.
+    A path is the full name of a column. If there is no such column, it is split at its dots: a name reaches into a
+    mapping, a number from 0 into a list. A renamed column no longer has its old name. Raises DataError if the row lacks
+    a named column.
 
     >>> row = Row({"q": "1+1=", "out": {"text": "2"}}, "file:1")
     >>> mapped(row, DataSource(path="file", keys={"prompt": "q", "response": "out.text"})).values

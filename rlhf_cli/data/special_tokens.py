@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_cli.errors import DataError
 
 EDGE, STAND_IN = ("".join(chr(0x10F000 + byte) for byte in secrets.token_bytes(12)) for _ in range(2))
-"""EDGE begins and ends a mark, STAND_IN begins the text that stands for a special token of the template. Data cannot
-forge them: they differ in each process, and no id depends on them."""
+"""EDGE begins and ends a mark. STAND_IN begins the text that replaces a special token of the template. Both are random
+in each process, so data cannot forge them; no token id depends on them."""
 NUMBERS = 0x100000
 """The character of this code stands for special token 0 in a mark, the next one for token 1, and so on."""
 MARK = re.compile(f"{EDGE}([\U00100000-\U0010efff]?){EDGE}")
