@@ -2,7 +2,7 @@
 
 A cause has a rule: a function that looks at the evidence and returns signs. A cause is named if the weights of its
 signs add up to NAMED. A sign of weight 2 shows the cause by itself. One of weight 1 only supports it: a setting that
-differs is no fault as long as nothing follows from it.
+differs is not a fault by itself.
 
 To add a cause: write the rule in `rules_<stage>.py`, add a `Cause` to the tuple at its end, a section to
 docs/diagnose.md, and a run that shows it to tests/support/faults.py.

@@ -118,8 +118,8 @@ def interrupted_and_resumed(
         state.write_text(json.dumps(saved))
     cut(root, 3)
     second = trackers_of(root, name, monkeypatch, service)
+    write(root, STEPS[3:])  # before the thread looks: rows of one step are in several files
     second.start()
-    write(root, STEPS[3:])
     second.close("finished")
 
 
@@ -275,7 +275,7 @@ def test_mlflow_has_every_step_once_in_one_run(root, monkeypatch):
 @pytest.mark.slow
 def test_trackio_has_every_step_once_in_one_run(root, monkeypatch):
     if importlib.util.find_spec("trackio") is None:
-        pytest.skip("the extra trackio is not installed")
+        pytest.skip("trackio is not installed. Run: pip install -e '.[trackio]', in an environment of its own")
     monkeypatch.setenv("TRACKIO_DIR", str(root / "trackio"))  # read at the import
     monkeypatch.setattr(module, "SECONDS_TO_CLOSE", 60)
     interrupted_and_resumed(root, "trackio", monkeypatch)
