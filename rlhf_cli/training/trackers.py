@@ -85,6 +85,8 @@ class _Follower(threading.Thread):
         self._tails = {name: Tail(directory / f"{name}.jsonl") for name in FILES}
         self._read = dict.fromkeys(FILES, 0)
         self._sent = dict.fromkeys(FILES, 0)
+        self._held: list[Row] = []
+        self._newest = -1
         self._status = "failed"
         self._is_last = threading.Event()
 
@@ -113,21 +115,31 @@ class _Follower(threading.Thread):
         self.display.note(f"tracker {self.tracker}: {service.url}")
         while True:
             is_last = self._is_last.is_set()
-            self._send(service, self._new_rows())
+            self._send(service, self._new_rows(is_last=is_last))
             if is_last:
                 service.close(self._status)
                 return
             self._is_last.wait(SECONDS_BETWEEN_LOOKS)
 
-    def _new_rows(self) -> list[Row]:
-        """The rows that were written since the last call and were not sent before an interruption, by step."""
-        rows: list[Row] = []
+    def _new_rows(self, *, is_last: bool) -> list[Row]:
+        """The rows that can be sent now, by step. Those of the newest steps wait for the next look.
+
+        The stage writes while the files are read one after another, so a row may be missed in a file that was read
+        before it was written, although a later step is found in the next file. But the stage writes the steps in their
+        order. So the files now have all rows before the newest step of the last look, and rows up to it can be sent.
+        """
+        newest_before, rows = self._newest, self._held
         for name, tail in self._tails.items():
             for row in tail.new()[1]:
                 self._read[name] += 1
+                step = int(row.pop("step", 0))
+                self._newest = max(self._newest, step)
                 if self._read[name] > self._sent[name]:
-                    rows.append((name, int(row.pop("step", 0)), row))
-        return sorted(rows, key=lambda row: row[1])
+                    rows.append((name, step, row))
+        rows.sort(key=lambda row: (row[1], FILES.index(row[0])))
+        num_ready = len(rows) if is_last else sum(step <= newest_before for _, step, _ in rows)
+        self._held = rows[num_ready:]
+        return rows[:num_ready]
 
     def _send(self, service: Tracker, rows: Sequence[Row]) -> None:
         for name, group in _groups(rows):

@@ -118,8 +118,8 @@ def interrupted_and_resumed(
         state.write_text(json.dumps(saved))
     cut(root, 3)
     second = trackers_of(root, name, monkeypatch, service)
-    write(root, STEPS[3:])  # before the thread looks: rows of one step are in several files
     second.start()
+    write(root, STEPS[3:])
     second.close("finished")
 
 
@@ -135,6 +135,28 @@ def test_each_row_is_sent_once_in_the_order_of_the_steps(root, monkeypatch):
     assert [call[1:] for call in calls if call[0] == "alert"] == [(3, "length_grows")]
     assert [call[1] for call in calls if call[0] == "close"] == ["failed", "finished"]
     steps = [call[1] for call in calls if call[0] in ("metrics", "samples", "alert")]
+    assert steps == sorted(steps)
+
+
+def test_rows_that_are_written_while_the_files_are_read_keep_the_order_of_the_steps(root, monkeypatch):
+    to_write = list(STEPS)
+    new = module.Tail.new
+
+    def new_while_the_stage_writes(tail):
+        found = new(tail)
+        if tail.path.stem == "metrics":
+            write(root, to_write[:2])
+            del to_write[:2]
+        return found
+
+    monkeypatch.setattr(module.Tail, "new", new_while_the_stage_writes)
+    trackers = trackers_of(root, "wandb", monkeypatch, Recorder)
+    trackers.start()
+    while to_write:
+        time.sleep(0.001)
+    trackers.close("finished")
+    steps = [call[1] for call in Recorder.calls if call[0] in ("metrics", "samples", "alert")]
+    assert len(steps) > len(STEPS)
     assert steps == sorted(steps)
 
 
