@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.commands.data_count import MAX_EXAMPLES, Check, Side
 from rlhf_cli.console import Console
 from rlhf_cli.data.report import MANY_SKIPPED
 from rlhf_cli.data.views import StageRows
@@ -21,11 +22,8 @@ from rlhf_cli.printing import printable
 if TYPE_CHECKING:
     import numpy as np
 
-    from rlhf_cli.commands.data_check import Check, Side
 
 PERCENTILES = (1, 10, 50, 90, 99)
-MAX_EXAMPLES = 3
-"""Places that are named of duplicates, of leaks and of other rows to look at."""
 FEW_SCORES = 10
 """Up to this many different scores count as labels, and each is counted."""
 WIDTH = 80

@@ -1,0 +1,242 @@
+"""What `rlhf data check` counts: the rows of each side, their lengths, duplicates, and rows to look at."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_cli.commands.data_measure import Measure, Measured
+from rlhf_cli.config.data import Rows
+from rlhf_cli.data.encode import Skipped
+from rlhf_cli.data.reading import records, row_digest
+from rlhf_cli.data.records import Record
+from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.views import Seen, StageRows, see
+from rlhf_cli.data.words import glued
+from rlhf_cli.errors import DataError
+
+MAX_BAD_ROWS = 10
+"""Bad rows that are printed."""
+MAX_EXAMPLES = 3
+"""Places that are named of duplicates, of leaks and of other rows to look at."""
+CHUNK = 1000
+"""Rows that are measured together."""
+
+
+@dataclass
+class Remarkable:
+    """Rows with something that you should look at."""
+
+    number: int = 0
+    first: list[str] = field(default_factory=list)
+    """The places of the first rows."""
+    example: str | None = None
+
+    def add(self, seen: Seen, example: str | None) -> None:
+        """Count a row, unless `example` is None."""
+        if example is None:
+            return
+        self.number += 1
+        self.example = self.example or example
+        if len(self.first) < MAX_EXAMPLES:
+            self.first.append(seen.record.where)
+
+    def figures(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"rows": self.number, "first": self.first, "example": self.example}
+
+
+@dataclass
+class Side:
+    """Counts and lengths of the rows of one side."""
+
+    lengths: dict[str, array[int]] = field(default_factory=dict)
+    prompts: array[int] = field(default_factory=lambda: array("q"))
+    """A hash of each row's prompt, 0 for an empty one."""
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """A hash of each row's prompt and answers."""
+    files: array[int] = field(default_factory=lambda: array("i"))
+    """The file of each row, by its index in `Check.files`."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    """The line or row number of each row in its file."""
+    scores: array[float] = field(default_factory=lambda: array("d"))
+    num_answers: Counter[int] = field(default_factory=Counter)
+    """Rankings by their number of answers."""
+    empty_prompts: int = 0
+    too_long: int = 0
+    too_short: int = 0
+    chosen_longer: int = 0
+    equally_long: int = 0
+    longer_wins: float = 0.0
+    special: Remarkable = field(default_factory=Remarkable)
+    """Rows with special tokens in their own text."""
+    glued: Remarkable = field(default_factory=Remarkable)
+    """Rows whose prompt and answer meet without a space."""
+
+    def add(self, seen: Seen, measured: Measured, spec: StageRows) -> None:
+        """Count the lengths of a row, and what is remarkable about its texts."""
+        self.special.add(seen, measured.special_token)
+        self.glued.add(seen, next((pair for pair in _glued(seen, spec) if pair is not None), None))
+        self._length("prompt", measured.prompt)
+        totals = [measured.prompt + length for length in measured.answers] or [measured.prompt]
+        if measured.answers:
+            self._length("whole", max(totals))
+        if spec.limits is not None:
+            # A ranking is skipped as a whole, scored answers one by one.
+            each = spec.purpose == "rm scores"
+            long = sum(length > spec.limits.max_length for length in totals)
+            short = sum(length < spec.limits.min_response_length for length in measured.answers)
+            self.too_long += long if each else bool(long)
+            self.too_short += short if each else bool(short)
+        self.scores.extend(seen.scores)
+        if spec.purpose == "rm pairs":
+            self._compare(measured.answers)
+            self.num_answers[len(measured.answers)] += 1
+        else:
+            for length in measured.answers:
+                self._length("answer", length)
+
+    def _compare(self, lengths: Sequence[int]) -> None:
+        """Count whether the better answers of a ranking are the longer ones."""
+        chosen, rejected = lengths[0], lengths[-1]
+        self._length("chosen", chosen)
+        self._length("rejected", rejected)
+        self.chosen_longer += chosen > rejected
+        self.equally_long += chosen == rejected
+        pairs = [(better, worse) for n, better in enumerate(lengths) for worse in lengths[n + 1 :]]
+        self.longer_wins += sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+
+    def _length(self, name: str, length: int) -> None:
+        if name not in self.lengths:
+            self.lengths[name] = array("i")
+        self.lengths[name].append(length)
+
+
+def _glued(seen: Seen, spec: StageRows) -> Iterator[str | None]:
+    """`words.glued` of the prompt, as its template writes it, and each answer. A chat template separates the two."""
+    record = seen.record
+    if record.messages or spec.template == "chat":
+        return
+    before, _, after = (spec.template or "{prompt}").partition("{prompt}")
+    for answer in seen.answers:
+        yield glued(before + record.prompt + after, answer)
+
+
+class Check(Report):
+    """Everything that `rlhf data check` counts. The sides are train, test, probes and ptx."""
+
+    def __init__(self, progress: Callable[[int], object] = lambda _: None) -> None:
+        super().__init__()
+        self.progress = progress
+        """Called now and then with the number of rows so far."""
+        self.sides: dict[str, Side] = {}
+        self.num_read: Counter[str] = Counter()
+        """Rows of each side without the bad ones."""
+        self.num_bad: Counter[str] = Counter()
+        self.files: dict[str, int] = {}
+        """The beginning of each row's place, up to its number, and its index."""
+        self._role = "data"
+
+    def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
+        """Count a bad row, whatever the stage would do about it."""
+        self.num_bad[self._name(side)] += 1
+        if len(self.bad) < MAX_BAD_ROWS:
+            self.bad.append(str(error))
+
+    def skip(self, side: str, reason: str, needs: int | None = None) -> None:
+        super().skip(self._name(side), reason, needs)
+
+    def _name(self, side: str) -> str:
+        return side if self._role == "data" else self._role.removeprefix("data.")
+
+    def count(self, spec: StageRows, measure: Measure) -> None:
+        """Read the rows of a stage and count them. Raises DataError for a source that cannot be read at all."""
+        self._role = spec.role
+        # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
+        once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
+        rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
+        found = records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role)
+        with ThreadPoolExecutor(1) as pool:
+            # The tokenizer works on one chunk while the next one is read.
+            pending: Future[list[Measured]] | None = None
+            before: list[tuple[str, Seen]] = []
+            for chunk in _chunks(self._views(found, spec)):
+                now = pool.submit(measure, [seen for _, seen in chunk])
+                self._take(before, pending, spec)
+                before, pending = chunk, now
+            self._take(before, pending, spec)
+
+    def _views(self, found: Iterable[tuple[str, Record]], spec: StageRows) -> Iterator[tuple[str, Seen]]:
+        """(side, what the stage sees) of the rows that the stage would encode; the others are counted."""
+        digests: set[tuple[str, bytes]] = set()
+        for side, record in found:
+            is_duplicate = False
+            if spec.rows.deduplicate:
+                digest = (side, row_digest(record))
+                is_duplicate = digest in digests
+                digests.add(digest)
+            try:
+                seen = see(record, spec, side)
+            except DataError as error:
+                self.bad_row(spec.rows, side, error)
+                continue
+            self.num_read[self._name(side)] += 1
+            if isinstance(seen, Seen):
+                self._register(side, seen)
+            if is_duplicate:
+                self.skip(side, DUPLICATE)
+            elif isinstance(seen, Skipped):
+                self.skip(side, seen.reason)
+            else:
+                yield side, seen
+
+    def _register(self, side: str, seen: Seen) -> None:
+        """Keep the hashes and the place of a row, to find duplicates and leaks."""
+        record = seen.record
+        counts = self.sides.setdefault(self._name(side), Side())
+        key = record.key.strip()
+        counts.prompts.append(hash(key) if key else 0)
+        counts.rows.append(hash((record.prompt, *[answer.text for answer in record.answers])))
+        counts.empty_prompts += not record.prompt.strip()
+        file = record.where.rstrip("0123456789")
+        counts.files.append(self.files.setdefault(file, len(self.files)))
+        counts.numbers.append(int(record.where[len(file) :] or -1))
+
+    def _take(self, chunk: Sequence[tuple[str, Seen]], pending: Future[list[Measured]] | None, spec: StageRows) -> None:
+        """Add the measurements of a chunk."""
+        if pending is None:
+            return
+        for (side, seen), measured in zip(chunk, pending.result(), strict=True):
+            self.sides[self._name(side)].add(seen, measured, spec)
+            self.kept[self._name(side)] += measured.kept
+            for skipped in measured.skipped:
+                self.skip(side, skipped.reason, skipped.needs)
+        self.progress(self.num_read.total())
+
+    def side(self, name: str) -> Side:
+        """The counts of a side, empty if no row of it was read."""
+        return self.sides.get(name, Side())
+
+    def places(self, side: Side, numbers: Iterable[int]) -> list[str]:
+        """The places (`file:line`) of the rows with these indices."""
+        files = list(self.files)
+        found = []
+        for n in numbers:
+            file, number = files[side.files[n]], side.numbers[n]
+            found.append(file if number < 0 else f"{file}{number}")
+        return found
+
+
+def _chunks(rows: Iterable[tuple[str, Seen]]) -> Iterator[list[tuple[str, Seen]]]:
+    chunk: list[tuple[str, Seen]] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
