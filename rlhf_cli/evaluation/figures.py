@@ -39,12 +39,16 @@ class Figure:
         return 3 if 0 < width < 0.02 else 2 if width < 20 else 0
 
     def text(self, digits: int | None) -> str:
-        """The value and its interval with these digits after the point; with None, four significant digits."""
+        """The value and its interval with these digits after the point; with None, four significant digits.
+
+        >>> Figure(-0.001, -0.004, 0.002).text(2)  # not -0.00
+        '0.00 [0.00, 0.00]'
+        """
         if digits is None:
             return f"{self.value:.4g}"
         if math.isnan(self.low):
-            return f"{self.value:.{digits}f}"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+            return f"{self.value:z.{digits}f}"
+        return f"{self.value:z.{digits}f} [{self.low:z.{digits}f}, {self.high:z.{digits}f}]"
 
     def __format__(self, spec: str) -> str:
         """The figure as `str` gives it, or in percent if `spec` is "%".
@@ -54,8 +58,8 @@ class Figure:
         """
         if spec != "%":
             return format(str(self), spec)
-        value = f"{100 * self.value:.0f} %"
-        return value if math.isnan(self.low) else f"{value} [{100 * self.low:.0f}, {100 * self.high:.0f}]"
+        value = f"{100 * self.value:z.0f} %"
+        return value if math.isnan(self.low) else f"{value} [{100 * self.low:z.0f}, {100 * self.high:z.0f}]"
 
     def as_json(self) -> dict[str, float | int]:
         """The figure as JSON values. A number that is not finite is left out: JSON has none."""
