@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,17 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.live import Live
 from rich.table import Table
 
+from rlhf_cli.commands.chat_words import Words
 from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
-from rlhf_cli.printing import printable, say
+from rlhf_cli.printing import say
 
 if TYPE_CHECKING:
-    from rlhf_cli.evaluation.conversation import ChatModel, Drawing, Judges, Reply
+    from rlhf_cli.evaluation.conversation import ChatModel, Drawing, Reply
+    from rlhf_cli.rewards.base import RewardSource
 
 HELP = """\
 /regenerate         another reply to the last message
@@ -38,8 +38,6 @@ HELP = """\
 /exit               end, as Ctrl-D does
 Write // for a message that begins with /. End a line with \\ to continue on the
 next one."""
-LONGEST_WORD = 20
-"""Columns after which a word is printed before its end: some languages write without spaces."""
 
 
 def chat(
@@ -62,15 +60,15 @@ def chat(
         raise ConfigError("--stage: --compare shows both stages. Remove one of the options")
     if temperature is not None:
         check_temperature(temperature)
-    judges, notes = None, list[str]()
+    sources, notes = None, list[str]()
     if compare:
-        models, judges, notes = open_comparison(directory, device)
+        models, sources, notes = open_comparison(directory, device)
     else:
         models = open_models(directory, stage, device)
     for note in notes:
         say(note, error=True)
     interactive = sys.stdin.isatty()
-    session = Session(models, judges, Drawing(seed, temperature, max_new_tokens), interactive=interactive)
+    session = Session(models, sources, Drawing(seed, temperature, max_new_tokens), interactive=interactive)
     session.introduce()
     failed = sum(not session.take(line) for line in (typed() if interactive else piped()))
     if failed and not interactive:
@@ -80,8 +78,16 @@ def chat(
 class Session:
     """A conversation with one model, or with two that each see their own replies."""
 
-    def __init__(self, models: Sequence[ChatModel], judges: Judges | None, drawing: Drawing, *, interactive: bool):
-        self.models, self.judges, self.drawing, self.interactive = models, judges, drawing, interactive
+    def __init__(
+        self,
+        models: Sequence[ChatModel],
+        sources: Sequence[RewardSource] | None,
+        drawing: Drawing,
+        *,
+        interactive: bool,
+    ):
+        """sources: the rewards that score two models side by side; None for a single model."""
+        self.models, self.sources, self.drawing, self.interactive = models, sources, drawing, interactive
         self.console = Console()
         self.system: list[Message] = []
         self.histories: list[list[Message]] = [[] for _ in models]
@@ -146,7 +152,7 @@ class Session:
     def answer(self, histories: Sequence[Sequence[Message]]) -> list[Reply]:
         """The reply of each model, printed while it grows."""
         prompts = [[*self.system, *history] for history in histories]
-        replies = [self.stream(prompts[0])] if self.judges is None else self.side_by_side(prompts, self.judges)
+        replies = [self.stream(prompts[0])] if self.sources is None else self.side_by_side(prompts, self.sources)
         self.num_replies += 1
         self.last = replies
         return replies
@@ -166,8 +172,10 @@ class Session:
             say(f"(cut after {len(reply.response.ids)} tokens)", error=True)
         return reply
 
-    def side_by_side(self, prompts: Sequence[Sequence[Message]], judges: Judges) -> list[Reply]:
+    def side_by_side(self, prompts: Sequence[Sequence[Message]], sources: Sequence[RewardSource]) -> list[Reply]:
         """The replies of both models in two columns, with their scores below."""
+        from rlhf_cli.evaluation.conversation import reply_scores
+
         texts = ["" for _ in self.models]
         replies: list[Reply] = []
         live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -180,7 +188,7 @@ class Session:
                         live.update(self.table(texts, []), refresh=True)
 
                 replies.append(model.reply(messages, self.drawing, self.num_replies, show))
-            judged = [judges.scores(*each) for each in zip(self.models, prompts, replies, strict=True)]
+            judged = [reply_scores(sources, *each) for each in zip(self.models, prompts, replies, strict=True)]
             table = self.table([cut_note(reply) for reply in replies], [scores for scores, _ in judged])
             if live is not None:
                 live.update(table, refresh=True)
@@ -283,48 +291,6 @@ def cut_note(reply: Reply) -> str:
     if not reply.text:
         return "(the reply is empty)"
     return reply.text if reply.response.ended else f"{reply.text} (cut after {len(reply.response.ids)} tokens)"
-
-
-class Words:
-    """Prints a growing text word by word, so that no word is broken at the right edge of the terminal."""
-
-    def __init__(self, width: int | None):
-        """width: columns of the terminal; None does not break lines."""
-        self.width = width
-        self.taken = 0
-        self.word = ""
-        self.column = 0
-
-    def grow(self, text: str) -> None:
-        """The whole text so far."""
-        pieces = re.findall(r"\S+|\s", self.word + text[self.taken :])
-        self.taken = max(self.taken, len(text))
-        is_open = pieces and not pieces[-1].isspace() and cell_len(pieces[-1]) < LONGEST_WORD
-        self.word = pieces.pop() if is_open else ""
-        for piece in pieces:
-            self._put(piece)
-
-    def end(self) -> None:
-        """The text is complete."""
-        if self.word:
-            self._put(self.word)
-        if self.taken:
-            say("", flush=True)
-
-    def _put(self, piece: str) -> None:
-        if piece == "\n":
-            self.column = 0
-            say("")
-            return
-        piece = piece.replace("\t", "    ")
-        cells = cell_len(printable(piece))
-        if self.width is not None and self.column and self.column + cells > self.width:
-            say("")
-            self.column = 0
-            if piece.isspace():
-                return
-        say(piece, end="", flush=True)
-        self.column += cells
 
 
 # ------------------------------------------------------------------------------------------- input

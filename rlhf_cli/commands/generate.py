@@ -13,14 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.artifacts import (
-    ADAPTER_CONFIG,
-    fingerprint,
-    model_directory,
-    read_manifest,
-    reward_model_stage,
-    stage_directory,
-)
 from rlhf_cli.commands.data_score import with_columns
 from rlhf_cli.commands.output import (
     Dropped,
@@ -34,20 +26,16 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
 )
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.config.ppo import PPOConfig, Rollout
-from rlhf_cli.config.rewards import ModelReward
-from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.program import command
+from rlhf_cli.config.ppo import Rollout
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
-    from rlhf_cli.evaluation.generation import Answer, Decoding, Generator, Judges, Refused, Source
-    from rlhf_cli.evaluation.run import Run
+    from rlhf_cli.evaluation.generation import Answer, Decoding, Generator, Refused
+    from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
 
 Compared = Literal["base", "sft"]
-NEW_TOKENS = 256
-"""Longest response of a model that belongs to no run."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +73,9 @@ class Options:
 class _Plan:
     """The models that respond, by the prefix of their columns, and everything that decides the text."""
 
-    models: dict[str, Source]
+    models: dict[str, TrainedModel]
     decoding: Decoding
-    judges: Judges | None
+    rewards: RewardSet | None
     device: str
     server: None = None
 
@@ -102,22 +90,15 @@ class _Plan:
         from rlhf_cli.training.distributed import start
 
         device = start(self.device).device
-        return {prefix: Generator(source, self.decoding, self.judges, device) for prefix, source in self.models.items()}
+        return {
+            prefix: Generator(source, self.decoding, self.rewards, device) for prefix, source in self.models.items()
+        }
 
     def settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with the run that it resumes."""
         decoding = self.decoding
-        judges = None
-        if self.judges is not None:
-            rewards = [reward.model_dump(mode="json") for reward in self.judges.rewards]
-            paths = [
-                reward.path or str(stage_directory(self.judges.root, "rm"))
-                for reward in self.judges.rewards
-                if isinstance(reward, ModelReward)
-            ]
-            judges = {"rewards": rewards, "digests": [fingerprint(path) for path in paths]}
         models = {
-            prefix or "response": {"path": source.path, "digest": _digest(source), "template": source.template}
+            prefix or "response": {"path": source.path, "digest": source.digest(), "template": source.template}
             for prefix, source in self.models.items()
         }
         return {
@@ -127,7 +108,7 @@ class _Plan:
             "best_of": decoding.num_samples,
             "beams": decoding.num_beams,
             "seed": decoding.seed,
-            "judges": judges,
+            "judges": self.rewards.settings() if self.rewards is not None else None,
         }
 
 
@@ -207,50 +188,36 @@ def _shard(shard: str | None) -> tuple[int, int]:
     return int(number) - 1, int(count)
 
 
-def _digest(source: Source) -> str:
-    stage = Path(source.path).parent
-    has_manifest = source.in_run and read_manifest(stage) is not None
-    return fingerprint(str(stage) if has_manifest else source.path, source.revision)
-
-
 # ------------------------------------------------------------------------------------------- what responds
 
 
 def _plan(directory: str, stage: str | None, compare: Compared | None, options: Options) -> _Plan:
     """Which models respond, and how; raises ConfigError or ArtifactError for a model that there is not."""
-    from rlhf_cli.evaluation.generation import Decoding, Judges, Source
+    from rlhf_cli.evaluation.generation import Decoding
+    from rlhf_cli.evaluation.trained import RewardSet, find_model
 
-    located = _run_of(directory, stage)
-    if located is None:
-        for option, given in {"--stage": stage, "--compare": compare}.items():
-            if given:
-                raise ConfigError(f"{option}: {directory} is a model and not a run. Remove the option")
-        models = {"": Source(model_directory(directory))}
-        rollout, judges = Rollout(max_new_tokens=NEW_TOKENS), None
-    else:
-        run, chosen = located
-        if chosen == compare:
-            raise ConfigError(f"--compare {chosen}: the responses are those of {chosen} already. Remove the option")
-        models = {"": _source(run, chosen)}
-        if compare is not None:
-            models[f"{compare}_"] = _source(run, compare, like=chosen)
-        rollout, judges = _rollout_of(run), _judges_of(run)
+    model = find_model(directory, stage)
+    models = {"": model}
+    if compare is not None:
+        if compare == model.name:
+            raise ConfigError(f"--compare {compare}: the responses are those of {compare} already. Remove the option")
+        models[f"{compare}_"] = model.compared(compare)
+    rewards = model.rewards()
     if options.reward_model is not None:
-        path = reward_model_stage(options.reward_model)
-        judges = Judges([ModelReward(type="reward_model", path=path)], key="--reward-model")
-    elif options.best_of > 1 and judges is None:
+        rewards = RewardSet.of_model(options.reward_model, "--reward-model")
+    elif options.best_of > 1 and rewards is None:
         raise ConfigError(f"--best-of: {directory} has no rewards to choose by. Give --reward-model")
     elif options.best_of == 1:
-        judges = None
+        rewards = None
     decoding = Decoding(
-        _changed(rollout, options),
+        _changed(model.rollout(), options),
         greedy=options.temperature == 0,
         num_samples=options.best_of,
         num_beams=options.beams,
         seed=options.seed,
         batch_size=options.batch_size,
     )
-    return _Plan(models, decoding, judges, options.device)
+    return _Plan(models, decoding, rewards, options.device)
 
 
 def _changed(rollout: Rollout, options: Options) -> Rollout:
@@ -260,80 +227,3 @@ def _changed(rollout: Rollout, options: Options) -> Rollout:
     changes = {key: value for key, value in given.items() if value is not None}
     shortest = min(rollout.min_new_tokens, options.max_new_tokens or rollout.min_new_tokens)
     return rollout.model_copy(update={**changes, "min_new_tokens": shortest})
-
-
-def _run_of(directory: str, stage: str | None) -> tuple[Run, Literal["sft", "ppo"]] | None:
-    """The run of a directory and the stage that responds: `stage`, that of the directory, or the last finished one.
-
-    None for a directory of a model, and for a hub id. Raises ArtifactError if the stage is not finished.
-    """
-    import torch
-
-    from rlhf_cli.evaluation.run import open_run
-
-    root = Path(directory).absolute()
-    folder = root.parent if root.name == "model" else root
-    manifest = read_manifest(folder) if root.is_dir() else None
-    if manifest is not None and manifest.stage == folder.name:
-        root, stage = folder.parent, stage or manifest.stage
-    elif (
-        manifest is not None or not root.is_dir() or any((root / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
-    ):
-        return None
-    else:
-        root = Path(directory)
-    run = open_run(root, stage=None, device=torch.device("cpu"), seed=0)
-    chosen = stage or ("ppo" if run.ppo is not None else "sft")
-    if chosen == "rm":
-        raise ArtifactError(f"{directory}: stage rm is a reward model, which writes no text. Give --stage sft or ppo")
-    if chosen not in run.stages:
-        raise ArtifactError(f"{root}: stage {chosen} is not finished. `{command('status', str(root))}` shows its state")
-    return run, "ppo" if chosen == "ppo" else "sft"
-
-
-def _source(run: Run, name: Literal["base", "sft", "ppo"], *, like: Literal["sft", "ppo"] | None = None) -> Source:
-    """The model of a stage, or the base model of the run. `like` is the stage whose prompts it gets."""
-    from rlhf_cli.evaluation.generation import Source
-
-    config = run.ppo if (like or name) == "ppo" else run.sft
-    assert config is not None
-    path, revision = run.model_path(name), None
-    if name == "base":
-        path, revision = _base_of(run)
-    elif name not in run.stages:
-        raise ArtifactError(f"{run.root}: stage {name} is not finished, so there is nothing to compare with")
-    keep_special = config.data.special_tokens == "keep"
-    return Source(path, revision, True, config.data.prompt_template, keep_special, config.precision)
-
-
-def _base_of(run: Run) -> tuple[str, str | None]:
-    """(path, revision) of the model that the run started from."""
-    from rlhf_cli.training.base_model import base_model
-
-    config = run.sft or run.ppo
-    assert config is not None
-    base = base_model(config, run.root)
-    if base is None:
-        raise ConfigError("--compare base: the run started from random weights. Give --compare sft")
-    return model_directory(base.path), base.revision
-
-
-def _rollout_of(run: Run) -> Rollout:
-    """How the run draws responses: as in PPO, or the samples of SFT where PPO is not finished."""
-    if run.ppo is not None:
-        return run.ppo.rollout
-    assert run.sft is not None
-    evaluation = run.sft.evaluation
-    return Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
-
-
-def _judges_of(run: Run) -> Judges | None:
-    """The rewards of PPO, or else the run's reward model; None without both."""
-    from rlhf_cli.evaluation.generation import Judges
-
-    config: PPOConfig | None = run.ppo
-    if config is not None:
-        return Judges(config.rewards, config.artifacts, keep_special=config.data.special_tokens == "keep")
-    if run.rm is None:
-        return None
-    return Judges([ModelReward(type="reward_model")], str(run.root))

@@ -12,27 +12,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import ADAPTER_CONFIG, model_directory, read_manifest, stage_directory
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.encode import chat_text, encode_rows, prompt_text, require_eos
+from rlhf_cli.data.encode import chat_text, encode_rows, prompt_text
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import ASSISTANT, Message, Prompt, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
-from rlhf_cli.errors import ArtifactError, ConfigError, DataError, RewardError
-from rlhf_cli.evaluation.run import Run, open_run
+from rlhf_cli.errors import DataError, RewardError
+from rlhf_cli.evaluation.trained import TrainedModel, find_model, samples_of
 from rlhf_cli.files import read_text
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
-from rlhf_cli.program import command
-from rlhf_cli.rewards.base import RewardSource, Samples
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.base import RewardSource
+from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, sampling_of, stop_ids
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, sampling_of
 from rlhf_cli.training.distributed import start
 
-NEW_TOKENS = 256
-"""Longest reply of a model that belongs to no run."""
 NOT_YET_TEXT = "\ufffd"
 """What a tokenizer decodes the first bytes of a character to."""
 
@@ -225,46 +219,31 @@ class _Stream:
         self.on_text(self.text)
 
 
-@dataclass(frozen=True)
-class Judges:
-    """The reward sources of a run."""
+def reply_scores(
+    sources: Sequence[RewardSource], model: ChatModel, messages: Sequence[Message], reply: Reply
+) -> tuple[dict[str, float], list[str]]:
+    """Each source's score of a reply, before its weight, and a line for each source that has none.
 
-    sources: Sequence[RewardSource]
-
-    def scores(self, model: ChatModel, messages: Sequence[Message], reply: Reply) -> tuple[dict[str, float], list[str]]:
-        """Each source's score of a reply, before its weight, and a line for each source that has none.
-
-        With several sources, `sum` is their weighted sum, unless one has no score.
-        """
-        row = model.form.prompt(messages)
-        tokens = [str(model.tokenizer.decode([i])) for i in reply.response.ids]
-        samples = Samples(
-            prompts=[model.form.text(model.tokenizer, messages)],
-            responses=[response_text(model.tokenizer, reply.response, model.sampling)],
-            prompt_ids=[model.form.encode(model.tokenizer, messages)],
-            response_ids=[reply.response.ids],
-            ended=[reply.response.ended],
-            rows=[{}],
-            tokens=[tokens],
-            where=["the conversation"],
-            own_prompts=[row.prompt],
-            messages=[row.messages],
-        )
-        found: dict[str, float] = {}
-        problems: list[str] = []
-        for source in self.sources:
-            try:
-                scores = total_score([source], samples)
-            except RewardError as error:
-                problems.append(str(error))
-                continue
-            if scores.errors.get(source.name):
-                problems.append(f"{source.name}: has no score, which counts as 0.0 (on_error: zero)")
-            else:
-                found[source.name] = scores.each[source.name].item()
-        if len(self.sources) > 1 and not problems:
-            found["sum"] = sum(source.weight * found[source.name] for source in self.sources)
-        return found, problems
+    With several sources, `sum` is their weighted sum, unless one has no score.
+    """
+    form, tokenizer = model.form, model.tokenizer
+    row = PromptRow(form.text(tokenizer, messages), form.encode(tokenizer, messages), form.prompt(messages))
+    samples = samples_of(tokenizer, model.sampling, [row], [reply.response], sources)
+    found: dict[str, float] = {}
+    problems: list[str] = []
+    for source in sources:
+        try:
+            scores = total_score([source], samples)
+        except RewardError as error:
+            problems.append(str(error))
+            continue
+        if scores.errors.get(source.name):
+            problems.append(f"{source.name}: has no score, which counts as 0.0 (on_error: zero)")
+        else:
+            found[source.name] = scores.each[source.name].item()
+    if len(sources) > 1 and not problems:
+        found["sum"] = sum(source.weight * found[source.name] for source in sources)
+    return found, problems
 
 
 # ------------------------------------------------------------------------------------------- opening
@@ -276,95 +255,36 @@ def open_models(directory: str, stage: str | None, device: str) -> list[ChatMode
     Raises ArtifactError if the stage is not finished or there is no language model, ConfigError for a stage of a
     directory that is no run.
     """
-    located = _located(directory)
-    if located is None:
-        if stage is not None:
-            raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
-        return [_plain_model(directory, device)]
-    root, own_stage = located
-    run = open_run(root, stage=None, device=start(device).device, seed=0)
-    chosen = stage or own_stage or next((name for name in ("ppo", "sft") if name in run.stages), "sft")
-    return [_stage_model(run, chosen)]
+    return [_chat_model(find_model(directory, stage), start(device).device)]
 
 
-def open_comparison(directory: str, device: str) -> tuple[list[ChatModel], Judges, list[str]]:
+def open_comparison(directory: str, device: str) -> tuple[list[ChatModel], list[RewardSource], list[str]]:
     """The models of sft and ppo of a run, the reward sources of ppo, and notes of the sources for the user.
 
     Raises ArtifactError if one of the stages is not finished, ConfigError for a directory that is no run.
     """
-    located = _located(directory)
-    if located is None:
-        raise ConfigError(f"--compare: {directory} is a model and not a run. Give a run's directory")
-    run = open_run(located[0], stage=None, device=start(device).device, seed=0)
-    models = [_stage_model(run, stage) for stage in ("sft", "ppo")]
-    config = run.ppo
-    assert config is not None
-    keep_special = config.data.special_tokens == "keep"
-    sources, notes = load_rewards(
-        config.rewards, config.artifacts, models[1].tokenizer, run.device, config.precision, keep_special=keep_special
-    )
-    return models, Judges(sources), notes
+    trained = find_model(directory)
+    both = [trained.compared(stage) for stage in ("sft", "ppo")]
+    world, rewards = start(device), trained.rewards()
+    assert rewards is not None
+    models = [_chat_model(model, world.device) for model in both]
+    sources, notes = rewards.load(models[1].tokenizer, world.device, models[1].precision)
+    return models, sources, notes
 
 
-def _located(directory: str) -> tuple[Path, str | None] | None:
-    """The run of a directory, and its stage if it is the directory of one or of its model. None for other models."""
-    path = Path(directory)
-    if not path.is_dir():
-        return None
-    whole = path.resolve()
-    for place in (whole, whole.parent) if whole.name == "model" else (whole,):
-        manifest = read_manifest(place)
-        if manifest is not None and manifest.stage == place.name:
-            return place.parent, place.name
-    has_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    return None if has_model else (path, None)
+def _chat_model(trained: TrainedModel, device: torch.device) -> ChatModel:
+    """The loaded model, prompted and sampled as in its run."""
+    model, tokenizer = trained.load(device)
+    rollout = trained.rollout()
+    sampling = sampling_of(rollout, model, tokenizer)
+    form = form_of(trained, tokenizer)
+    return ChatModel(trained.name, model, tokenizer, form, sampling, rollout.max_new_tokens, trained.precision)
 
 
-def _stage_model(run: Run, stage: str) -> ChatModel:
-    """The language model of a finished stage, prompted and sampled as in the run."""
-    config: SFTConfig | PPOConfig | None = run.ppo if stage == "ppo" else run.sft if stage == "sft" else None
-    if config is None:
-        what = f"stage {stage} is not finished" if stage != "rm" else "stage rm is a reward model, which writes nothing"
-        raise ArtifactError(f"{run.root}: {what}. `{command('status', str(run.root))}` shows what is there")
-    model, tokenizer = _load(run.model_path(stage), run.device)
-    rollout = run.ppo.rollout if run.ppo is not None else None
-    if rollout is not None:
-        sampling, longest = sampling_of(rollout, model, tokenizer), rollout.max_new_tokens
-    else:
-        assert run.sft is not None
-        stop = frozenset(stop_ids(model, tokenizer))
-        evaluation = run.sft.evaluation
-        sampling, longest = Sampling(temperature=evaluation.temperature, stop=stop), evaluation.max_new_tokens
-    form = prompt_form(
-        tokenizer,
-        config.data.prompt_template,
-        _logged_prompts(stage_directory(run.root, stage)),
-        keep_special=config.data.special_tokens == "keep",
-    )
-    return ChatModel(stage, model, tokenizer, form, sampling, longest, config.precision)
-
-
-def _plain_model(directory: str, device: str) -> ChatModel:
-    """A model that belongs to no run, sampled as its generation_config.json says."""
-    model, tokenizer = _load(model_directory(directory), start(device).device)
-    config = model.generation_config
-    sampling = Sampling(
-        temperature=config.temperature or 1.0,
-        top_k=config.top_k or None,
-        top_p=config.top_p or None,
-        stop=frozenset(stop_ids(model, tokenizer)),
-    )
-    form = prompt_form(tokenizer, None, [])
-    return ChatModel(directory, model, tokenizer, form, sampling, NEW_TOKENS, "auto")
-
-
-def _load(path: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model, tokenizer = load_policy(path), load_tokenizer(path)
-    require_eos(tokenizer, path)
-    check_vocabulary(model, tokenizer, path)
-    prepare(model, device)
-    model.requires_grad_(False)
-    return model, tokenizer
+def form_of(trained: TrainedModel, tokenizer: PreTrainedTokenizerBase) -> PromptForm:
+    """The form of a model's prompts, as its stage wrote them."""
+    logged = _logged_prompts(Path(trained.path).parent) if trained.run is not None else []
+    return prompt_form(tokenizer, trained.template, logged, keep_special=trained.keep_special)
 
 
 def _logged_prompts(directory: Path) -> list[str]:

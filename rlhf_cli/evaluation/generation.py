@@ -7,40 +7,22 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.config.rewards import ModelReward, Reward
-from rlhf_cli.data.encode import encode_rows, prompt_text, require_eos
+from rlhf_cli.data.encode import encode_rows, prompt_text
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.errors import ConfigError, DataError, RunError
+from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.evaluation.trained import RewardSet, TrainedModel, samples_of
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
-from rlhf_cli.rewards.base import RewardSource, Samples
-from rlhf_cli.rewards.functions import PythonFunction
-from rlhf_cli.rewards.models import load_reward_source
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.base import RewardSource
+from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.sampling import response_text, sample, sampling_of
+from rlhf_cli.rollout.sampling import sample, sampling_of
 from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
-
-
-@dataclass(frozen=True)
-class Source:
-    """A language model, and how the prompts of its training were written."""
-
-    path: str
-    """A Hugging Face model directory or a hub id."""
-    revision: str | None = None
-    in_run: bool = False
-    """False: plain prompts become a message of the user if the tokenizer has a chat template."""
-    template: str | None = None
-    """`data.prompt_template` of the run."""
-    keep_special: bool = False
-    precision: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -57,18 +39,6 @@ class Decoding:
     seed: int = 0
     batch_size: int = 64
     """Maximum responses decoded at the same time."""
-
-
-@dataclass(frozen=True)
-class Judges:
-    """The rewards that score responses."""
-
-    rewards: Sequence[Reward]
-    root: str = ""
-    """The run's directory, where a reward model without a path is."""
-    key: str | None = None
-    """The option that named a single reward model; None for the rewards of a config."""
-    keep_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,19 +69,16 @@ class Generator:
     Raises ArtifactError for a directory without a language model, ConfigError for rewards that do not fit it.
     """
 
-    def __init__(self, source: Source, decoding: Decoding, judges: Judges | None, device: torch.device):
+    def __init__(self, source: TrainedModel, decoding: Decoding, rewards: RewardSet | None, device: torch.device):
         self.source, self.decoding, self.device = source, decoding, device
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source.path, source.revision)
-        require_eos(self.tokenizer, source.path)
-        self.model: PreTrainedModel = load_policy(source.path, source.revision)
-        check_vocabulary(self.model, self.tokenizer, source.path)
-        prepare(self.model, device)
-        self.model.requires_grad_(False)
+        self.model, self.tokenizer = source.load(device)
         self.template = source.template
-        if not source.in_run and self.tokenizer.chat_template:
+        if source.run is None and self.tokenizer.chat_template:
             self.template = "chat"
         self.sampling = self._sampling()
-        self.rewards = _load_judges(judges, self.tokenizer, device, source.precision) if judges is not None else []
+        self.rewards: list[RewardSource] = []
+        if rewards is not None:
+            self.rewards, _ = rewards.load(self.tokenizer, device, source.precision)
 
     def _sampling(self) -> Sampling:
         sampling = sampling_of(self.decoding.rollout, self.model, self.tokenizer)
@@ -191,23 +158,9 @@ class Generator:
         return Response(new, [], end is not None or stopped)
 
     def _judged(self, rows: Sequence[PromptRow], responses: Sequence[Response]) -> list[Answer]:
-        texts = [response_text(self.tokenizer, response, self.sampling) for response in responses]
-        if not self.rewards:
-            return [Answer(text, response.ended) for text, response in zip(texts, responses, strict=True)]
-        dense = any(isinstance(source, PythonFunction) and source.per_token for source in self.rewards)
-        samples = Samples(
-            [row.text for row in rows],
-            texts,
-            [row.ids for row in rows],
-            [response.ids for response in responses],
-            [response.ended for response in responses],
-            [row.row.columns for row in rows],
-            [[str(self.tokenizer.decode([i])) for i in response.ids] for response in responses] if dense else None,
-            [row.row.where for row in rows],
-            [row.row.prompt for row in rows],
-            [row.row.messages for row in rows],
-        )
-        scores = total_score(self.rewards, samples).total.tolist()
+        samples = samples_of(self.tokenizer, self.sampling, rows, responses, self.rewards)
+        texts = samples.responses
+        scores = total_score(self.rewards, samples).total.tolist() if self.rewards else [None] * len(texts)
         return [Answer(text, r.ended, score) for text, r, score in zip(texts, responses, scores, strict=True)]
 
     def _best(self, answers: Sequence[Answer]) -> list[Answer]:
@@ -219,26 +172,3 @@ class Generator:
         if any(answer.score is None or answer.score != answer.score for answer in answers):
             raise RunError("a score is NaN, so there is no best response. Check the rewards")
         return [max(group, key=lambda answer: answer.score or 0.0) for group in groups]
-
-
-def _load_judges(
-    judges: Judges, tokenizer: PreTrainedTokenizerBase, device: torch.device, precision: str
-) -> list[RewardSource]:
-    if judges.key is None:
-        return load_rewards(
-            judges.rewards, judges.root, tokenizer, device, precision, keep_special=judges.keep_special
-        )[0]
-    (reward,) = judges.rewards
-    if not isinstance(reward, ModelReward) or reward.path is None:
-        raise ConfigError(f"{judges.key}: must be the path of a reward model")
-    source, _ = load_reward_source(
-        reward,
-        reward.path,
-        tokenizer,
-        device,
-        precision,
-        name=reward.path,
-        key=judges.key,
-        keep_special=judges.keep_special,
-    )
-    return [source]

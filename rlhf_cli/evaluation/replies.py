@@ -16,14 +16,15 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.run import Run
+from rlhf_cli.evaluation.trained import samples_of
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
-from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, sampling_of
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, sampling_of
 from rlhf_cli.rollout.scoring import Models
 
 ROWS = 512
@@ -102,7 +103,7 @@ class Arena:
             part = range(start, min(start + ROWS, len(numbered)))
             prompts = [self.prompts[numbered[i][0]] for i in part]
             found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
-            samples = self._samples(prompts, found)
+            samples = samples_of(self.tokenizer, self.sampling, prompts, found, self.rewards)
             judged = total_score(self.rewards, samples)
             scores.append(judged.total)
             for name, values in judged.each.items():
@@ -159,21 +160,3 @@ class Arena:
 
     def _budget(self, policy: PreTrainedModel) -> Budget:
         return self.run.budget(policy, self.config.precision)
-
-    def _samples(self, prompts: Sequence[PromptRow], responses: Sequence[Response]) -> Samples:
-        return Samples(
-            [p.text for p in prompts],
-            [response_text(self.tokenizer, r, self.sampling) for r in responses],
-            [p.ids for p in prompts],
-            [r.ids for r in responses],
-            [r.ended for r in responses],
-            [p.row.columns for p in prompts],
-            [[str(self.tokenizer.decode([i])) for i in r.ids] for r in responses] if self._dense else None,
-            [p.row.where for p in prompts],
-            [p.row.prompt for p in prompts],
-            [p.row.messages for p in prompts],
-        )
-
-    @property
-    def _dense(self) -> bool:
-        return any(getattr(source, "per_token", False) for source in self.rewards)

@@ -21,6 +21,7 @@ from rlhf_cli.commands.chat import Session, Words
 from rlhf_cli.data.records import Message
 from rlhf_cli.evaluation import conversation
 from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
+from rlhf_cli.evaluation.trained import find_model
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.printing import printable
 from rlhf_cli.rollout.sampling import sample
@@ -302,10 +303,31 @@ def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_p
     assert "no such directory" in one_error(chat(tmp_path / "none", lines="hi\n"))
 
 
-def test_the_directory_of_a_stage_or_its_model_is_that_stage(finished: Path) -> None:
-    for directory in ("run/sft", "run/sft/model"):
-        (model,) = open_models(str(finished / directory), None, "cpu")
-        assert (model.name, model.max_new_tokens) == ("sft", 4)
+def test_the_directory_of_a_stage_or_of_one_of_its_models_is_that_stage(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished / "run", run)
+    shutil.copytree(run / "sft" / "model", run / "sft" / "best_model")
+    for directory, name in {"sft": "sft", "sft/model": "sft", "sft/best_model": "sft/best_model"}.items():
+        model = find_model(str(run / directory))
+        assert (model.name, model.rollout().max_new_tokens) == (name, 4)
+    assert model.path == str(run / "sft" / "best_model")
+    monkeypatch.chdir(run / "sft")
+    assert find_model(".").name == "sft"
+    assert find_model(".", "ppo").path == str(run / "ppo" / "model")
+    monkeypatch.chdir(tmp_path)
+    assert find_model("run/sft/model").path == "run/sft/model"
+
+
+def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    values = {"temperature": 0.5, "top_k": 7, "top_p": 1.0, "min_p": 0.1, "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
+    rollout = find_model(str(model)).rollout()
+    assert (rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p) == (0.5, 7, None, 0.1)
+    (opened,) = open_models(str(model), None, "cpu")
+    assert (opened.sampling.temperature, opened.sampling.top_k, opened.sampling.min_p) == (0.5, 7, 0.1)
 
 
 # ------------------------------------------------------------------------------------------ two stages

@@ -17,7 +17,8 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, UserError
-from rlhf_cli.evaluation.generation import Answer, Decoding, Generator, Source
+from rlhf_cli.evaluation.generation import Answer, Decoding, Generator
+from rlhf_cli.evaluation.trained import find_model
 from rlhf_cli.models.load import load_tokenizer
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
@@ -69,8 +70,7 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert sorted(first + second + third, key=lambda row: row["number"]) == rows
     row = read_jsonl(prompts)[7]
     rollout = Rollout(max_new_tokens=8)
-    source = Source(str(run / "ppo" / "model"), in_run=True)
-    generator = Generator(source, Decoding(rollout), None, torch.device("cpu"))
+    generator = Generator(find_model(str(run)), Decoding(rollout), None, torch.device("cpu"))
     [answer] = generator.respond([(7, Prompt(row["prompt"], "here"))])
     assert isinstance(answer, Answer)
     assert answer.text == rows[6]["response"]

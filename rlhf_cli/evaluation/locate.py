@@ -1,0 +1,81 @@
+"""Which stage of which run a directory is. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.program import command
+
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """A model of a finished stage."""
+
+    root: Path
+    """The run's directory."""
+    stage: str
+    folder: str = MODEL
+    """The model's folder in the stage's directory. Others are best_model, ema_model and value_model."""
+
+    @property
+    def path(self) -> str:
+        """The model's directory."""
+        return str(stage_directory(self.root, self.stage) / self.folder)
+
+    @property
+    def name(self) -> str:
+        """The stage, and the folder if it is not `model`."""
+        return self.stage if self.folder == MODEL else f"{self.stage}/{self.folder}"
+
+
+def is_model(path: Path) -> bool:
+    """Whether a directory has a model or adapters."""
+    return any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+
+
+def locate(
+    directory: str | Path, stage: str | None = None, default: Sequence[str] = ("ppo", "sft")
+) -> StageModel | None:
+    """The model of a stage that a directory stands for, or None if it is a model outside of any run, or a hub id.
+
+    Args:
+        directory: a run, one of its stages, or a model of a stage.
+        stage: the stage to use, instead of the directory's own.
+        default: of a run, the first of these that is finished is used.
+
+    Raises ArtifactError if the stage is not finished, or none of `default` is.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return None
+    whole = path.resolve()
+    for folder, name in ((whole, MODEL), (whole.parent, whole.name)):
+        manifest = read_manifest(folder)
+        if manifest is None or manifest.stage != folder.name or (folder != whole and not is_model(whole)):
+            continue
+        if stage is None or stage == folder.name:
+            return StageModel(_from_here(folder.parent), folder.name, name)
+        return _finished(_from_here(folder.parent), stage)
+    if is_model(path):
+        return None
+    finished = [name for name in default if read_manifest(stage_directory(path, name)) is not None]
+    return _finished(path, stage or (finished or list(default))[0], nothing=not finished)
+
+
+def _finished(root: Path, stage: str, *, nothing: bool = False) -> StageModel:
+    if read_manifest(stage_directory(root, stage)) is None:
+        what = "no stage is finished" if nothing else f"stage {stage} is not finished"
+        raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
+    return StageModel(root, stage)
+
+
+def _from_here(path: Path) -> Path:
+    """The path relative to the working directory if it is inside it."""
+    here = Path.cwd().resolve()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,0 +1,245 @@
+"""A language model that was trained: where it is, how its prompts were written, how it draws, and what scores it.
+
+`rlhf chat`, `generate`, `serve` and `label` find their models and rewards here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.artifacts import fingerprint, model_directory, reward_model_stage, stage_directory
+from rlhf_cli.config.ppo import PPOConfig, Rollout
+from rlhf_cli.config.rewards import ModelReward, Reward
+from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.data.encode import require_eos
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.evaluation.locate import MODEL, StageModel, locate
+from rlhf_cli.evaluation.run import Run, open_run
+from rlhf_cli.models.adapter_files import read_adapter
+from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.models import load_reward_source
+from rlhf_cli.rewards.sources import load_rewards
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.sampling import response_text
+from rlhf_cli.training.base_model import base_model
+
+NEW_TOKENS = 256
+"""Longest response of a model that belongs to no run."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A language model on disk, and the run that it belongs to."""
+
+    name: str
+    """The stage, `base`, or the directory of a model that belongs to no run."""
+    path: str
+    """A Hugging Face model directory or a hub id."""
+    revision: str | None = None
+    run: Run | None = None
+    config: SFTConfig | PPOConfig | None = None
+    """The config of the stage whose prompts it gets; None outside of a run."""
+
+    @property
+    def template(self) -> str | None:
+        """`data.prompt_template` of the stage."""
+        return self.config.data.prompt_template if self.config is not None else None
+
+    @property
+    def keep_special(self) -> bool:
+        """Whether special tokens in a prompt are read as special, not as plain text."""
+        return self.config is not None and self.config.data.special_tokens == "keep"
+
+    @property
+    def precision(self) -> str:
+        """What the forward passes compute in."""
+        return self.config.precision if self.config is not None else "auto"
+
+    def load(self, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model on the device, its adapters merged, and its tokenizer.
+
+        Raises ArtifactError for a directory without a language model, and for a tokenizer of another model or without
+        EOS.
+        """
+        tokenizer = load_tokenizer(self.path, self.revision)
+        require_eos(tokenizer, self.path)
+        model = load_policy(self.path, self.revision)
+        check_vocabulary(model, tokenizer, self.path)
+        prepare(model, device)
+        model.requires_grad_(False)
+        return model, tokenizer
+
+    def rollout(self) -> Rollout:
+        """How responses are drawn: as in PPO, as the samples of SFT without it, else as generation_config.json says."""
+        if self.run is None:
+            return _rollout_outside(self.path, self.revision)
+        if self.run.ppo is not None:
+            return self.run.ppo.rollout
+        assert self.run.sft is not None
+        evaluation = self.run.sft.evaluation
+        return Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
+
+    def rewards(self) -> RewardSet | None:
+        """The rewards of the run's PPO stage, or else its reward model; None without both."""
+        run = self.run
+        if run is not None and run.ppo is not None:
+            keep_special = run.ppo.data.special_tokens == "keep"
+            return RewardSet(run.ppo.rewards, run.ppo.artifacts, keep_special=keep_special)
+        if run is not None and run.rm is not None:
+            return RewardSet([ModelReward(type="reward_model")], str(run.root))
+        return None
+
+    def compared(self, name: str) -> TrainedModel:
+        """The `sft` or `ppo` stage of the same run, or `base`, the model that the run started from. The base model
+        gets the prompts of this one.
+
+        Raises ConfigError for a model outside of any run and for a base of random weights, ArtifactError for a stage
+        that is not finished.
+        """
+        if self.run is None:
+            raise ConfigError(f"--compare: {self.name} is a model and not a run. Give a run's directory")
+        if name != "base":
+            return _of_run(self.run, locate(self.run.root, name))
+        assert self.config is not None
+        base = base_model(self.run.sft or self.config, self.run.root)
+        if base is None:
+            raise ConfigError("--compare base: the run started from random weights. Give --compare sft")
+        return TrainedModel(name, model_directory(base.path), base.revision, self.run, self.config)
+
+    def digest(self) -> str:
+        """A digest of the weights that `load` reads."""
+        located = locate(self.path) if self.run is not None else None
+        if located is None or located.folder != MODEL:
+            return fingerprint(self.path, self.revision)
+        return fingerprint(str(stage_directory(located.root, located.stage)))
+
+
+def find_model(directory: str, stage: str | None = None) -> TrainedModel:
+    """The language model that a directory stands for: of a run its `stage`, or the last finished one of SFT and PPO.
+
+    Raises ArtifactError for a stage that is not finished or that writes no text, ConfigError for a stage of a
+    directory that is no run.
+    """
+    located = locate(directory, stage)
+    if located is not None:
+        run = open_run(located.root, stage=None, device=torch.device("cpu"), seed=0)
+        return _of_run(run, located)
+    if stage is not None:
+        raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
+    return TrainedModel(directory, model_directory(directory))
+
+
+def _of_run(run: Run, located: StageModel | None) -> TrainedModel:
+    """The language model of a finished stage."""
+    assert located is not None
+    config = {"sft": run.sft, "ppo": run.ppo}.get(located.stage)
+    if config is None:
+        what = f"stage {located.stage} is a reward model, which writes no text"
+        raise ArtifactError(f"{located.root}: {what}. Give --stage sft or ppo")
+    return TrainedModel(located.name, located.path, None, run, config)
+
+
+def _rollout_outside(path: str, revision: str | None) -> Rollout:
+    """The temperature and the filters of a model's generation_config.json, where it has them."""
+    adapter = read_adapter(path)
+    sources = [(path, revision)]
+    if adapter is not None:
+        sources.append((adapter.base.path, adapter.base.revision))
+    config = GenerationConfig()
+    for source, its_revision in sources:
+        try:
+            config = GenerationConfig.from_pretrained(source, revision=its_revision or "main")
+            break
+        except (OSError, ValueError):  # There is none. `load_policy` reports one that cannot be used.
+            continue
+    changes = {
+        "temperature": config.temperature or 1.0,
+        "top_k": config.top_k or None,
+        "top_p": config.top_p if config.top_p and config.top_p < 1 else None,
+        "min_p": config.min_p or None,
+    }
+    return Rollout(max_new_tokens=NEW_TOKENS).model_copy(update=changes)
+
+
+# -------------------------------------------------------------------------------------------- rewards
+
+
+@dataclass(frozen=True)
+class RewardSet:
+    """The rewards that score responses."""
+
+    rewards: Sequence[Reward]
+    root: str = ""
+    """The run's directory, where a reward model without a path is."""
+    key: str | None = None
+    """The option that named a single reward model; None for the rewards of a run."""
+    keep_special: bool = False
+
+    @classmethod
+    def of_model(cls, directory: str, key: str) -> RewardSet:
+        """A single reward model, given with the option `key`: a model, a finished rm stage, or a run with one."""
+        return cls([ModelReward(type="reward_model", path=reward_model_stage(directory))], key=key)
+
+    def load(
+        self, tokenizer: PreTrainedTokenizerBase, device: torch.device, precision: str
+    ) -> tuple[list[RewardSource], list[str]]:
+        """The sources for responses in the tokens of `tokenizer`, and notes for the user.
+
+        Raises ConfigError for rewards that do not fit the tokenizer, ArtifactError for a reward model that is missing.
+        """
+        if self.key is None:
+            return load_rewards(self.rewards, self.root, tokenizer, device, precision, keep_special=self.keep_special)
+        (reward,) = self.rewards
+        assert isinstance(reward, ModelReward)
+        assert reward.path is not None
+        source, notes = load_reward_source(
+            reward,
+            reward.path,
+            tokenizer,
+            device,
+            precision,
+            name=reward.path,
+            key=self.key,
+            keep_special=self.keep_special,
+        )
+        return [source], notes
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the scores, to compare with an earlier run."""
+        paths = [
+            reward.path or str(stage_directory(self.root, "rm"))
+            for reward in self.rewards
+            if isinstance(reward, ModelReward)
+        ]
+        rewards = [reward.model_dump(mode="json") for reward in self.rewards]
+        return {"rewards": rewards, "digests": [fingerprint(path) for path in paths]}
+
+
+def samples_of(
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sources: Sequence[RewardSource],
+) -> Samples:
+    """The responses as the sources read them. Their tokens have texts only if a source scores every token."""
+    dense = any(getattr(source, "per_token", False) for source in sources)
+    return Samples(
+        [p.text for p in prompts],
+        [response_text(tokenizer, r, sampling) for r in responses],
+        [p.ids for p in prompts],
+        [r.ids for r in responses],
+        [r.ended for r in responses],
+        [p.row.columns for p in prompts],
+        [[str(tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None,
+        [p.row.where for p in prompts],
+        [p.row.prompt for p in prompts],
+        [p.row.messages for p in prompts],
+    )
