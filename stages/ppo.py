@@ -124,7 +124,7 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     advantages, returns = _advantages(rewards, rollout.values, mask, config, setup.world)  # [B, R] each
 
     # 5. Update, on this rollout and the recent ones that the config keeps.
-    old = (rollout.logprobs, rollout.ref_logprobs, rollout.values)
+    old = (rollout.logprobs, rollout.sampled_logprobs, rollout.ref_logprobs, rollout.values)
     newest = UpdateBatch(rollout.prompts, rollout.responses, mask, *old, advantages, returns)
     with stage.speed.phase("update"):
         batch = batch_of_update(setup, carried.recent, newest, iteration)

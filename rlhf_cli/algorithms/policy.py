@@ -162,25 +162,29 @@ def _policy_stats(
 
 
 def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """The probability of a token before this update, relative to the older policy that sampled it.
+    """The probability of a token before this update, relative to the policy that sampled it.
 
     ``min(exp(logprobs - behavior_logprobs), cap)``
 
-    For responses that are older than one update. Multiply the advantages by it, and take the ratio of the loss against
-    ``logprobs``. The policy to stay near to (the one before this update) and the policy to correct for (the one that
-    sampled) are then two policies. Without a cap the product is unbiased for the single token but may be huge; the cap
-    trades bias for bounded variance. The tokens before it are not corrected for.
+    For responses that are older than one update, and for those of a sampler whose log-probabilities differ from those
+    of training: another engine, or the same weights in bfloat16. Multiply the advantages by it, and take the ratio of
+    the loss against ``logprobs``. The policy to stay near to (the one before this update) and the policy to correct
+    for (the one that sampled) are then two policies. Without a cap the product is unbiased for the single token but may
+    be huge; the cap trades bias for bounded variance. The tokens before it are not corrected for.
 
     Args:
-        logprobs: [B, R], nats, under the policy before this update.
-        behavior_logprobs: [B, R], nats, under the policy that sampled, at the sampling temperature.
+        logprobs: [B, R], nats, under the policy before this update, as training computes them.
+        behavior_logprobs: [B, R], nats, under the policy that sampled, as the sampler computed them, at the sampling
+            temperature.
         mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         cap: 1 or more.
 
     Returns:
         [B, R], 0 to cap, 0 under padding, without gradient.
 
-    Hilton et al. 2021 (arXiv 2110.00641).
+    The truncation is from Ionides 2008 (Truncated Importance Sampling, J. Comput. Graph. Stat. 17(2)). For older
+    policies: Hilton et al. 2021 (arXiv 2110.00641). For samplers that differ from training: Yao et al. 2025 (Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training, fengyao.notion.site/off-policy-rl).
 
     >>> logprobs, behavior_logprobs = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 1.0]]).log()
     >>> truncated_importance(logprobs, behavior_logprobs, torch.tensor([[True, True]]), cap=1.5)

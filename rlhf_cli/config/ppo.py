@@ -218,6 +218,17 @@ class PPOConfig(Stage):
         return self
 
     @model_validator(mode="after")
+    def _importance(self) -> Self:
+        is_float32 = self.precision == "float32" or (self.precision == "auto" and self.device == "cpu")
+        is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32
+        if not is_read and self.ppo.importance_ratio_cap != PPO.model_fields["importance_ratio_cap"].default:
+            raise ValueError(
+                "ppo.importance_ratio_cap does nothing with num_rollouts_per_update: 1 in float32. Remove it, or "
+                "choose another option"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reward_names(self) -> Self:
         # The metrics of a source: its score, the number of failed scores, and the number of truncated texts.
         metrics = [name + what for name in reward_names(self.rewards) for what in ("", "_errors", "_cut")]

@@ -50,7 +50,9 @@ class PPO(Section):
     """Number of recent rollouts that an update learns from, kept in CPU memory. More than 1 reuses samples; the
     advantages of older ones are weighted by their truncated importance ratio."""
     importance_ratio_cap: PositiveFloat = 2.0
-    """Maximum of that ratio, current policy to the policy that sampled (decoupled PPO, Hilton et al. 2021)."""
+    """Maximum of the ratio of the policy before the update to the one that sampled, by which advantages are weighted
+    (truncated importance sampling, Ionides 2008). Of older rollouts (decoupled PPO, Hilton et al. 2021), and of all
+    rollouts in bfloat16, where sampling and training round differently (Yao et al. 2025)."""
 
     # ---- the score
     score_normalization: ScoreNormalization = "none"
@@ -120,7 +122,8 @@ class PPO(Section):
     old_logprobs: Literal["auto", "sampled", "recomputed"] = "auto"
     """The log-probabilities in the denominator of the ratio: those stored while sampling, or those of another forward
     pass with the training code, for which the ratio before the first step is exactly 1. `auto` uses the stored ones
-    in float32, where the two differ by about 1e-5 nats, and recomputes them in bfloat16."""
+    in float32, where the two differ by about 1e-5 nats, and recomputes them in bfloat16. Where they are recomputed in
+    bfloat16, the advantages are weighted by their ratio to the stored ones, at most `importance_ratio_cap`."""
     policy_kl_coef: PositiveFloat = 1.0
     """The initial coefficient of PPO-penalty."""
     policy_kl_target: PositiveFloat | None = None
@@ -193,7 +196,6 @@ class PPO(Section):
                 "max_approx_kl can never end an update of one step, because its KL is 0. Raise ppo_epochs, lower "
                 "minibatch_size, or remove max_approx_kl"
             )
-        refuse_unread(self, self.num_rollouts_per_update > 1, "num_rollouts_per_update: 1", "importance_ratio_cap")
         return self
 
     @property

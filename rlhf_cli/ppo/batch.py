@@ -23,6 +23,8 @@ class UpdateBatch:
     """True on real tokens."""
     logprobs: Tensor
     """Under the policy that the ratio compares with: the one that sampled, or the one at the start of this update."""
+    sampled_logprobs: Tensor
+    """As the sampler computed them, at the sampling temperature."""
     ref_logprobs: Tensor
     values: Tensor
     """The centre of the value clip."""
@@ -34,7 +36,7 @@ class UpdateBatch:
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
 
-TENSORS = ("response_mask", "logprobs", "ref_logprobs", "values", "advantages", "returns")
+TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 def select(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:

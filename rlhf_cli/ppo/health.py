@@ -13,7 +13,7 @@ from rlhf_cli.models.forward import computes_in_bfloat16
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.training.health import Health
-from rlhf_cli.training.health_rules import RATIO_TOLERANCE
+from rlhf_cli.training.health_rules import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.training.zero_gradient import no_gradient
 
 TINY = 1e-6
@@ -30,6 +30,7 @@ def new_health(setup: Setup) -> Health:
         starts_at_reference=config.ref_policy is None,
         max_new_tokens=config.rollout.max_new_tokens,
         ratio_tolerance=RATIO_TOLERANCE[precision],
+        gap_tolerance=GAP_TOLERANCE[precision],
         config=by_dotted_key(config.model_dump(mode="json")),
     )
 

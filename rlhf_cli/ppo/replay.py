@@ -20,7 +20,11 @@ Recent = deque[tuple[int, UpdateBatch]]
 
 
 def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration: int) -> UpdateBatch:
-    """Add the newest rollout to the recent ones; returns all their rows, of all processes."""
+    """Add the newest rollout to the recent ones; returns all their rows, of all processes.
+
+    The advantages of rollouts that another policy, or the same policy in another computation, may have sampled are
+    corrected for it.
+    """
     one = setup.config.ppo.num_rollouts_per_update == 1
     recent.append((iteration, newest if one else newest.to("cpu")))
     parts = []
@@ -28,27 +32,29 @@ def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration
         batch = batch.to(setup.world.device)
         if made_in < iteration:
             batch = refreshed(setup, batch)
+        if made_in < iteration or setup.sampler_may_differ:
+            batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
         parts.append(from_all_processes(batch, setup.world, setup.together))
     return merge(parts)
 
 
-@torch.no_grad()
 def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
     """A batch of an older policy, with the log-probabilities and values of the current one.
 
-    The ratio and the value clip then start from the current policy. The advantages are multiplied by the truncated
-    importance weight of the current policy against the one that sampled (Hilton et al. 2021).
+    The ratio and the value clip then start from the current policy.
     """
     logprobs, values = current_scores(setup, batch)
-    importance = truncated_importance(
-        logprobs, batch.logprobs, batch.response_mask, cap=setup.config.ppo.importance_ratio_cap
-    )
-    return replace(
-        batch,
-        logprobs=logprobs,
-        values=values if values is not None else batch.values,
-        advantages=batch.advantages * importance,
-    )
+    return replace(batch, logprobs=logprobs, values=values if values is not None else batch.values)
+
+
+def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
+    """The batch with ``advantages * min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
+
+    `logprobs` are those at the start of the update; `sampled_logprobs` those of the sampler, whether it is an older
+    policy, another engine or the same weights in bfloat16.
+    """
+    importance = truncated_importance(batch.logprobs, batch.sampled_logprobs, batch.response_mask, cap=cap)
+    return replace(batch, advantages=batch.advantages * importance)
 
 
 @torch.no_grad()

@@ -38,9 +38,9 @@ def iteration_metrics(
 ) -> dict[str, float]:
     """The figures of an iteration over the real tokens of all processes' responses.
 
-    policy/entropy is estimated from the sampled tokens. policy/sampler_gap is the largest difference between a
-    log-probability of the sampler and the same one recomputed by training. It is absent if the sampler's are the old
-    log-probabilities; policy/first_ratio_error shows the difference then.
+    policy/entropy is estimated from the sampled tokens. policy/sampler_gap is the largest absolute difference
+    between a log-probability of the sampler and the same one recomputed by training, policy/sampler_gap_mean the mean.
+    They are absent if the sampler's are the old log-probabilities; policy/first_ratio_error shows the difference then.
     """
     world, mask = setup.world, rollout.response_mask
     prompt_lengths = torch.tensor([len(prompt.ids) for prompt in rollout.prompts], device=mask.device)
@@ -55,21 +55,21 @@ def iteration_metrics(
         "response/empty_fraction": torch.tensor([not text.strip() for text in texts]),
         **{f"reward/{name}": values for name, values in scores.each.items()},
     }  # [own B] each
-    tokens = [t[mask].double().cpu() for t in (rollout.values, returns, rollout.logprobs)]  # [own tokens] each
+    tokens = [
+        t[mask].double().cpu() for t in (rollout.values, returns, rollout.logprobs, rollout.sampled_logprobs)
+    ]  # [own tokens] each
     recomputed = rollout.logprobs is not rollout.sampled_logprobs
-    gap = ((rollout.sampled_logprobs - rollout.logprobs).abs() * mask).max().item() if recomputed else 0.0
     counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
     counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in setup.rewards if s.on_error == "zero"}
     own = (
         {name: values.double().cpu() for name, values in columns.items()},
         tokens,
         [(prompt.text, text) for prompt, text in zip(rollout.prompts, texts, strict=True)],
-        gap,
         counts,
     )
     shards = world.gather(own)
     merged = {name: torch.cat([shard[0][name] for shard in shards]) for name in columns}  # [B] each
-    values, all_returns, logprobs = (torch.cat([shard[1][i] for shard in shards]) for i in range(3))
+    values, all_returns, logprobs, sampled = (torch.cat([shard[1][i] for shard in shards]) for i in range(4))
     pairs = [pair for shard in shards for pair in shard[2]]
     metrics = {
         **{name: column.mean().item() for name, column in merged.items()},
@@ -80,12 +80,22 @@ def iteration_metrics(
         "response/distinct_2": distinct_n([text.split() for _, text in pairs], 2),
         "response/duplicate_fraction": _duplicates(pairs),
         "policy/entropy": -logprobs.mean().item(),
-        **({"policy/sampler_gap": max(shard[3] for shard in shards)} if recomputed else {}),
-        **{name: float(sum(shard[4][name] for shard in shards)) for name in counts},
+        **(_sampler_figures(setup, logprobs, sampled) if recomputed else {}),
+        **{name: float(sum(shard[3][name] for shard in shards)) for name in counts},
     }
     if setup.models.has_values:
         metrics |= _value_figures(values, all_returns)
     return metrics
+
+
+def _sampler_figures(setup: Setup, logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
+    """How far the sampler is from training, over the log-probabilities of all tokens, [N] each."""
+    gap = (logprobs - sampled).abs()
+    figures = {"policy/sampler_gap": gap.max().item(), "policy/sampler_gap_mean": gap.mean().item()}
+    if setup.sampler_may_differ:
+        is_capped = logprobs - sampled > math.log(setup.config.ppo.importance_ratio_cap)
+        figures["policy/importance_capped"] = is_capped.double().mean().item()
+    return figures
 
 
 def _value_figures(values: Tensor, returns: Tensor) -> dict[str, float]:

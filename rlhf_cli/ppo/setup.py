@@ -96,10 +96,18 @@ class Setup:
         return responses_together(self.config, self.world.size)
 
     @property
+    def sampler_may_differ(self) -> bool:
+        """Whether the sampler's log-probabilities may differ from training's by more than float32 rounding.
+
+        If so, training recomputes them, and `corrected` weights the advantages.
+        """
+        return computes_in_bfloat16(self.world.device, self.config.precision)
+
+    @property
     def recomputes_logprobs(self) -> bool:
         """Whether the training's forward pass recomputes the old log-probabilities."""
         if self.config.ppo.old_logprobs == "auto":
-            return computes_in_bfloat16(self.world.device, self.config.precision)
+            return self.sampler_may_differ
         return self.config.ppo.old_logprobs == "recomputed"
 
     @property

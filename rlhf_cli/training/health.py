@@ -24,7 +24,14 @@ from statistics import fmean
 from typing import Any, Literal
 
 from rlhf_cli.training.health_history import History
-from rlhf_cli.training.health_rules import ON_ONE_ITERATION, ON_SOME_ITERATIONS, RATIO_TOLERANCE, STOPS, Rule
+from rlhf_cli.training.health_rules import (
+    GAP_TOLERANCE,
+    ON_ONE_ITERATION,
+    ON_SOME_ITERATIONS,
+    RATIO_TOLERANCE,
+    STOPS,
+    Rule,
+)
 from rlhf_cli.training.health_start import WEAK_REWARD_ADVICE, weak_reward
 from rlhf_cli.training.health_trends import OVEROPTIMISATION_ADVICE, TRENDS, overoptimisation
 
@@ -85,7 +92,8 @@ class Health:
         starts_at_reference: policy and ref_policy start as the same model, so the first KL is 0.
         max_new_tokens: rollout.max_new_tokens.
         ratio_tolerance: in nats, from RATIO_TOLERANCE by precision. It is also the tolerance of the first KL, and half
-            that of the sampler gap.
+            that of the largest sampler gap.
+        gap_tolerance: in nats, from GAP_TOLERANCE by precision, of the mean sampler gap.
         config: the run's config by dotted key, for the advice. An absent key is unknown.
 
     >>> health = Health(kl_in_reward=True, has_value_model=True, starts_at_reference=True, max_new_tokens=64)
@@ -105,10 +113,17 @@ class Health:
         starts_at_reference: bool,
         max_new_tokens: int,
         ratio_tolerance: float = RATIO_TOLERANCE["float32"],
+        gap_tolerance: float = GAP_TOLERANCE["float32"],
         config: Mapping[str, Any] | None = None,
     ):
         self.history = History(
-            kl_in_reward, has_value_model, starts_at_reference, max_new_tokens, ratio_tolerance, config or {}
+            kl_in_reward,
+            has_value_model,
+            starts_at_reference,
+            max_new_tokens,
+            ratio_tolerance,
+            gap_tolerance,
+            config or {},
         )
         self._best_gold: dict[str, Any] | None = None
         """The evaluation with the highest mean gold: iteration, scores, golds."""

@@ -32,7 +32,7 @@ LARGEST = 1e75
 
 @dataclass
 class History:
-    """The metrics of a run. The first six fields are settings of the run, the others change with each iteration."""
+    """The metrics of a run. The first seven fields are settings of the run, the others change with each iteration."""
 
     kl_in_reward: bool
     """ppo.kl_in is reward."""
@@ -43,6 +43,8 @@ class History:
     """rollout.max_new_tokens."""
     ratio_tolerance: float
     """Nats; see `health_rules.RATIO_TOLERANCE`."""
+    gap_tolerance: float
+    """Nats; see `health_rules.GAP_TOLERANCE`."""
     config: Mapping[str, Any]
     """The run's config by dotted key. Advice does not name a key that is set already. An absent key is unknown."""
     iteration: int = 0

@@ -155,7 +155,12 @@ PPO: dict[str, Any] = {
         ),
         ("ppo", PPO, ["ppo.advantage_estimator=reinforce", "value_model.init=policy"], "value_model does nothing"),
         ("ppo", PPO, ["ppo.advantage_estimator=reinforce_pp", "ppo.whiten_advantages=false"], "Use reinforce"),
-        ("ppo", PPO, ["ppo.importance_ratio_cap=5"], "does nothing with num_rollouts_per_update: 1"),
+        (
+            "ppo",
+            PPO,
+            ["ppo.importance_ratio_cap=5", "precision=float32"],
+            "does nothing with num_rollouts_per_update: 1",
+        ),
         ("ppo", PPO, ["ppo.num_reference_samples=5"], "does nothing with score_normalization: none"),
         ("ppo", PPO, ["ppo.overlong_buffer=4"], "only together. Set both"),
         ("ppo", PPO, ["ppo.overlong_buffer=100", "ppo.overlong_penalty=1"], "above rollout.max_new_tokens"),

@@ -135,7 +135,7 @@ def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
     for prompt in range(128 // samples):
         ids = [prompt] * draw.randint(4, 200)
         rows += [(PromptRow("", ids, None), Response([1] * int(draw.lognormvariate(3.5, 0.8) + 1), [], True))] * samples
-    batch = UpdateBatch(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 6)
+    batch = UpdateBatch(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 7)
     every_nth: list[float] = []
     dealt: list[float] = []
     for seed in range(20):

@@ -121,6 +121,7 @@ def update(case, config, *, shared=False, iteration=0, values=True):
         case.responses,
         rows.response_mask,
         rows.logprobs,
+        rows.sampled_logprobs,
         rows.ref_logprobs,
         rows.values,
         case.advantages,

@@ -249,6 +249,7 @@ def update(rollout_and_models, write_config, root, advantages=None, returns=None
         rollout.responses,
         rollout.response_mask,
         rollout.logprobs,
+        rollout.sampled_logprobs,
         rollout.ref_logprobs,
         rollout.values,
         usual_advantages if advantages is None else advantages,

@@ -273,6 +273,14 @@ def slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl
     return rows
 
 
+def slow_importance(logprobs, responses, cap):
+    """The factor of each advantage: the token's probability in training over the sampler's, at most `cap`."""
+    return [
+        [min(math.exp(trained - sampled), cap) for trained, sampled in zip(row, response.logprobs, strict=True)]
+        for row, response in zip(logprobs, responses, strict=True)
+    ]
+
+
 def slow_advantages(config, rewards, values):
     """Advantages and returns by their definitions, as sums over later tokens."""
     ppo, name = config.ppo, config.ppo.advantage_estimator
@@ -373,6 +381,8 @@ def check_update_batch(run, num_reference_calls=0):
         unwhitened = slow_token_rewards(config, score, dense, logprobs, ref_logprobs, kl_full, kl_coef)
         rewards = whiten(unwhitened, keep_mean=True) if ppo.whiten_rewards else unwhitened
         advantages, returns = slow_advantages(config, rewards, values)
+        weights = slow_importance(logprobs, rollout.responses, ppo.importance_ratio_cap)
+        advantages = [[a * w for a, w in zip(*two, strict=True)] for two in zip(advantages, weights, strict=True)]
         for tensor, expected in (
             (batch.advantages, advantages),
             (batch.returns, returns),

@@ -20,7 +20,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.training import health as health_module
 from rlhf_cli.training import health_history
 from rlhf_cli.training.health import REPEAT, SHOWN, WARNINGS, WATCHED, Finding, Health
-from rlhf_cli.training.health_rules import MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
+from rlhf_cli.training.health_rules import GAP_TOLERANCE, MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
 from rlhf_cli.training.zero_gradient import no_gradient
 from support.tiny import read_jsonl
 
@@ -187,6 +187,8 @@ def test_the_tolerance_is_that_of_the_precision() -> None:
     rows = sequence(2, {"policy/first_ratio_error": 0.4, "policy/sampler_gap": 0.9, "objective/kl": [0.4, 1.0]})
     assert names_of(rows, new_health(ratio_tolerance=RATIO_TOLERANCE["bfloat16"])) == []
     assert {name for _, name in names_of(rows)} == {"ratio_not_one", "sampler_gap", "kl_not_zero"}
+    rows = sequence(2, {"policy/sampler_gap_mean": [0.049, 0.051]})
+    assert names_of(rows, new_health(gap_tolerance=GAP_TOLERANCE["bfloat16"])) == [(2, "sampler_gap")]
 
 
 @pytest.mark.parametrize("kl", [0.0051, -0.0051, 2.0])
@@ -279,6 +281,7 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
 
 # One value far beyond its limit, then none: it is reported immediately.
 FAR: list[tuple[str, dict[str, Any], int]] = [
+    ("sampler_gap", {"policy/sampler_gap_mean": [0.0, 1.1e-4, 0.0]}, 2),
     ("approx_kl", {"policy/approx_kl": [0.001, 1.01, 0.001]}, 2),
     ("approx_kl", {"policy/approx_kl": [0.001, math.inf, 0.001]}, 2),
     ("clip_fraction", {"policy/clip_fraction": [0.001, 0.81, 0.001]}, 2),
@@ -293,7 +296,7 @@ FAR: list[tuple[str, dict[str, Any], int]] = [
 
 # The same just below the limit: there must be no finding.
 NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
-    ("sampler_gap", {"policy/sampler_gap": 0.0099}),
+    ("sampler_gap", {"policy/sampler_gap": 0.0099, "policy/sampler_gap_mean": 0.9e-4}),
     ("kl_negative", {"objective/kl": [0.0, 0.0, -0.99, 0.1]}),
     ("kl_negative", {"objective/kl": [0.0, -0.049]}),
     ("kl_negative", {"objective/kl": lambda i: 0.0 if i == 1 or i % 5 == 0 else -0.5}),
