@@ -75,6 +75,8 @@ class PackedBatch:
     """[N] position of each token in its sequence, from 0."""
     segments: list[Segment]
     """[B] the place of each sequence in the row."""
+    prompt_lengths: list[int] | None = None
+    """[B] tokens of each prompt, for models that read it with an encoder. Only these models need it."""
 
     @property
     def lengths(self) -> list[int]:

@@ -52,6 +52,7 @@ from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, 
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import save_of_stage, train_adapters
 from rlhf_cli.models.scratch import new_model, train_tokenizer
+from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.rollout.questions import answer, first_questions
 from rlhf_cli.tensor_ops import totals
@@ -88,6 +89,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         display.about_rows(data.lines, data.warnings)
         _warn_of_unused_tokens(config.model.add_tokens, tokenizer, data.train, display)
         train, test = data.train, data.test[: config.evaluation.max_rows]
+        require_one_answer(model, train, config.data.loss_on)
         held_out = _demonstrations(config, "test")
         questions = first_questions(held_out, model, tokenizer, config, display) if test else []
 

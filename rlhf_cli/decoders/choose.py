@@ -11,7 +11,9 @@ from rlhf_cli.decoders.base import Decoder, UnsupportedError
 from rlhf_cli.decoders.cpu import paged_decoder
 from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
+from rlhf_cli.decoders.seq2seq import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.seq2seq import is_seq2seq
 
 
 def choose_decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName = "auto") -> Decoder:
@@ -43,13 +45,18 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
             notes.append(f"{type(model).__name__}: {reason}; sampling uses the model's own forward (slower, as exact)")
     elif name != "plain":
         choose_decoder(model, longest, 1, name)
-    if notes or name == "plain":
+    if (notes or name == "plain") and not is_seq2seq(model):
         notes += filter(None, [why_not_padded(model)])
     return notes
 
 
 def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName) -> Decoder:
     """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
+    if is_seq2seq(model):
+        if name not in ("auto", "plain"):
+            raise UnsupportedError("it is an encoder-decoder")
+        require_own_logits(model)
+        return Seq2SeqDecoder(model)
     match name:
         case "auto" | "paged":
             return paged_decoder(model, longest)

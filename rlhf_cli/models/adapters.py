@@ -29,6 +29,8 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
     The head of a sequence classifier stays trainable without adapters. Returns a line for the user. Raises ConfigError,
     naming the config `key`, if peft is not installed or no layer has one of the names.
     """
+    if model.config.is_encoder_decoder:
+        raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
     try:
         quiet_bitsandbytes()
         import peft

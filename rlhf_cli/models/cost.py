@@ -169,7 +169,8 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         # All storages live as long as the output, so no two of them have the same address.
-        output = model.base_model(input_ids=ids[None])
+        inputs = {"decoder_input_ids": ids[None]} if model.config.is_encoder_decoder else {}
+        output = model.base_model(input_ids=ids[None], **inputs)
     del output
     return sum(kept.values())
 
@@ -246,7 +247,9 @@ class Work:
 def work_of(model: PreTrainedModel) -> Work:
     """The `Work` of a model, counted from its parameters."""
     config, backbone = model.config.get_text_config(), model.base_model
+    head = model.get_output_embeddings()
     tables = {id(p) for m in backbone.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    tables |= {id(head.weight)} if head is not None else set()  # T5 calls the whole model its backbone
     experts = getattr(config, "num_experts_per_tok", None)
     weights = trained = 0
     for parameter in backbone.parameters():
@@ -258,7 +261,6 @@ def work_of(model: PreTrainedModel) -> Work:
             size = size * experts // parameter.shape[0]
         weights += size
         trained += size if parameter.requires_grad else 0
-    head = model.get_output_embeddings()
     assert head is None or isinstance(head.weight, torch.Tensor)
     head_weights = head.weight.numel() if head is not None else 0
     trained_head = head_weights if head is not None and head.weight.requires_grad else 0

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
+from rlhf_cli.models import seq2seq
+from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.tensor_ops import token_logprobs
 
@@ -47,6 +49,8 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     if is_packed(model):
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
         return output.logits[0]
+    if is_seq2seq(model):
+        return seq2seq.logits_at(model, batch, positions)
     if _head_is_plain(model, batch):
         logits: torch.Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
         return logits
@@ -68,7 +72,8 @@ def logprobs_at(
 
     Large [n, V] logits are computed in chunks (`linear_logprobs`).
     """
-    if len(ids) * vocabulary_rows(model) <= MOST_LOGITS or not _head_is_plain(model, batch):
+    large = len(ids) * vocabulary_rows(model) > MOST_LOGITS
+    if is_seq2seq(model) or not large or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
@@ -117,6 +122,8 @@ def _pack_targets(
     The token at index j is predicted at j - 1. The first token of a sequence is never a target.
     """
     batch = pack(sequences, next(model.parameters()).device)
+    if is_seq2seq(model):
+        batch = with_prompts(batch, [row.index(True) for row in target_mask])
     return batch, send(end_to_end(target_mask).nonzero()[:, 0], batch.ids.device)
 
 
@@ -124,6 +131,8 @@ def logits_and_hidden_at(
     model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`logits_at` and `hidden_at` of a language model from one forward pass: ([n, V], [n, H])."""
+    if is_seq2seq(model):
+        return seq2seq.logits_and_hidden_at(model, batch, positions)
     captured: list[torch.Tensor] = []
     handle = model.base_model.register_forward_hook(
         lambda _module, _inputs, output: captured.append(output.last_hidden_state)
@@ -144,6 +153,8 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     if is_packed(model):
         output = model.base_model(**_packed_inputs(batch), use_cache=False)
         return output.last_hidden_state[0][positions]
+    if is_seq2seq(model):
+        return seq2seq.hidden_at(model, batch, positions)
     ids, real_mask, position_ids = _padded_inputs(batch)
     output = model.base_model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
     return output.last_hidden_state[real_mask][positions]
@@ -179,6 +190,8 @@ def choose_attention(model: PreTrainedModel) -> str | None:
     without: shared prefixes, the faster attention of a GPU, or packed rows. Raises ArtifactError if the backbone cannot
     be called with token ids alone.
     """
+    if is_seq2seq(model):
+        return f"{type(model).__name__}: an encoder-decoder; it runs on padded batches (slower, as exact)"
     was_training = model.training
     model.eval()
     default = model.config._attn_implementation
@@ -211,7 +224,7 @@ def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision:
             outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
         return torch.cat([output.last_hidden_state[0] for output in outputs])
     except (AttributeError, TypeError, ValueError) as error:
-        # For example an encoder-decoder that needs decoder tokens, or a model whose backbone transformers cannot find.
+        # For example a model whose backbone transformers cannot find.
         raise ArtifactError(
             f"{type(model).__name__}: its backbone cannot be called with token ids alone "
             f"({type(error).__name__}: {str(error)[:100]}). Use a model of another family"

@@ -17,12 +17,16 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from rlhf_cli.artifacts import is_adapter
 from rlhf_cli.errors import ArtifactError
@@ -43,6 +47,7 @@ from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_sc
 from rlhf_cli.models.loading import no_conversion, no_progress_bar
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.refusals import check_directory, reason_of, refuse_classifier, refuse_endless, refuse_pickles
+from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
 from rlhf_cli.seeding import seeded
 
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
@@ -72,7 +77,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
-    """A causal language model in float32 with dropout off. Every weight must be in the file.
+    """A decoder or an encoder-decoder in float32 with dropout off. Every weight must be in the file.
 
     A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
     """
@@ -147,7 +152,7 @@ def new_reward_model(
 
 def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
     """The weights at `path` (a policy's or a reward model's) with a scalar head that starts at zero."""
-    model, _ = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+    model, _ = _load(AutoModelForSequenceClassification, path, revision, new_head=True, for_values=True, num_labels=1)
     if not reads_last_token(model):
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
@@ -168,7 +173,7 @@ def _forget_facts(model: PreTrainedModel) -> None:
 
 def load_value_model(path: str) -> PreTrainedModel:
     """A saved value model, with its head."""
-    model, _ = _load(AutoModelForSequenceClassification, path, None)
+    model, _ = _load(AutoModelForSequenceClassification, path, None, for_values=True)
     if not reads_last_token(model) or model.config.num_labels != 1:
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Give the `value_model` directory "
@@ -178,13 +183,13 @@ def load_value_model(path: str) -> PreTrainedModel:
 
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
-    """Whether the model at `path` was saved as a causal language model."""
+    """Whether the model at `path` was saved as a language model."""
     adapter = read_adapter(path)
     if adapter is not None:
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return any(name in causal for name in config.architectures or ())
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
+    return any(name in names for name in config.architectures or ())
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
@@ -268,11 +273,18 @@ def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory:
 
 
 def _load(
-    auto: Any, path: str, revision: str | None, *, new_head: bool = False, **settings: int
+    auto: Any,
+    path: str,
+    revision: str | None,
+    *,
+    new_head: bool = False,
+    for_values: bool = False,
+    **settings: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
-    With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other.
+    With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other. With `for_values`
+    the head is read at each token, and not once for the whole text.
     """
     check_directory(path, revision, weights=True)
     adapter = read_adapter(path)
@@ -286,6 +298,9 @@ def _load(
         refuse_pickles(path, revision, config)
         if auto is AutoModelForCausalLM:
             refuse_classifier(path, config)
+            auto = AutoModelForSeq2SeqLM if is_seq2seq_config(config) else auto
+        elif for_values and is_seq2seq_config(config):
+            auto = value_class(config)
         else:
             offer_classifier(type(config))
         with no_conversion(), no_progress_bar():
@@ -305,14 +320,16 @@ def _load(
         raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
     new = check_weights(model, info, path, new_head=new_head)
     set_dropout_off(model)
-    if not model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
+        check_tokens(model, path)
+    else:
         _try_out(model, path)
     model.eval()
     return model, new
 
 
 def _load_adapted(
-    auto: Any, adapter: AdapterDirectory, *, new_head: bool, **settings: int
+    auto: Any, adapter: AdapterDirectory, *, new_head: bool, **settings: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """The base model with the adapters merged into its weights, and the names of its new parameters.
 

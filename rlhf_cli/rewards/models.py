@@ -23,6 +23,7 @@ from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefi
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
+from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
@@ -275,6 +276,9 @@ def sequence_scores(
         batch = pack(sequences, device, groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)
         return scalar_scores(model, hidden)
+    if model.config.is_encoder_decoder:
+        eos = end_of_text(model)  # where its score is read
+        sequences = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(list, sequences)]
     width = max(map(len, sequences))
     ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
     mask = torch.zeros(len(sequences), width, dtype=torch.int64)

@@ -16,6 +16,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, logprobs_at, shares_prefixes
 from rlhf_cli.models.heads import scalar_head, scalar_scores
+from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
@@ -163,7 +164,10 @@ def _packed(
     device = next(model.parameters()).device
     sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
     batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
-    positions = response_positions(batch, [len(p.ids) for p in prompts])
+    prompt_lengths = [len(p.ids) for p in prompts]
+    if is_seq2seq(model):
+        batch = with_prompts(batch, prompt_lengths)
+    positions = response_positions(batch, prompt_lengths)
     return batch, positions, end_to_end([r.ids for r in responses], device)
 
 

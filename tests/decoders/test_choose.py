@@ -26,9 +26,9 @@ from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
 
 
 def on_device(device: str) -> Any:
-    """A model of which only the device is known."""
+    """A model of which only the device and the kind are known."""
     weight = SimpleNamespace(device=torch.device(device))
-    return SimpleNamespace(parameters=lambda: iter([weight]))
+    return SimpleNamespace(parameters=lambda: iter([weight]), config=SimpleNamespace(is_encoder_decoder=False))
 
 
 def test_auto_takes_the_paged_decoder_where_it_can_and_the_plain_one_elsewhere() -> None:

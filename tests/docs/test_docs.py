@@ -196,7 +196,6 @@ NOT_OFFERED = {
     "wandb, TensorBoard": ("wandb", "tensorboard", "report_to"),
     "pushing a model to the hub": ("push_to_hub", "hub_model_id"),
     "beam and contrastive search": ("num_beams", "penalty_alpha"),
-    "encoder-decoder policies": ("encoder_decoder", "is_encoder_decoder"),
     "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
     "asymmetric score clips": ("score_clip_low", "score_clip_high"),
     "minibatches drawn at random": ("sample_replay_buffer", "random_minibatches"),

@@ -359,12 +359,6 @@ def test_cost_and_logprobs_of_every_family(name):
             AutoModelForCausalLM,
             {**KV, "num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8},
         ),
-        (
-            "t5",
-            AutoModelForSequenceClassification,
-            {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-            | {"num_labels": 1, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
-        ),
     ],
 )
 def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, config):

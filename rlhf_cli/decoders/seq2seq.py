@@ -1,0 +1,102 @@
+"""The decoder of encoder-decoder models (T5, BART): the encoder reads each prompt once, the decoder keeps a cache."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from rlhf_cli.decoders.base import difference
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.forward import TOLERANCE, logits_at, vocabulary_rows
+from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
+from rlhf_cli.packing import pack, response_positions
+
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
+
+
+class Seq2SeqDecoder:
+    """Next-token logits of live rows of an encoder-decoder. See `Decoder` for its methods."""
+
+    leaves_below = 0.75
+    """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
+    admits_beside_others = False
+    """All rows have read the same number of decoder tokens, so new rows enter once all have ended."""
+    most_rows = sys.maxsize
+    lag = 0
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Add a row for each prompt when there are no live rows; return the logits [prompts, V]."""
+        device = next(self.model.parameters()).device
+        ids, self.real_mask = encoder_inputs(self.model, [torch.tensor(prompt, device=device) for prompt in prompts])
+        self.states = self.model.get_encoder()(input_ids=ids, attention_mask=self.real_mask).last_hidden_state
+        config = self.model.config
+        self.cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        return self.step(torch.full((len(prompts),), start_of_response(self.model), device=device))
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V]."""
+        output = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
+            attention_mask=self.real_mask,
+            decoder_input_ids=ids[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.states, self.real_mask = self.states[rows], self.real_mask[rows]
+        if len(rows) > 0:
+            self.cache.reorder_cache(cast(torch.LongTensor, rows))
+
+
+@torch.no_grad()
+def require_own_logits(model: PreTrainedModel) -> None:
+    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text.
+
+    A model is checked once, in float32, with three prompts of different lengths and a few more tokens of each, while
+    one row leaves.
+    """
+    if model not in _checked:
+        was_training = model.training
+        model.eval()
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            _checked[model] = _gap(model)
+        model.train(was_training)
+    if not _checked[model] <= TOLERANCE:
+        raise ArtifactError(
+            f"{type(model).__name__}: its logits with a cache differ from those without one by {_checked[model]:.1e}, "
+            "so it cannot be sampled from. Use a model of another family"
+        )
+
+
+def _gap(model: PreTrainedModel) -> float:
+    steps, lengths = 4, (9, 5, 2)
+    vocabulary, device = vocabulary_rows(model), next(model.parameters()).device
+    texts = [[((7 + row) * i + 3) % vocabulary for i in range(n + steps)] for row, n in enumerate(lengths)]
+    alone = []
+    for text, n in zip(texts, lengths, strict=True):
+        batch = with_prompts(pack([text], device), [n])
+        alone.append(logits_at(model, batch, response_positions(batch, [n])))  # [steps, V]
+    decoder, live = Seq2SeqDecoder(model), [0, 1, 2]
+    logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
+    gaps = []
+    for step in range(steps):
+        gaps += [difference(logits[i], alone[row][step]) for i, row in enumerate(live)]
+        if step == 1:
+            live = [0, 2]
+            decoder.keep(torch.tensor(live, device=device))
+        logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
+    return max(gaps)

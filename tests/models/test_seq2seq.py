@@ -1,0 +1,280 @@
+"""Encoder-decoder policies: the logits, samples, values and stages are those of transformers' own forward pass."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.records import Prompt
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
+from rlhf_cli.models.forward import target_logprobs
+from rlhf_cli.models.load import (
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+    new_reward_model,
+    new_value_model,
+    prepare,
+    save,
+)
+from rlhf_cli.rewards.models import sequence_scores
+from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
+from rlhf_cli.training.stage_run import StageRun
+from support.resume import stopping_after
+from support.tiny import CPU, read_jsonl, write_jsonl
+
+PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
+RESPONSES = [[21, 22, 1], [30], [31, 17, 18, 19, 1]]
+FAMILIES = ("t5", "t5-untied", "bart")
+
+
+def new(family, tokenizer):
+    """A tiny random encoder-decoder; dropout stays on, so that tests detect code that does not turn it off."""
+    torch.manual_seed(0)
+    rows = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if family == "bart":
+        sizes = {
+            f"{side}_{key}": n
+            for side in ("encoder", "decoder")
+            for key, n in {"layers": 2, "attention_heads": 4, "ffn_dim": 48}.items()
+        }
+        config = BartConfig(
+            d_model=32,
+            max_position_embeddings=128,
+            init_std=0.2,
+            dropout=0.1,
+            decoder_start_token_id=tokenizer.eos_token_id,
+            forced_bos_token_id=None,
+            forced_eos_token_id=None,
+            bos_token_id=tokenizer.bos_token_id,
+            **sizes,
+            **rows,
+        )
+        return BartForConditionalGeneration(config)
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=rows["pad_token_id"],
+        tie_word_embeddings=family == "t5",
+        feed_forward_proj="gated-gelu" if family != "t5" else "relu",
+        initializer_factor=2.0 if family == "t5" else 0.3,
+        **rows,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+@pytest.fixture(scope="module")
+def make_seq2seq(tmp_path_factory, tokenizer):
+    """A function: family -> directory of a tiny encoder-decoder with a tokenizer that appends EOS, as T5's does."""
+    own = copy.deepcopy(tokenizer)
+    eos = own.eos_token
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {eos}", pair=f"$A $B {eos}", special_tokens=[(eos, own.eos_token_id)]
+    )
+    directories = {}
+
+    def make(family):
+        if family not in directories:
+            directories[family] = tmp_path_factory.mktemp(family) / "model"
+            save(new(family, own), own, directories[family])
+        return directories[family]
+
+    return make
+
+
+@pytest.fixture(params=FAMILIES)
+def policy(request, make_seq2seq):
+    model = load_policy(str(make_seq2seq(request.param)))
+    assert "an encoder-decoder" in prepare(model, CPU)
+    return model
+
+
+def plain_logits(model, prompt, response):
+    """The oracle: transformers' forward of one text, with the labels shifted by transformers: [R, V]."""
+    ids = torch.tensor([[*prompt, model.config.eos_token_id]])
+    return model(input_ids=ids, labels=torch.tensor([response])).logits[0]
+
+
+def rows_of(prompts):
+    return [PromptRow("", ids, Prompt("", "", {})) for ids in prompts]
+
+
+def test_logprobs_and_gradients_are_those_of_one_forward_pass_per_text(policy):
+    sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    masks = [[False] * len(p) + [True] * len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    logprobs = target_logprobs(policy, sequences, masks)
+    logprobs.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    expected = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = plain_logits(policy, prompt, response)
+        expected.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
+    expected = torch.cat(expected)
+    expected.sum().backward()
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    for name, p in policy.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_the_encoder_reads_the_prompt_and_eos(policy):
+    """A decoder that saw the prompt, or an encoder without EOS, would give other numbers."""
+    prompt, response = PROMPTS[0], RESPONSES[0]
+    without_eos = policy(input_ids=torch.tensor([prompt]), labels=torch.tensor([response])).logits[0]
+    assert (without_eos - plain_logits(policy, prompt, response)).abs().max() > 1e-3
+
+
+def test_samples_have_the_logprobs_of_the_forward_pass(policy):
+    sampling = Sampling(stop=frozenset(range(0, 300, 4)))
+    responses = sample(policy, PROMPTS, draw_uniforms(0, "test", 0, 3, 12), sampling)
+    assert len({len(r.ids) for r in responses}) > 1, "rows leave at different steps"
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        logprobs = plain_logits(policy, prompt, response.ids).log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_samples_are_those_of_generate(policy):
+    responses = sample(policy, PROMPTS, torch.full((3, 10), 0.5), Sampling(temperature=1e-4))
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        ids = torch.tensor([[*prompt, policy.config.eos_token_id]])
+        out = policy.generate(ids, do_sample=False, num_beams=1, max_new_tokens=10, min_new_tokens=10, eos_token_id=-1)
+        assert response.ids == out[0, 1:].tolist()
+
+
+def test_the_exact_kl_of_a_rollout(policy):
+    reference = copy.deepcopy(policy)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    responses = [Response(ids, [0.0] * len(ids), ids[-1] == 1, None) for ids in RESPONSES]
+    scores = score_tokens(
+        Models(policy, reference),
+        rows_of(PROMPTS),
+        responses,
+        Sampling(),
+        "float32",
+        with_values=False,
+        with_entropy=True,
+        with_full_kl=True,
+    )
+    pairs = [
+        (plain_logits(policy, p, r), plain_logits(reference, p, r)) for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    expected = torch.cat([kl_full(a, b, temperature=1.0) for a, b in pairs])
+    torch.testing.assert_close(scores.kl_full, expected, atol=1e-4, rtol=1e-3)
+    assert (scores.kl_full > 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_model_has_one_value_per_token_and_is_saved_whole(family, make_seq2seq, tmp_path, tokenizer):
+    path = str(make_seq2seq(family))
+    model, policy = new_value_model(path, None), load_policy(path)
+    backbone = policy.get_decoder().state_dict()
+    for name, weight in model.get_decoder().state_dict().items():
+        assert torch.equal(weight, backbone[name]), name
+    torch.nn.init.normal_(model.score.weight)
+    prepare(model, CPU)
+    responses = [Response(ids, [0.0] * len(ids), ids[-1] == 1, None) for ids in RESPONSES]
+    values = response_values(model, rows_of(PROMPTS), responses, "float32")
+    expected = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        ids = torch.tensor([[*prompt, policy.config.eos_token_id]])
+        read = torch.tensor([[policy.config.decoder_start_token_id, *response[:-1]]])
+        hidden = policy(input_ids=ids, decoder_input_ids=read, output_hidden_states=True).decoder_hidden_states[-1][0]
+        expected.append((hidden @ model.score.weight.T)[:, 0])
+    torch.testing.assert_close(values, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    save(model, tokenizer, tmp_path / "value")
+    again = load_value_model(str(tmp_path / "value"))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_reward_model_scores_each_text_alone(family, make_seq2seq):
+    model, _ = new_reward_model(str(make_seq2seq(family)), None, seed=0, head_std=None)
+    prepare(model, CPU)
+    texts = [[5, 9, 13, 20], [6, 8], [11, 12, 13, 14, 15, 16]]
+    eos = model.config.eos_token_id
+    alone = [model(input_ids=torch.tensor([[*text, eos]])).logits[0] for text in texts]
+    torch.testing.assert_close(sequence_scores(model, texts), torch.stack(alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
+    model = {"path": str(make_seq2seq(family))}
+    run_stage("sft", tmp_path, model=model)
+    run_stage("rm", tmp_path)
+    run_stage("ppo", tmp_path)
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ppo/model")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
+    first = read_jsonl(tmp_path / "ppo/metrics.jsonl")[0]
+    assert abs(first["objective/kl"]) < 1e-4, "at the start the policy is its reference"
+    assert first["loss/value"] > 0
+
+
+def test_a_resumed_run_ends_with_the_same_weights(make_seq2seq, run_stage, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def length(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n")
+    settings = {
+        "policy": {"path": str(make_seq2seq("t5"))},
+        "rewards": [{"type": "function", "function": f"{reward}:length"}],
+    }
+    whole = run_stage("ppo", tmp_path / "whole", **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stopping_after(1))
+        with pytest.raises(Interrupted):
+            run_stage("ppo", tmp_path / "parts", **settings)
+    parts = run_stage("ppo", tmp_path / "parts", **settings)
+    for name in ("model", "value_model"):
+        assert (whole / name / "model.safetensors").read_bytes() == (parts / name / "model.safetensors").read_bytes()
+
+
+def test_what_is_refused(make_seq2seq, run_stage, tmp_path):
+    model = {"path": str(make_seq2seq("t5"))}
+    with pytest.raises(ConfigError, match=r"data\.loss_on: all, but"):
+        run_stage("sft", tmp_path / "a", model=model, data={"loss_on": "all"})
+    with pytest.raises(ConfigError, match=r"model\.lora: is not offered for an encoder-decoder"):
+        run_stage("sft", tmp_path / "b", model={**model, "lora": {"r": 2}})
+    chat = [
+        {"role": r, "content": c} for r, c in [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e")]
+    ]
+    talks = tmp_path / "talks"
+    shutil.copytree(model["path"], talks)
+    tokenizer = load_tokenizer(str(talks))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(talks)
+    data = write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat}])
+    with pytest.raises(DataError, match=r"chat\.jsonl:1: has several answers"):
+        run_stage("sft", tmp_path / "c", model={"path": str(talks)}, data={"train": str(data), "test": None})
+    broken = tmp_path / "broken"
+    shutil.copytree(make_seq2seq("t5"), broken)
+    config = json.loads((broken / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="has no decoder_start_token_id"):
+        load_policy(str(broken))
