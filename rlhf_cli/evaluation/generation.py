@@ -17,6 +17,7 @@ from rlhf_cli.errors import DataError, RunError
 from rlhf_cli.evaluation.trained import RewardSet, TrainedModel, samples_of
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
+from rlhf_cli.models.seq2seq import encoder_inputs, is_seq2seq, start_of_response
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
@@ -143,14 +144,18 @@ class Generator:
             pad_token_id=stops[0],
             stop_strings=list(sampling.stop_strings) or None,
         )
-        prompt = torch.tensor([ids], device=self.device)
+        prompt, num_before = torch.tensor([ids], device=self.device), len(ids)
+        if is_seq2seq(self.model):
+            # Its output begins with the decoder's start token.
+            prompt, num_before = encoder_inputs(self.model, [prompt[0]])[0], 1
+            config.decoder_start_token_id = start_of_response(self.model)
         output: Tensor = self.model.generate(  # type: ignore[operator]
             prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
             tokenizer=self.tokenizer if sampling.stop_strings else None,
         )
-        new = output[0, len(ids) :].tolist()
+        new = output[0, num_before:].tolist()
         end = next((n for n, token in enumerate(new, 1) if token in sampling.stop), None)
         new = new[:end]
         strings = sampling.stop_strings

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.commands.generate import Options, generate
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
@@ -235,6 +237,18 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
     first = read_jsonl(tmp_path / "ppo/metrics.jsonl")[0]
     assert abs(first["objective/kl"]) < 1e-4, "at the start the policy is its reference"
     assert first["loss/value"] > 0
+
+
+def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
+    path = str(make_seq2seq("t5"))
+    options = Options(beams=3, device="cpu", max_new_tokens=8)
+    generate(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
+    model, tokenizer = load_policy(path), load_tokenizer(path)
+    for row in read_jsonl(tmp_path / "out.jsonl"):
+        ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
+        assert ids[0, -1] == tokenizer.eos_token_id
+        output = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
+        assert row["response"] == tokenizer.decode(output[0, 1:], skip_special_tokens=True)
 
 
 def test_a_resumed_run_ends_with_the_same_weights(make_seq2seq, run_stage, tmp_path):
