@@ -8,7 +8,7 @@ before it is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,6 +80,12 @@ class _Plan:
     server: None = None
 
     @property
+    def prompt_words(self) -> int:
+        """`data.prompt_words` of the stage whose prompts the models get."""
+        config = self.models[""].config
+        return config.data.prompt_words if config is not None else 0
+
+    @property
     def chunk(self) -> int:
         """Prompts that are sampled at the same time, see `WriterOptions.chunk`."""
         return max(1, self.decoding.batch_size // self.decoding.num_samples)
@@ -146,8 +152,8 @@ def generate(
         prompt(record)
 
     def read() -> Iterator[Record | Dropped]:
-        rows = items(source, "ppo", on_bad_row, check)
-        return islice(islice(rows, num), number, None, count)
+        rows = items(source, "ppo", on_bad_row, check, prompt_words=plan.prompt_words)
+        return islice(map(_with_prompt, islice(rows, num)), number, None, count)
 
     def answer(generators: dict[str, Generator], numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         prompts = [(n * count + number, prompt(record)) for n, record in numbered]
@@ -164,6 +170,13 @@ def generate(
         cut = f", {num_cut} responses cut at {longest} tokens (their `ended` is false)" if num_cut else ""
         display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
         output.require_rows()
+
+
+def _with_prompt(item: Record | Dropped) -> Record | Dropped:
+    """A row of plain text with its text as the prompt, unless its first words are the prompt already."""
+    if isinstance(item, Dropped) or item.prompt or item.messages:
+        return item
+    return replace(item, prompt=item.key)
 
 
 def _row(record: Record, answers: dict[str, Answer | Refused]) -> Outcome:

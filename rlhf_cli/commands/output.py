@@ -77,9 +77,14 @@ class Opens(Protocol[W_co]):
 
 
 def items(
-    source: DataSource, purpose: Purpose, on_bad_row: OnBadRow, check: Callable[[Record], None] | None = None
+    source: DataSource,
+    purpose: Purpose,
+    on_bad_row: OnBadRow,
+    check: Callable[[Record], None] | None = None,
+    *,
+    prompt_words: int = 0,
 ) -> Iterator[Record | Dropped]:
-    """The rows of a source as records.
+    """The rows of a source as records; the first `prompt_words` words of a plain text are its prompt.
 
     A row that cannot be read, or for which `check` raises DataError, stops the command or, with "skip", is Dropped.
     """
@@ -94,7 +99,7 @@ def items(
                 raise DataError(f"{row.where}: {row.reason}")
             if format_ is None:
                 format_ = recognise(row, source, purpose)
-            record = read_record(row, format_, source)
+            record = read_record(row, format_, source, prompt_words=prompt_words)
             if check is not None:
                 check(record)
         except DataError as error:

@@ -283,7 +283,8 @@ def _chat_model(trained: TrainedModel, device: torch.device) -> ChatModel:
 
 def form_of(trained: TrainedModel, tokenizer: PreTrainedTokenizerBase) -> PromptForm:
     """The form of a model's prompts, as its stage wrote them."""
-    logged = _logged_prompts(Path(trained.path).parent) if trained.run is not None else []
+    directory = trained.stage_directory
+    logged = _logged_prompts(directory) if directory is not None else []
     return prompt_form(tokenizer, trained.template, logged, keep_special=trained.keep_special)
 
 

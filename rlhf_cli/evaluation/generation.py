@@ -14,6 +14,7 @@ from rlhf_cli.data.encode import encode_rows, prompt_text
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.evaluation.conversation import form_of
 from rlhf_cli.evaluation.trained import RewardSet, TrainedModel, samples_of
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
@@ -73,9 +74,7 @@ class Generator:
     def __init__(self, source: TrainedModel, decoding: Decoding, rewards: RewardSet | None, device: torch.device):
         self.source, self.decoding, self.device = source, decoding, device
         self.model, self.tokenizer = source.load(device)
-        self.template = source.template
-        if source.run is None and self.tokenizer.chat_template:
-            self.template = "chat"
+        self.template = "chat" if form_of(source, self.tokenizer).kind == "chat" else source.template
         self.sampling = self._sampling()
         self.rewards: list[RewardSource] = []
         if rewards is not None:

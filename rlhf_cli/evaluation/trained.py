@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from rlhf_cli.evaluation.locate import MODEL, StageModel, locate
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.models.refusals import check_directory
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.training.base_model import base_model
 
 NEW_TOKENS = 256
 """Longest response of a model that belongs to no run."""
@@ -56,6 +57,13 @@ class TrainedModel:
     def keep_special(self) -> bool:
         """Whether special tokens in a prompt are read as special, not as plain text."""
         return self.config is not None and self.config.data.special_tokens == "keep"
+
+    @property
+    def stage_directory(self) -> Path | None:
+        """The directory of the stage whose prompts it gets."""
+        if self.run is None:
+            return None
+        return stage_directory(self.run.root, "ppo" if isinstance(self.config, PPOConfig) else "sft")
 
     @property
     def precision(self) -> str:
@@ -107,11 +115,12 @@ class TrainedModel:
             raise ConfigError(f"--compare: {self.name} is a model and not a run. Give a run's directory")
         if name != "base":
             return _of_run(self.run, locate(self.run.root, name))
-        assert self.config is not None
-        base = base_model(self.run.sft or self.config, self.run.root)
-        if base is None:
+        first = self.run.sft or self.run.ppo
+        assert first is not None
+        start = first.policy if isinstance(first, PPOConfig) else first.model
+        if start.path is None:
             raise ConfigError("--compare base: the run started from random weights. Give --compare sft")
-        return TrainedModel(name, model_directory(base.path), base.revision, self.run, self.config)
+        return TrainedModel(name, model_directory(start.path), start.revision, self.run, self.config)
 
     def digest(self) -> str:
         """A digest of the weights that `load` reads."""
@@ -148,6 +157,7 @@ def _of_run(run: Run, located: StageModel | None) -> TrainedModel:
 
 def _rollout_outside(path: str, revision: str | None) -> Rollout:
     """The temperature and the filters of a model's generation_config.json, where it has them."""
+    check_directory(path, revision, weights=False)
     adapter = read_adapter(path)
     sources = [(path, revision)]
     if adapter is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,44 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert answer.text == rows[6]["response"]
     other = write(run, prompts, tmp_path / "seed.jsonl", options=Options(device="cpu", batch_size=3, seed=1))
     assert [row["response"] for row in other] != [row["response"] for row in rows]
+
+
+def test_a_line_of_plain_text_is_a_prompt(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "prompts.txt"
+    text.write_text("the tent is\nthe lamp\n", encoding="utf-8")
+    rows = write(run, text, tmp_path / "text.jsonl")
+    assert [row["prompt"] for row in rows] == ["the tent is", "the lamp"]
+    same = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    assert [row["response"] for row in write(run, same, tmp_path / "json.jsonl")] == [row["response"] for row in rows]
+
+
+def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(
+    run: Path, chat_model: Path, tmp_path: Path
+) -> None:
+    model = find_model(str(run), "sft")
+    assert model.run is not None
+    moved = replace(model, path=str(chat_model), run=replace(model.run, root=tmp_path))
+    (tmp_path / "sft").mkdir()
+    for logged, template in (("<user>the tent\n<assistant>", "chat"), ("the tent is", None)):
+        write_jsonl(tmp_path / "sft" / "samples.jsonl", [{"prompt": logged}])
+        generator = Generator(moved, Decoding(Rollout()), None, torch.device("cpu"))
+        assert generator.template == template
+
+
+def test_the_base_model_is_what_the_run_started_from(run: Path) -> None:
+    model = find_model(str(run))
+    assert model.run is not None
+    assert model.run.sft is not None
+    for path, base in ((str(run / "ppo"), str(run / "ppo" / "model")), ("owner/name", "owner/name")):
+        section = model.run.sft.model.model_copy(update={"path": path})
+        sft = model.run.sft.model_copy(update={"model": section})
+        assert replace(model, run=replace(model.run, sft=sft)).compared("base").path == base
+
+
+def test_a_model_that_cannot_be_had_is_one_line_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ArtifactError, match="nobody/nothing: no such directory, and HF_HUB_OFFLINE is set"):
+        find_model("nobody/nothing").rollout()
 
 
 @pytest.mark.parametrize("lines", [0, 4, 5])
