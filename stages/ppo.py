@@ -53,7 +53,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.batch import UpdateBatch
-from rlhf_cli.ppo.carried import Carried, prompts_of
+from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
 from rlhf_cli.ppo.kl_control import KLCoefs, follow_kl
 from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step
@@ -145,7 +145,7 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
 def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
     """This process's share of the responses of an iteration."""
     config, world = setup.config, setup.world
-    prompts, size = prompts_of(setup, iteration), config.ppo.rollout_batch_size
+    prompts, size = setup.prompts_of(iteration), config.ppo.rollout_batch_size
     uniforms = draw_uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
     own = world.shard(range(size), setup.together)
     rollout = collect(

@@ -78,6 +78,7 @@ from rlhf_cli.rewards.agreement import (
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rewards.normalization import score_statistics
 from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.exchange import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import totals
@@ -389,7 +390,7 @@ def _sample(
     sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
     with autocast(world.device, config.precision):
         share = sample(policy, [prompts[i] for i in rows], uniforms, sampling) if rows else []
-    return world.interleave(world.gather(share))
+    return world.interleave(gather_responses(world, share))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
-from rlhf_cli.data.batches import stream
-from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, select
 from rlhf_cli.ppo.health import new_health
 from rlhf_cli.ppo.held_out import HeldOut
@@ -59,7 +58,8 @@ class Carried:
         # The next update adds a rollout, which pushes the oldest one out: it need not be saved.
         length = self.recent.maxlen or 1
         for number, (iteration, batch) in enumerate(list(self.recent)[1 - length :] if length > 1 else []):
-            merged = from_all_processes(batch.to("cpu"), self.setup.world, self.setup.together)
+            prompts = partial(self.setup.prompts_of, iteration)
+            merged = from_all_processes(batch.to("cpu"), prompts, self.setup.world, self.setup.together)
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
             responses = [
                 {"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids, "forbidden": r.forbidden_ids}
@@ -91,13 +91,6 @@ class Carried:
         for number, saved in enumerate(numbers["rollouts"]):
             responses = [Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
-            merged = UpdateBatch(prompts=prompts_of(self.setup, saved["iteration"]), responses=responses, **own)
+            merged = UpdateBatch(prompts=self.setup.prompts_of(saved["iteration"]), responses=responses, **own)
             rows = self.setup.world.shard(range(len(responses)), self.setup.together)
             self.recent.append((saved["iteration"], select(merged, rows)))
-
-
-def prompts_of(setup: Setup, iteration: int) -> list[PromptRow]:
-    """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
-    config = setup.config
-    numbers = stream(len(setup.train), config.num_prompts, iteration, config.seed, "ppo prompts")
-    return [prompt for i in numbers for prompt in [setup.train[i]] * config.rollout.samples_per_prompt]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import chunks
@@ -17,6 +19,8 @@ from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.exchange import gather_texts
 
 GoldJudge = Callable[[list[str], list[bool]], list[dict[str, float]]]
 """The user's judge (`evaluation.gold`): replies to the held-out prompts, and whether each ended, to named numbers."""
@@ -88,11 +92,12 @@ def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
     start = time.monotonic()
     world = setup.world
     own = or_failure(world, lambda: _own_replies(setup))
-    replies = world.interleave(world.gather(own))
+    replies = world.interleave(_from_all_processes(own, world))
     texts, scores = [reply.text for reply in replies], [reply.score for reply in replies]
     # The judge may be a large model or a paid service: only the first process asks it.
     asks = gold if world.is_main else None
-    gold_rows = world.gather(or_failure(world, lambda: asks(texts, [r.ended for r in replies]) if asks else []))[0]
+    own_rows = or_failure(world, lambda: asks(texts, [r.ended for r in replies]) if asks else [])
+    gold_rows = _of_main(own_rows, world)
     metrics = {
         "score_mean": statistics.fmean(scores),
         "score_median": statistics.median(scores),
@@ -104,6 +109,29 @@ def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
         "seconds": time.monotonic() - start,
     }
     return Evaluation(metrics, texts, scores, gold_rows)
+
+
+def _from_all_processes(own: Sequence[Reply], world: World) -> list[list[Reply]]:
+    """Every process's replies, in order of rank."""
+    figures = torch.tensor([[r.score, r.kl, r.length, r.ended] for r in own], dtype=torch.float64).view(-1, 4)
+    texts = gather_texts(world, [reply.text for reply in own])
+    return [
+        [
+            Reply(text, score, kl, int(length), bool(ended))
+            for text, (score, kl, length, ended) in zip(*shard, strict=True)
+        ]
+        for shard in zip(texts, (part.tolist() for part in world.gather_tensors(figures)), strict=True)
+    ]
+
+
+def _of_main(rows: list[dict[str, float]], world: World) -> list[dict[str, float]]:
+    """The first process's rows, which all have the same keys, on every process."""
+    if world.size == 1:
+        return rows
+    names = world.gather(list(rows[0]) if rows else [])[0]
+    numbers = torch.tensor([row[name] for row in rows for name in row], dtype=torch.float64)
+    table = world.gather_tensors(numbers)[0].view(-1, max(1, len(names)))
+    return [dict(zip(names, row, strict=True)) for row in table.tolist()]
 
 
 def _own_replies(setup: Setup) -> list[Reply]:

@@ -12,6 +12,7 @@ from rlhf_cli.config.rewards import ModelReward, reward_names
 from rlhf_cli.models.forward import computes_in_bfloat16
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.training.exchange import gather_texts
 from rlhf_cli.training.health import Health
 from rlhf_cli.training.health_rules import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.training.zero_gradient import no_gradient
@@ -79,7 +80,7 @@ def report_iteration(
     """Check the health of an iteration; raises RunError for a finding that stops the run."""
     step, world = iteration + 1, setup.world
     stops = no_gradient(_norms_that_should_not_be_zero(setup, newest, metrics), f"iteration {step}")
-    words = word_shares([text for shard in world.gather(list(texts)) for text in shard])
+    words = word_shares([text for shard in gather_texts(world, texts) for text in shard])
     findings = [*stops, *health.check(step, metrics, words)]
     setup.stage.report(step, findings, health.line(findings, metrics))
 

@@ -86,8 +86,11 @@ class HeldOut:
 
     def _keep_if_best(self, step: int, now: Evaluation) -> None:
         """Save `best_model` if these figures are the best so far."""
-        if self.best.is_better(step, now.metrics) and self.setup.world.is_main:
+        if not self.best.is_better(step, now.metrics):
+            return
+        if self.setup.world.is_main:
             save_policy(self.setup, "best_model")
+        self.setup.world.barrier("best_model to be saved")
 
 
 def best_of(key: str | None, before: Evaluation | None) -> Best:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -13,8 +13,11 @@ from rlhf_cli.algorithms.advantages import group_advantages
 from rlhf_cli.algorithms.names import GroupBaseline
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import deal
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
-from rlhf_cli.ppo.batch import UpdateBatch, merge, select
+from rlhf_cli.ppo.batch import TENSORS, UpdateBatch
+from rlhf_cli.rollout.exchange import gather_responses
+from rlhf_cli.tensor_ops import length_mask, pad_rows
 from rlhf_cli.training.distributed import World
 
 T = TypeVar("T")
@@ -32,7 +35,8 @@ def responses_together(config: PPOConfig, num_processes: int) -> int:
 def over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, world: World) -> Tensor:
     """`group_advantages` of the totals [B] of this process's responses, whose groups may span processes: [B]."""
     together = responses_together(config, world.size)
-    everyone = torch.tensor(world.interleave(world.gather(totals.double().tolist()), together), dtype=torch.float64)
+    shards = [part.tolist() for part in world.gather_tensors(totals.double())]
+    everyone = torch.tensor(world.interleave(shards, together), dtype=torch.float64)
     compared = group_advantages(everyone, samples_per_prompt=config.rollout.samples_per_prompt, baseline=baseline)
     return compared[world.shard(range(len(compared)), together)].to(totals)
 
@@ -60,15 +64,34 @@ def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) 
     return sorted(min(ways, key=lambda hands: max(map(tokens, hands)))[world.rank])
 
 
-def from_all_processes(batch: UpdateBatch, world: World, together: int) -> UpdateBatch:
-    """The rows of all processes in the order of the iteration, on the device of this process's rows."""
+def from_all_processes(
+    batch: UpdateBatch, prompts: Callable[[], list[PromptRow]], world: World, together: int
+) -> UpdateBatch:
+    """The rows of all processes in the order of the iteration, on the device of this process's rows.
+
+    `prompts` gives those of the whole iteration. Only the numbers of real tokens are exchanged, as tensors.
+    """
     if world.size == 1:
         return batch
-    shards = world.gather(batch.to("cpu"))
-    ends = list(itertools.accumulate(len(shard.responses) for shard in shards))
-    rows = [range(end - len(shard.responses), end) for shard, end in zip(shards, ends, strict=True)]
-    merged = select(merge(shards), world.interleave(rows, together))
-    return merged.to(batch.response_mask.device)
+    responses = world.interleave(gather_responses(world, batch.responses), together)
+    names = [name for name in TENSORS if name != "response_mask"]
+    packed = torch.stack([getattr(batch, name)[batch.response_mask] for name in names], dim=1)  # [own tokens, 6]
+    lengths = [len(response.ids) for response in responses]
+    shards = [
+        part.split([lengths[row] for row in rows])
+        for part, rows in zip(
+            world.gather_tensors(packed), _rows_by_process(len(lengths), world, together), strict=True
+        )
+    ]
+    columns = torch.cat(world.interleave(shards, together)).unbind(1)
+    mask = length_mask(torch.tensor(lengths, device=packed.device))
+    tensors = {name: pad_rows(column, lengths) for name, column in zip(names, columns, strict=True)}
+    return UpdateBatch(prompts=prompts(), responses=responses, response_mask=mask, **tensors)
+
+
+def _rows_by_process(num_rows: int, world: World, together: int) -> list[list[int]]:
+    """The row numbers of an iteration that each process has (`World.shard`)."""
+    return [replace(world, rank=rank).shard(range(num_rows), together) for rank in range(world.size)]
 
 
 def summed(stats: dict[str, float], world: World) -> dict[str, float]:
@@ -85,6 +108,7 @@ def or_failure(world: World, compute: Callable[[], Sequence[T]]) -> list[T]:
         result = list(compute())
     except RewardError as error:
         failure = str(error)
+    world.barrier("the rewards")  # a slow reward or judge may take longer than a collective operation
     if first := world.first_failure(failure):
         raise RewardError(first)
     return result

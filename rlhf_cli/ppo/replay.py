@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration
             batch = refreshed(setup, batch)
         if made_in < iteration or setup.sampler_may_differ:
             batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
-        parts.append(from_all_processes(batch, setup.world, setup.together))
+        parts.append(from_all_processes(batch, partial(setup.prompts_of, made_in), setup.world, setup.together))
     return merge(parts)
 
 

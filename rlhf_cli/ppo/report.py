@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
+from rlhf_cli.training.exchange import gather_texts
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
 """The figures beside the progress, the most important first."""
@@ -61,16 +62,13 @@ def iteration_metrics(
     recomputed = rollout.logprobs is not rollout.sampled_logprobs
     counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
     counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in setup.rewards if s.on_error == "zero"}
-    own = (
-        {name: values.double().cpu() for name, values in columns.items()},
-        tokens,
-        [(prompt.text, text) for prompt, text in zip(rollout.prompts, texts, strict=True)],
-        counts,
-    )
-    shards = world.gather(own)
-    merged = {name: torch.cat([shard[0][name] for shard in shards]) for name in columns}  # [B] each
-    values, all_returns, logprobs, sampled = (torch.cat([shard[1][i] for shard in shards]) for i in range(4))
-    pairs = [pair for shard in shards for pair in shard[2]]
+    own_columns = torch.stack([values.double().cpu() for values in columns.values()], dim=1)
+    all_columns = torch.cat(world.gather_tensors(own_columns)).unbind(1)
+    merged = {name: column.contiguous() for name, column in zip(columns, all_columns, strict=True)}  # [B] each
+    values, all_returns, logprobs, sampled = (torch.cat(world.gather_tensors(column)) for column in tokens)
+    all_prompts = gather_texts(world, [prompt.text for prompt in rollout.prompts])
+    pairs = list(zip(chain(*all_prompts), chain(*gather_texts(world, texts)), strict=True))
+    all_counts = world.gather(counts)
     metrics = {
         **{name: column.mean().item() for name, column in merged.items()},
         "objective/return": all_returns.mean().item(),
@@ -81,7 +79,7 @@ def iteration_metrics(
         "response/duplicate_fraction": _duplicates(pairs),
         "policy/entropy": -logprobs.mean().item(),
         **(_sampler_figures(setup, logprobs, sampled) if recomputed else {}),
-        **{name: float(sum(shard[3][name] for shard in shards)) for name in counts},
+        **{name: float(sum(shard[name] for shard in all_counts)) for name in counts},
     }
     if setup.models.has_values:
         metrics |= _value_figures(values, all_returns)
@@ -175,7 +173,7 @@ def log_samples(
         for i, number in enumerate(numbers)
         if number < max(config.num_logged_samples, is_due)
     ]
-    rows = [row for _, row in sorted(itertools.chain(*setup.world.gather(own)), key=itemgetter(0))]
+    rows = [row for _, row in sorted(chain(*setup.world.gather(own)), key=itemgetter(0))]
     for row in rows[: config.num_logged_samples]:
         stage.sample(row)
     if is_due:

@@ -62,6 +62,7 @@ def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tu
         scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
     except RewardError as error:
         failure = str(error)
+    setup.world.barrier("the rewards")  # one may take longer than a collective operation
     if first := setup.world.first_failure(failure):
         setup.stage.save_now(iteration)
         raise RewardError(first)

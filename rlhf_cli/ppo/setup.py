@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.table import Table
@@ -94,6 +94,12 @@ class Setup:
     def together(self) -> int:
         """See `responses_together`."""
         return responses_together(self.config, self.world.size)
+
+    def prompts_of(self, iteration: int) -> list[PromptRow]:
+        """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
+        config = self.config
+        numbers = stream(len(self.train), config.num_prompts, iteration, config.seed, "ppo prompts")
+        return [prompt for i in numbers for prompt in [self.train[i]] * config.rollout.samples_per_prompt]
 
     @property
     def sampler_may_differ(self) -> bool:

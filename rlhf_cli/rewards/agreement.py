@@ -49,8 +49,11 @@ def scores_of_rows(
     mine = world.shard(rows)
     groups = [i for i, row in enumerate(mine) for _ in row]
     scores = score_sequences(model, [ids for row in mine for ids in row], precision, budget, groups=groups)
-    by_row = [row.tolist() for row in scores.split([len(row) for row in mine])]
-    return torch.tensor([score for row in world.interleave(world.gather(by_row)) for score in row])
+    shards = [
+        part.split([len(row) for row in rows[rank :: world.size]])
+        for rank, part in enumerate(world.gather_tensors(scores))
+    ]
+    return torch.tensor([score for row in world.interleave(shards) for score in row.tolist()])
 
 
 def figures_of_rankings(

@@ -76,7 +76,7 @@ def score_statistics(
         sequences = [ids for ids in cut if not isinstance(ids, Skipped)]
     model.eval()
     share = score_sequences(model, stage.world.shard(sequences), config.precision, budget)
-    scores = torch.tensor(stage.world.interleave(stage.world.gather(share.tolist())))
+    scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
     return scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
 
 

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
 from rlhf_cli.training.pulse import Pulse
 
 T = TypeVar("T")
@@ -66,6 +66,48 @@ class World:
         together("the figures", lambda: dist.all_gather_object(items, item))
         return items
 
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every process's tensor, in order of rank, on every process and on the device of its own tensor.
+
+        They have the same type and, but for the first dimension, the same shape. Unlike `gather` nothing is pickled.
+        """
+        if self.size == 1:
+            return [tensor]
+        is_bool = tensor.dtype == torch.bool
+        own = (tensor.to(torch.uint8) if is_bool else tensor).detach().to(self._communication_device).contiguous()
+        counts = torch.zeros(self.size, dtype=torch.int64, device=own.device)
+        counts[self.rank] = len(own)
+        lengths = self.sum(counts).tolist()
+        longest = max(lengths)
+        if len(own) < longest:  # a collective operation needs equal shapes
+            own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+        everyone = own.new_empty(self.size * longest, *own.shape[1:])
+        together("the figures", lambda: dist.all_gather_into_tensor(everyone, own))
+        everyone = everyone.to(tensor.device)
+        parts = [everyone[rank * longest :][:length] for rank, length in enumerate(lengths)]
+        return [part.bool() for part in parts] if is_bool else parts
+
+    def of_main(self, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which only the first process calls, on every process.
+
+        The others wait as long as it takes (`barrier`). An error of the user or of the run ends them silently.
+        """
+        if self.size == 1:
+            return compute()
+        result, exit_code = None, 0
+        if self.is_main:
+            try:
+                result = compute()
+            except (UserError, RunError) as error:
+                self.barrier()
+                self.gather((None, error.exit_code))
+                raise
+        self.barrier()
+        result, exit_code = self.gather((result, exit_code))[0]
+        if exit_code:
+            raise EndedElsewhere(exit_code)
+        return cast(T, result)
+
     def first_failure(self, failure: str) -> str | None:
         """The first non-empty `failure` of any process, on all of them; None if there is none.
 
@@ -82,10 +124,15 @@ class World:
         remaining = [iter(shard) for shard in shards]
         return [next(remaining[i // together % self.size]) for i in range(sum(map(len, shards)))]
 
-    def barrier(self) -> None:
-        """Wait until every process is here."""
-        if self.size > 1:
-            together("the arrival", dist.barrier)
+    def barrier(self, what: str = "the arrival") -> None:
+        """Wait until every process is here, for as long as those that are missing give signs of life.
+
+        So a process may work alone for longer than `distributed.timeout_s`, which limits every other operation.
+        """
+        if self.size > 1 and _pulse is not None:
+            _pulse.meet(what)
+            # The first process may hold the store: it must not end before the others have seen that all are here.
+            together(what, dist.barrier)
 
     def sync_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients over all processes with one all-reduce."""

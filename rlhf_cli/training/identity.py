@@ -181,13 +181,14 @@ def require_inputs(config: Stage) -> None:
         require_stage(config.artifacts, stage)
 
 
-def require_intact_inputs(config: Stage) -> None:
+def require_intact_inputs(config: Stage, *, thorough: bool = False) -> None:
     """Raise DamagedStageError for an input whose files changed after its stage was finished.
 
-    Only files with new time stamps are read here. The stage compares every file again when it loads it.
+    Only files with new time stamps are read here, or every file with `thorough`. The stage compares every file again
+    when it loads it.
     """
     for path, _ in config.inputs.values():
-        require_intact(path)
+        require_intact(path, thorough=thorough)
 
 
 def require_files(config: Stage) -> None:

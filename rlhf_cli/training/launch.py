@@ -21,6 +21,7 @@ from typing import Any
 from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.digests import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command, set_options, torchrun
@@ -65,22 +66,14 @@ def run_stage(
     config = load_stage_config(stage, config_path, overrides)
     silent = quiet or os.environ.get("RANK", "0") != "0" or LAUNCHED in os.environ
     with explained(config_path, config.artifacts, overrides):
-        require_inputs(config)
-        require_files(config)
-        require_intact_inputs(config)
-        if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
-            _warn_of_stale_inputs(stage, config)
-        reason = _reason_to_run(stage, config, restart=restart)
+        reason, lines = _check(stage, config, restart=restart, num_processes=num_processes)
         directory = artifacts.stage_directory(config.artifacts, stage)
         if reason is None:
-            artifacts.require_intact(directory)
             if not silent:
                 text = f"skipped, {directory} is finished and its config, data and inputs are unchanged"
                 say(f"{stage}: {text}", flush=True)
-            if os.environ.get("RANK", "0") == "0":
-                checkpoint_files.remove_leftovers(config.artifacts, stage)
             return False
-        for line in check_requirements(config):
+        for line in lines:
             if not silent:
                 say(f"{stage}: {line}", flush=True)
         if reason and not silent:
@@ -99,6 +92,46 @@ def run_stage(
             how_to_resume = _resume(resume_with or _command(stage, config_path, overrides))
             raise Interrupted(f"{error}. {how_to_resume}", error.exit_code) from None
     return True
+
+
+def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> tuple[str | None, list[str]]:
+    """(why the stage runs, or None if it is up to date; what to tell the user of `require`).
+
+    Of several processes that a launcher started, the first one alone reads the data and models. The others are told
+    the result, and the digests of the files.
+
+    Raises for inputs that are missing, damaged or below their required figures.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _check_here(stage, config, restart=restart, thorough=num_processes > 1)
+    from rlhf_cli.training import distributed
+
+    if KNOWN_FILE in os.environ:
+        learn_digests(Path(os.environ[KNOWN_FILE]).read_text(encoding="utf-8"))
+    world = distributed.start(config.device, config.distributed.timeout_s)
+    found, digests = world.of_main(
+        lambda: (_check_here(stage, config, restart=restart, thorough=True), known_digests())
+    )
+    learn_digests(digests)
+    return found
+
+
+def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
+    """`_check` in this process. With `thorough` a stage that runs reads the models of its inputs, so that the processes
+    which load them need not."""
+    require_inputs(config)
+    require_files(config)
+    require_intact_inputs(config)
+    if LAUNCHED not in os.environ:
+        _warn_of_stale_inputs(stage, config)
+    reason = _reason_to_run(stage, config, restart=restart)
+    if reason is not None:
+        if thorough:
+            require_intact_inputs(config, thorough=True)
+        return reason, check_requirements(config)
+    artifacts.require_intact(artifacts.stage_directory(config.artifacts, stage))
+    checkpoint_files.remove_leftovers(config.artifacts, stage)
+    return None, []
 
 
 def _warn_of_stale_inputs(stage: str, config: Stage) -> None:

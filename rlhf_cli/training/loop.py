@@ -153,6 +153,7 @@ class Loop(Generic[T]):
             if main and done < self.num_steps:  # the last figures are shown as a table
                 self.stage.display.note(f"step {done:,}: held-out {', '.join(main)}")
             self._after_evaluation(done)
+            self.stage.world.barrier("the samples")
         if self.best.is_better(done, figures):
             self.save("best_model")
         return figures
@@ -172,6 +173,7 @@ class Loop(Generic[T]):
         """Write the model to a folder of the stage's directory, from one process."""
         if self.stage.world.is_main:
             self._save(name)
+        self.stage.world.barrier(f"{name} to be saved")
 
 
 def num_epochs(training: Training, num_steps: int, num_rows: int) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
+from rlhf_cli.digests import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.training.signals import LAUNCHED, STOP_SIGNALS
 
@@ -63,7 +64,10 @@ def run_processes(command: Sequence[str], count: int, resume_command: str, *, gr
         LAUNCHED: resume_command,
     }
     workers: list[Worker] = []
-    with _signals_reach(workers) as received:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as digests, _signals_reach(workers) as received:
+        digests.write(known_digests())
+        digests.flush()
+        environment[KNOWN_FILE] = digests.name
         workers += [_start(command, rank, environment) for rank in range(count)]
         failed = _wait(workers, received, grace_s)
     if failed is None or received:

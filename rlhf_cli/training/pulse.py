@@ -1,7 +1,9 @@
 """Signs of life between the processes of a run, so that a process that hangs is named by the others.
 
 Every two seconds each process writes to the store of the process group what it is doing. Whoever waits longer than
-`distributed.timeout_s` for another process reads there which one is missing.
+`distributed.timeout_s` for another process in a collective operation reads there which one is missing. Work that only
+one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long as the missing
+process gives signs of life.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,6 +27,8 @@ EVERY_S = 2.0
 """Seconds between two signs of life."""
 PATIENCE_S = 5.0
 """Seconds that the store may take to answer."""
+SLOWEST_POLL_S = 0.25
+"""Seconds between two looks at the store in a long wait."""
 
 
 class Pulse(threading.Thread):
@@ -32,9 +36,10 @@ class Pulse(threading.Thread):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
         super().__init__(name="pulse", daemon=True)
-        # A store of its own: the process group may wait in the other one.
-        self.store = dist.PrefixStore("rlhf", store.clone())  # type: ignore[attr-defined]
-        self.store.set_timeout(timedelta(seconds=PATIENCE_S))
+        # Connections of its own: the process group may wait in the other one.
+        self._group_store = store
+        self.store = self._connected("rlhf", PATIENCE_S)
+        self._meetings = self._connected("rlhf meetings", timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.step = "start"
         """What the stage is working on, such as `ppo step 12`."""
@@ -43,12 +48,15 @@ class Pulse(threading.Thread):
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._num_signs = 0
+        self._num_met = 0
+        """Meetings at which this process has arrived."""
 
     def run(self) -> None:
         """Write a sign of life every two seconds until the process ends."""
         while True:
             self._num_signs += 1
-            sign = {"number": self._num_signs, "step": self.step, "waits": self.waits_for is not None}
+            waits = self.waits_for is not None
+            sign = {"number": self._num_signs, "step": self.step, "waits": waits, "met": self._num_met}
             try:
                 self.store.set(str(self.rank), json.dumps(sign))
             except RuntimeError:  # the process that holds the store has ended
@@ -68,12 +76,72 @@ class Pulse(threading.Thread):
             waited = time.monotonic() - began
             if waited < 0.9 * self.timeout_s and "timed out" not in str(error).lower():
                 raise EndedElsewhere(LOST) from error
-            raise self._explained(what) from None
+            raise self._explained(what, self.timeout_s) from None
         finally:
             self.waits_for = None
             self.waited_s += time.monotonic() - began
 
-    def _explained(self, what: str) -> Exception:
+    def meet(self, what: str) -> None:
+        """Wait until every process is here, for as long as those that are missing give signs of life.
+
+        Raises RunError, which names the processes, if one gives none for `timeout_s`, and EndedElsewhere if the
+        connection to the store is lost.
+        """
+        self._num_met += 1
+        self.waits_for, began = what, time.monotonic()
+        try:
+            self._wait_for_all(what, self._num_met, began)
+        finally:
+            self.waits_for = None
+            self.waited_s += time.monotonic() - began
+
+    def _wait_for_all(self, what: str, number: int, began: float) -> None:
+        """Wait until every process has arrived at meeting `number`."""
+        arrival = _Arrival(self._meetings, number, self.size)
+        arrival.start()
+        look_every = max(EVERY_S, self.timeout_s / 4)
+        known: dict[int, object] = {}
+        heard = {rank: time.monotonic() for rank in range(self.size)}
+        next_look = began + look_every
+        while True:
+            arrival.join(min(look_every, EVERY_S))
+            if not arrival.is_alive():
+                break
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + look_every
+            for rank, sign in self._signs().items():
+                if sign.get("number") != known.get(rank) or int(str(sign.get("met", 0))) >= number:
+                    known[rank], heard[rank] = sign.get("number"), time.monotonic()
+            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > self.timeout_s]
+            if silent:
+                raise self._explained(what, now - began, silent)
+        if arrival.error is not None:
+            raise EndedElsewhere(LOST) from arrival.error
+
+    def _connected(self, prefix: str, timeout_s: float) -> dist.Store:
+        """A new connection to the store of the process group, whose keys begin with `prefix`."""
+        store = dist.PrefixStore(prefix, self._group_store.clone())  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+
+    def _signs(self) -> dict[int, dict[str, object]]:
+        """The last sign of life of every other process; {} if the store does not answer."""
+        signs: dict[int, dict[str, object]] = {}
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError):
+                # A connection that timed out cannot be used again.
+                store = self._connected("rlhf", PATIENCE_S)
+                signs.update({rank: self._sign(rank, store) for rank in range(self.size) if rank != self.rank})
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(PATIENCE_S)
+        return dict(signs)
+
+    def _explained(self, what: str, waited_s: float, known_silent: Sequence[int] = ()) -> Exception:
         """The error for a wait that took too long. One process reports it."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         signs: list[dict[int, dict[str, object]]] = []
@@ -89,9 +157,10 @@ class Pulse(threading.Thread):
         reader.start()
         reader.join(2 * EVERY_S + PATIENCE_S)
         if len(signs) < 2:
-            return RunError(self._sentence(what, "process 0 gives no sign of life"))
+            return RunError(self._sentence(what, waited_s, "process 0 gives no sign of life"))
         before, after = signs
-        silent = [rank for rank in others if after[rank].get("number") == before[rank].get("number")]
+        numbers = [rank for rank in others if after[rank].get("number") == before[rank].get("number")]
+        silent = list(known_silent) or numbers
         busy = [rank for rank in others if rank not in silent and not after[rank].get("waits")]
         waiting = [rank for rank in range(self.size) if rank not in (*silent, *busy)]
         if waiting[0] != self.rank:
@@ -99,18 +168,46 @@ class Pulse(threading.Thread):
         found = [f"process {rank} gives no sign of life ({after[rank].get('step', 'start')})" for rank in silent]
         found += [f"process {rank} still computes {after[rank].get('step', 'start')}" for rank in busy]
         network = "every process waits, so the network between them failed"
-        return RunError(self._sentence(what, "; ".join(found) or network))
+        return RunError(self._sentence(what, waited_s, "; ".join(found) or network))
 
-    def _sentence(self, what: str, found: str) -> str:
+    def _sentence(self, what: str, waited_s: float, found: str) -> str:
         return (
-            f"{self.step}: process {self.rank} waited {self.timeout_s:.0f} s for {what} of all {self.size} processes: "
+            f"{self.step}: process {self.rank} waited {waited_s:.0f} s for {what} of all {self.size} processes: "
             f"{found}. The run ends, and the last checkpoint is intact. If a step takes that long, raise "
             "distributed.timeout_s"
         )
 
-    def _sign(self, rank: int) -> dict[str, object]:
+    def _sign(self, rank: int, store: dist.Store | None = None) -> dict[str, object]:
         """The last sign of life of a process; {} if it gave none."""
-        if not self.store.check([str(rank)]):
+        store = store or self.store
+        if not store.check([str(rank)]):
             return {}
-        sign: dict[str, object] = json.loads(self.store.get(str(rank)))
+        sign: dict[str, object] = json.loads(store.get(str(rank)))
         return sign
+
+
+class _Arrival(threading.Thread):
+    """Tells the others that this process has arrived at a meeting, and ends when all have.
+
+    In a thread: if the process that holds the store hangs, so does every request to it.
+    """
+
+    def __init__(self, store: dist.Store, number: int, size: int):
+        super().__init__(name="meeting", daemon=True)
+        self.store, self.number, self.size = store, number, size
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        arrived, complete, seen = (f"{self.number} {name}" for name in ("arrived", "complete", "seen"))
+        began = time.monotonic()
+        try:
+            if self.store.add(arrived, 1) == self.size:
+                self.store.set(complete, "")
+            # `Store.wait` would print a warning whenever it times out.
+            while not self.store.check([complete]):
+                time.sleep(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
+            if self.store.add(seen, 1) == self.size:
+                for key in (arrived, complete, seen):  # no process reads them again
+                    self.store.delete_key(key)
+        except RuntimeError as error:
+            self.error = error

@@ -23,11 +23,9 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import (
     ArtifactError,
     ConfigError,
-    EndedElsewhere,
     Interrupted,
     RewardError,
     RunError,
-    UserError,
 )
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
@@ -60,8 +58,8 @@ class StageRun:
     def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
-        self.identity = identity(config)
         self.world = distributed.start(config.device, config.distributed.timeout_s)
+        self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
         self.files = StageFiles(self.directory, writes=self.world.is_main)
@@ -83,19 +81,7 @@ class StageRun:
         self._is_due = False
 
     def __enter__(self) -> Self:
-        if self.world.is_main:
-            try:
-                if warning := self.lock.acquire():
-                    self.display.warn(warning)
-                self._open()
-            except BaseException as error:
-                self.lock.release()
-                if isinstance(error, UserError):
-                    self.world.gather(error.exit_code)  # the other processes wait for it below
-                raise
-        refusal = self.world.gather(None)[0]
-        if refusal is not None:
-            raise EndedElsewhere(refusal)
+        self.world.of_main(self._lock_and_open)
         self.stop_requests.install()
         return self
 
@@ -129,6 +115,15 @@ class StageRun:
         return str(path).startswith((str(self.directory), str(self.checkpoints_directory)))
 
     # ------------------------------------------------------------------------------------ start and resume
+
+    def _lock_and_open(self) -> None:
+        try:
+            if warning := self.lock.acquire():
+                self.display.warn(warning)
+            self._open()
+        except BaseException:
+            self.lock.release()
+            raise
 
     def _open(self) -> None:
         """Prepare the directory to build in: an empty one, or that of the interrupted run."""
@@ -186,10 +181,9 @@ class StageRun:
         the same result.
         """
         self.checkpoints.parts = {"files": self.files, "bad_steps": self.bad_steps, **parts}
-        newest: tuple[Path | None, dict[Path, str]] = (None, {})
-        if self.world.is_main:
-            newest = self.checkpoints.newest(lambda numbers: self.files.mismatch(numbers["files"]))
-        path, rejected = self.world.gather(newest)[0]
+        path, rejected = self.world.of_main(
+            lambda: self.checkpoints.newest(lambda numbers: self.files.mismatch(numbers["files"]))
+        )
         for checkpoint, reason in rejected.items():
             instead = "starting over" if path is None else "using an older one"
             self.display.warn(f"{checkpoint}: cannot be used, {reason}; {instead}")
@@ -242,6 +236,7 @@ class StageRun:
         if is_time or stop is not None:
             self._is_due = False
             self.checkpoints.save(step)
+            self.world.barrier()  # the first process may have waited for its previous checkpoint to be written
             self._saved_step = step
             self._last_checkpoint = time.monotonic()
             self.speed.count("checkpoint", seconds=self._last_checkpoint - began)

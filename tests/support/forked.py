@@ -43,6 +43,16 @@ class Forked:
         self._process: Any = server().Process(target=_run, args=args, daemon=True)
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return int(self._process.pid)
+
+    def kill(self) -> None:
+        """End the process, also one that was stopped."""
+        self._process.kill()
+        self._process.join()
+
     def wait(self, seconds: float = 120) -> tuple[int, str]:
         """Wait for the end; return the exit code and the output."""
         self._process.join(seconds)

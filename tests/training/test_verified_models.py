@@ -6,8 +6,8 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from rlhf_cli.training.identity import identity, what_changed
 from rlhf_cli.training.user_files import imported_files
 from support.projects import write_project
 from support.setup import config_of
+from support.worlds import in_each_process
 
 
 @pytest.fixture(scope="module")
@@ -272,31 +273,27 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
 # ------------------------------------------------------------------------------------- several processes
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.usefixtures("here")
-def test_a_refused_start_ends_every_process_with_one_message(rank, monkeypatch, capsys):
+def test_a_refused_start_ends_every_process_with_one_message(monkeypatch, capsys):
     """The first process tells the others before it raises; they end silently with the same exit code."""
     from rlhf_cli.training import distributed, launch
     from rlhf_cli.training.lock import Lock
     from rlhf_cli.training.stage_run import StageRun
 
-    told = []
-
-    def gather(item):
-        told.append(item)
-        return [2, None] if rank else [item, None]
-
-    world = SimpleNamespace(rank=rank, size=2, is_main=rank == 0, device=torch.device("cpu"), gather=gather)
-    monkeypatch.setattr(distributed, "start", lambda *_: world)
-    owner = Lock("run", "sft")
-    owner.acquire()
+    worlds = {}
+    monkeypatch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
 
     def enter():
         with StageRun("sft", load_stage_config("sft", "sft.yaml")):
             raise AssertionError
 
-    assert launch.exit_code(enter) == 2
+    def program(world):
+        worlds[threading.get_ident()] = world
+        return launch.exit_code(enter)
+
+    owner = Lock("run", "sft")
+    owner.acquire()
+    assert in_each_process(2, program) == [2, 2]
     owner.release()
-    assert told == ([2] if rank == 0 else [None])
-    assert ("is writing its sft stage" in capsys.readouterr().err) == (rank == 0)
+    assert capsys.readouterr().err.count("is writing its sft stage") == 1
     assert read_manifest("run/sft") is not None
