@@ -3,7 +3,8 @@
     python benchmarks/exchange.py                                    # 1,024 responses of 1,024 tokens, 4 processes
     python benchmarks/exchange.py --processes 2 --responses 256
 
-Each process has its share of the responses: token ids, log-probabilities of the sampler and both models, values, advantages, returns.
+Each process has its share of the responses: token ids, log-probabilities of the sampler and of both models, values,
+advantages, returns.
 Prints the seconds, the processor seconds of a process, the bytes of a token on the network, and by how much the peak
 memory of the largest process grows: as tensors, which is what a run does, and as pickled objects for comparison.
 Medians of five.

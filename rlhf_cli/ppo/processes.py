@@ -17,7 +17,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo.batch import TENSORS, UpdateBatch
 from rlhf_cli.rollout.exchange import gather_responses
-from rlhf_cli.tensor_ops import length_mask, pad_rows
+from rlhf_cli.tensor_ops import length_mask
 from rlhf_cli.training.distributed import World
 
 T = TypeVar("T")
@@ -77,15 +77,13 @@ def from_all_processes(
     names = [name for name in TENSORS if name != "response_mask"]
     packed = torch.stack([getattr(batch, name)[batch.response_mask] for name in names], dim=1)  # [own tokens, 6]
     lengths = [len(response.ids) for response in responses]
-    shards = [
-        part.split([lengths[row] for row in rows])
-        for part, rows in zip(
-            world.gather_tensors(packed), _rows_by_process(len(lengths), world, together), strict=True
-        )
-    ]
-    columns = torch.cat(world.interleave(shards, together)).unbind(1)
+    table = packed.new_zeros(len(names), len(lengths), max(lengths))  # [6, B, R]
+    parts = world.gather_tensors(packed)
+    for part, rows in zip(parts, _rows_by_process(len(lengths), world, together), strict=True):
+        for row, numbers in zip(rows, part.split([lengths[row] for row in rows]), strict=True):
+            table[:, row, : lengths[row]] = numbers.T
+    tensors = dict(zip(names, table, strict=True))
     mask = length_mask(torch.tensor(lengths, device=packed.device))
-    tensors = {name: pad_rows(column, lengths) for name, column in zip(names, columns, strict=True)}
     return UpdateBatch(prompts=prompts(), responses=responses, response_mask=mask, **tensors)
 
 

@@ -81,10 +81,9 @@ class World:
         longest = max(lengths)
         if len(own) < longest:  # a collective operation needs equal shapes
             own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        everyone = own.new_empty(self.size * longest, *own.shape[1:])
-        together("the figures", lambda: dist.all_gather_into_tensor(everyone, own))
-        everyone = everyone.to(tensor.device)
-        parts = [everyone[rank * longest :][:length] for rank, length in enumerate(lengths)]
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        together("the figures", lambda: dist.all_gather(everyone, own))
+        parts = [part[:length].to(tensor.device) for part, length in zip(everyone, lengths, strict=True)]
         return [part.bool() for part in parts] if is_bool else parts
 
     def of_main(self, compute: Callable[[], T]) -> T:
