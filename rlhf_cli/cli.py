@@ -15,6 +15,7 @@ import typer
 import typer.core
 
 from rlhf_cli.cli_data import data_app
+from rlhf_cli.cli_label import add_label
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
@@ -143,6 +144,7 @@ def status(
 
 
 add_run_commands(app)
+add_label(app)
 
 
 @app.command()

@@ -28,6 +28,7 @@ ORDER = (
     "report",
     "chat",
     "generate",
+    "label",
     "merge",
     "doctor",
     "init",

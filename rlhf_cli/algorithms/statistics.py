@@ -1,4 +1,4 @@
-"""Statistics for reports: confidence of a rate, correlation of two rankings, diversity of texts.
+"""Statistics for reports: differences of rates, correlation of two rankings, diversity of texts.
 
 They are computed in float64 on the CPU and returned as Python floats.
 """
@@ -11,36 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a success rate.
-
-    ``rate = successes / n``
-    ``centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)``
-    ``half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)``
-
-    It is valid for few trials too: n successes out of n do not give an interval of width 0. Without trials it is
-    (0, 1).
-
-    Args:
-        successes: 0 to n; may be fractional, because a tie may count one half.
-        n: number of independent trials, 0 or more.
-        z: standard normal quantile, 1.96 for 95 %.
-
-    Returns:
-        (low, high), between 0 and 1.
-
-    Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22.
-
-    >>> wilson_interval(2, 2, z=1.0)  # centre (1 + 1/4) / 1.5, half width sqrt(1/16) / 1.5
-    (0.6666666666666667, 1.0)
-    """
-    if n == 0:
-        return 0.0, 1.0
-    rate = successes / n
-    centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)
-    half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
-    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+from rlhf_cli.algorithms.rates import wilson_interval
 
 
 def newcombe_interval(after: Tensor, before: Tensor) -> tuple[float, float]:

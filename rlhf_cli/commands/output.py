@@ -310,6 +310,14 @@ class Output:
             file.truncate(end)
         self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
 
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, where a power failure does not lose them."""
+        try:
+            for file in self._files:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._not_writable(error) from None
+
     def summary_of_dropped(self) -> str:
         """How many items were dropped and why, to end a sentence; "" if none was."""
         reasons = Counter(drop["reason"] for drop in self.drops())

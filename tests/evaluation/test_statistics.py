@@ -23,12 +23,12 @@ from rlhf_cli.algorithms.comparison import (
     wins,
 )
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
+from rlhf_cli.algorithms.rates import cohen_kappa, wilson_interval
 from rlhf_cli.algorithms.statistics import (
     distinct_n,
     distinct_n_interval,
     kendall,
     newcombe_interval,
-    wilson_interval,
 )
 
 
@@ -54,6 +54,41 @@ def test_wilsons_intervals_cover_a_win_rate_in_95_percent_of_1000_simulations(si
     wins = (torch.rand(1000, size, generator=generator(), dtype=torch.float64) < truth).sum(1).tolist()
     covered = sum(low <= truth <= high for low, high in (wilson_interval(won, size) for won in wins))
     assert 0.93 <= covered / 1000 <= 0.97
+
+
+def test_kappa_of_known_examples():
+    """Cohen 1960, table 1, and Fleiss, Levin and Paik 2003, table 18.1."""
+    assert cohen_kappa([[88, 14, 18], [10, 40, 10], [2, 6, 12]])[0] == pytest.approx(0.492, abs=1e-3)
+    assert cohen_kappa([[75, 1, 4], [5, 4, 1], [0, 0, 10]])[0] == pytest.approx(0.676, abs=1e-3)
+    assert cohen_kappa([[0, 5], [5, 0]])[0] == -1.0
+    assert all(math.isnan(x) for table in ([[7, 0], [0, 0]], [[0]], []) for x in cohen_kappa(table))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kappa_is_the_agreement_beyond_that_of_all_pairs_of_rows(seed):
+    labels = torch.randint(0, 3, (2, 30), generator=generator(seed)).tolist()
+    rows = list(zip(*labels, strict=True))
+    rows += [(a, a) for a, _ in rows[:seed]]
+    table = [[rows.count((i, j)) for j in range(3)] for i in range(3)]
+    observed = sum(a == b for a, b in rows) / len(rows)
+    chance = sum(a == b for a, _ in rows for _, b in rows) / len(rows) ** 2
+    kappa, low, high = cohen_kappa(table)
+    assert kappa == pytest.approx((observed - chance) / (1 - chance))
+    assert low < kappa < high
+    assert [kappa, low, high] == pytest.approx(cohen_kappa(list(zip(*table, strict=True))))
+
+
+@pytest.mark.parametrize(("size", "truth"), [(40, 0.4), (40, 0.9), (200, 0.7)])
+def test_the_interval_of_kappa_covers_it_in_95_percent_of_1000_simulations(size, truth):
+    """The labels of a pair are first, second or tie. With probability kappa both labellers give the same draw."""
+    shares, draw, covered = torch.tensor([0.45, 0.45, 0.1]), generator(), 0
+    a, b = (torch.multinomial(shares, 1000 * size, replacement=True, generator=draw) for _ in range(2))
+    b = torch.where(torch.rand(1000 * size, generator=draw) < truth, a, b)
+    for cells in (3 * a + b).view(1000, size):
+        table = torch.bincount(cells, minlength=9).view(3, 3).tolist()
+        _, low, high = cohen_kappa(table)
+        covered += low <= truth <= high
+    assert 0.93 <= covered / 1000 <= 0.98
 
 
 @pytest.mark.parametrize(("size", "truth"), [(256, 0.98), (256, 0.995), (60, 0.97)])

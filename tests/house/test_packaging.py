@@ -37,6 +37,7 @@ def test_the_wheel_contains_both_packages_and_nothing_else(wheel: Path) -> None:
         "rlhf_cli/py.typed",
         "stages/py.typed",
         "rlhf_cli/cli.py",
+        "rlhf_cli/commands/label_page.html",
         "rlhf_cli/config/data.py",
         "stages/sft.py",
         "stages/rm.py",

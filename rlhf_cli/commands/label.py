@@ -1,0 +1,324 @@
+"""`rlhf label`: a person says which of two replies is better; the answers are preference rows.
+
+    pairs_of(source)     the pairs of replies in a file of any format
+    Labelling            their order, the current pair, and the answers in the files of --out
+    label(...)           the command: asks in the terminal, in a pipe, or on a local page
+
+`rlhf_cli.commands.output` describes the files. A tie and a skipped pair are lines of the file of dropped items. Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_cli.commands.data_score import text_of
+from rlhf_cli.commands.output import (
+    Dropped,
+    OnBadRow,
+    Output,
+    data_digest,
+    items,
+    prompt_column,
+    refuse_own_output,
+)
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data_files import COMPRESSIONS, find_files
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.printing import say
+from rlhf_cli.program import command
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.records import Record
+
+COMPARED = ("sft", "base")
+"""Prefixes of the second response in a row of `rlhf generate --compare`."""
+TIE, SKIPPED = "tie", "skipped"
+"""Reasons in the file of dropped items."""
+REASONS = {"t": TIE, "s": SKIPPED}
+KEYS = {"1": "first is better", "2": "second is better", "t": "tie", "s": "skip", "b": "back", "q": "quit"}
+
+
+# ------------------------------------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One of the two replies of a pair."""
+
+    text: str
+    column: str
+    """The column that it comes from. The labeller does not see it."""
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two different replies to one prompt."""
+
+    prompt: str
+    """As it is shown; a conversation is a transcript."""
+    prompt_column: str | list[dict[str, str]]
+    replies: tuple[Reply, Reply]
+    where: str
+
+
+def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Counter[str]]:
+    """The pairs of a source, and why others are not shown.
+
+    A row of `rlhf generate --compare` gives the responses of both models, a row of several answers the first with the
+    second, the third with the fourth, and so on. Pairs of equal or blank replies are not shown: they teach nothing, and
+    `rlhf rm` refuses a blank answer. Raises DataError for rows that cannot be read or have a single reply.
+    """
+    pairs: list[Pair] = []
+    unseen = Counter[str]()
+    for item in items(source, "sft", on_bad_row):
+        if isinstance(item, Dropped):
+            unseen["cannot be read"] += 1
+            continue
+        replies = _replies(item, source)
+        if len(replies) < 2:
+            raise DataError(
+                f"{item.where}: the row has {len(replies) or 'no'} repl{'y' if len(replies) == 1 else 'ies'}, a pair "
+                "needs two. Write two with `rlhf generate --compare` or `rlhf data generate --task samples`, or map "
+                "columns with --key chosen=A --key rejected=B"
+            )
+        for a, b in zip(replies[::2], replies[1::2], strict=False):
+            if not (a.text.strip() and b.text.strip()):
+                unseen["a reply is blank"] += 1
+            elif a.text.strip() == b.text.strip():
+                unseen["the replies are equal"] += 1
+            else:
+                pairs.append(Pair(item.prompt, prompt_column(item), (a, b), item.where))
+    return pairs, unseen
+
+
+def _replies(record: Record, source: DataSource) -> list[Reply]:
+    """The replies of a row, each with the column of the file that it comes from."""
+    if len(record.answers) == 1:
+        for prefix in COMPARED:
+            other = record.columns.get(f"{prefix}_response")
+            if isinstance(other, str):
+                second = Reply(other, f"{prefix}_response", record.columns.get(f"{prefix}_ended") is not False)
+                return [_reply(record, 0, "response"), second]
+    names = [f"reply {n}" for n in range(1, len(record.answers) + 1)]
+    if {"chosen", "rejected"} <= {*record.columns, *source.keys} and len(names) == 2:
+        names = [source.keys.get(name, name) for name in ("chosen", "rejected")]
+    return [_reply(record, n, name) for n, name in enumerate(names)]
+
+
+def _reply(record: Record, number: int, column: str) -> Reply:
+    answer = record.answers[number]
+    return Reply(text_of(record, answer.text), column, answer.ended)
+
+
+def pair_digest(prompt: str, replies: Sequence[str]) -> str:
+    """The identity of a pair, whatever the order of its replies and the white space around them."""
+    texts = [prompt.strip(), *sorted(text.strip() for text in replies)]
+    return _digest(*texts).hex()[:16]
+
+
+def _digest(*parts: str | int | None) -> bytes:
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+# ------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the labeller sees."""
+
+    number: int
+    """From 0, in the shuffled order."""
+    prompt: str
+    replies: tuple[str, str]
+
+
+class Labelling:
+    """The answers of one labeller. The next pair follows from the number of lines in the files of `output`.
+
+    The order of the pairs follows from the seed alone, so that two labellers who stop early have seen the same pairs.
+    Which reply is on which side follows from the seed and the labeller: a habit of taking the first one is then no
+    agreement.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], output: Output, seed: int, labeller: str | None, num: int | None = None):
+        order = sorted(range(len(pairs)), key=lambda n: _digest("order", seed, n))[:num]
+        self.pairs = [pairs[n] for n in order]
+        self.swapped = [_digest("side", seed, labeller, n)[0] % 2 == 1 for n in order]
+        self.output, self.labeller = output, labeller
+        last = max((line.get("number", -1) for line in output.last_lines()), default=-1)
+        if last + 1 != self.done:
+            raise ArtifactError(
+                f"{output.path}: {self.done} answers are in it and in {output.dropped_path.name}, but the last one is "
+                f"number {last + 1}. Restore the missing lines, give another --out, or pass --restart to start over"
+            )
+
+    @property
+    def done(self) -> int:
+        """Number of pairs with an answer."""
+        return self.output.num_rows + self.output.num_dropped
+
+    @property
+    def total(self) -> int:
+        """Number of pairs, at least those with an answer."""
+        return max(len(self.pairs), self.done)
+
+    @property
+    def current(self) -> Shown | None:
+        """The next pair; None if every pair has an answer."""
+        if self.done >= len(self.pairs):
+            return None
+        pair = self.pairs[self.done]
+        first, second = self._sides(self.done)
+        return Shown(self.done, pair.prompt, (first.text, second.text))
+
+    def _sides(self, number: int) -> tuple[Reply, Reply]:
+        first, second = self.pairs[number].replies
+        return (second, first) if self.swapped[number] else (first, second)
+
+    def take(self, key: str) -> bool:
+        """Write the answer of a key to the current pair, or take back the last one; False if there is none.
+
+        The answer is on the disk when this returns. Raises ArtifactError if it cannot be written.
+        """
+        number = self.done
+        if key == "b":
+            if number == 0:
+                return False
+            self.output.cut_from("number", number - 1)
+        elif number >= len(self.pairs):
+            return False
+        else:
+            self.output.write(self._outcome(number, key), {})
+        self.output.sync()
+        return True
+
+    def _outcome(self, number: int, key: str) -> dict[str, Any] | Dropped:
+        pair, sides = self.pairs[number], self._sides(number)
+        about: dict[str, Any] = {"where": pair.where, "number": number}
+        if self.labeller is not None:
+            about["labeller"] = self.labeller
+        if key in REASONS:
+            columns = [reply.column for reply in sides]
+            digest = pair_digest(pair.prompt, [reply.text for reply in sides])
+            return Dropped(REASONS[key], {**about, "pair": digest, "columns": columns})
+        chosen, rejected = sides if key == "1" else sides[::-1]
+        row: dict[str, Any] = {"prompt": pair.prompt_column, "chosen": chosen.text, "rejected": rejected.text}
+        if not (chosen.ended and rejected.ended):
+            row["ended"] = [chosen.ended, rejected.ended]
+        return {**row, "chosen_column": chosen.column, "rejected_column": rejected.column, "side": int(key), **about}
+
+    def counts(self) -> dict[str, int]:
+        """Preferences, ties and skipped pairs."""
+        reasons = Counter(drop["reason"] for drop in self.output.drops())
+        return {"preferences": self.output.num_rows, "ties": reasons[TIE], "skipped": reasons[SKIPPED]}
+
+    def summary(self) -> list[str]:
+        """What there is, and, once every pair has an answer, which column won and which side."""
+        lines = [f"{self.output.path}: {self.done} of {self.total} pairs: {counted(self.counts())}"]
+        if self.done < self.total or not self.output.num_rows:
+            return lines
+        rows = list(self.output.rows())
+        first = sum(row["side"] == 1 for row in rows)
+        lines.append(f"the first reply was better in {rate(first, len(rows))}; without position bias half")
+        ties = [drop["columns"] for drop in self.output.drops() if drop["reason"] == TIE]
+        columns = {name for row in rows for name in (row["chosen_column"], row["rejected_column"])}
+        columns |= {name for names in ties for name in names}
+        if len(columns) == 2 and not any(name.startswith("reply ") for name in columns):
+            name, other = sorted(columns, key=lambda name: (name != "response", name))
+            won = sum(row["chosen_column"] == name for row in rows) + len(ties) / 2
+            halves = ", a tie counts as half" if ties else ""
+            lines.append(f"`{name}` was better than `{other}` in {rate(won, len(rows) + len(ties))}{halves}")
+        return lines
+
+
+def counted(counts: dict[str, int]) -> str:
+    """The counts of the answers on one line.
+
+    >>> counted({"preferences": 1, "ties": 0, "skipped": 2})
+    'preferences 1, ties 0, skipped 2'
+    """
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def rate(successes: float, n: int) -> str:
+    """A rate with its 95 % interval.
+
+    >>> rate(31, 50)
+    '31 of 50 (62.0 %, 95 % interval 48.2 % to 74.1 %)'
+    """
+    from rlhf_cli.algorithms.rates import wilson_interval
+
+    low, high = (f"{100 * bound:.1f} %" for bound in wilson_interval(successes, n))
+    return f"{successes:g} of {n} ({100 * successes / n:.1f} %, 95 % interval {low} to {high})"
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def label(
+    source: DataSource,
+    out: Path | None,
+    *,
+    labeller: str | None = None,
+    page: bool = False,
+    port: int = 0,
+    num: int | None = None,
+    seed: int = 0,
+    on_bad_row: OnBadRow = "error",
+    restart: bool = False,
+) -> None:
+    """Ask which reply of each pair is better, and write the answers to `out`, or resume.
+
+    Raises DataError for rows that cannot be read and for a source without pairs, ArtifactError for an `out` that cannot
+    be written or resumed, ConfigError for settings other than those of the existing answers.
+    """
+    out = out or default_out(source, labeller)
+    refuse_own_output(source, out)
+    pairs, unseen = pairs_of(source, on_bad_row)
+    for reason, count in unseen.items():
+        say(f"label: {count} {'pair is' if count == 1 else 'pairs are'} not shown: {reason}", error=True)
+    if not pairs:
+        raise DataError(f"{source.path}: no pair to label")
+    settings = {"data": data_digest(source), "seed": seed, "labeller": labeller}
+    with Output(out, settings, restart=restart) as output:
+        labelling = Labelling(pairs, output, seed, labeller, num)
+        if page:
+            from rlhf_cli.commands.label_page import serve
+
+            serve(labelling, port)
+        else:
+            from rlhf_cli.commands.label_terminal import ask
+
+            ask(labelling)
+        for line in labelling.summary():
+            say(f"label: {line}", error=True)
+        if labelling.done < labelling.total:
+            say("label: run the same command to resume", error=True)
+        elif output.num_rows:
+            train = command("rm", "YOUR_rm.yaml", "--set", f"data.train={out}")
+            say(f"label: to train a reward model on them: {train}", error=True)
+
+
+def default_out(source: DataSource, labeller: str | None) -> Path:
+    """Where the answers go without --out: `replies.labels.jsonl` beside `replies.jsonl`.
+
+    With a labeller it is `replies.labels.NAME.jsonl`. Raises ConfigError for a source of several files.
+    """
+    files = find_files(source.path)
+    if len(files) != 1 or Path(source.path) != Path(files[0]):
+        raise ConfigError(f"--out: is missing. {source.path} is not a single file, so say where the answers go")
+    if labeller is not None and ("/" in labeller or not labeller.isprintable() or not labeller.strip()):
+        raise ConfigError(f"--labeller: {labeller!r} cannot be part of a file name. Choose another, or give --out")
+    path = Path(files[0])
+    stem = path.stem if path.suffix in COMPRESSIONS else path.name
+    name = f"{Path(stem).stem}.labels{'' if labeller is None else '.' + labeller}.jsonl"
+    return path.with_name(name)

@@ -1,0 +1,160 @@
+"""`rlhf label --page`: the labeller answers on a page of this machine.
+
+    GET  /TOKEN/         the page, one HTML file
+    GET  /TOKEN/state    the current pair
+    POST /TOKEN/answer   {"done": number of answers that the page knows of, "key": "1"}  ->  the next pair
+
+The server listens on the loopback address only. TOKEN is random, so other users of the machine cannot read or answer.
+A page of another site can neither: the Host header must be this address, and an answer must have it as its Origin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import signal
+import socket
+import threading
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlhf_cli.commands.label import KEYS, Labelling
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.printing import say
+
+MAX_BODY_BYTES = 1024
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Page:
+    """The page of one labeller, bound to its port. `run` serves until `ended`, in a thread."""
+
+    def __init__(self, labelling: Labelling, port: int):
+        self.labelling, self.token = labelling, secrets.token_urlsafe(16)
+        try:
+            self.listener = socket.create_server(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"--port {port}: cannot be bound ({error.strerror}). Choose another") from None
+        self.port = self.listener.getsockname()[1]
+        self.hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
+        self.ended = threading.Event()
+        self.error: ArtifactError | None = None
+        """Why answers cannot be written any more."""
+        app = Starlette(routes=[Route("/{token}/{name:path}", self.respond, methods=["GET", "POST"])])
+        config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    @property
+    def url(self) -> str:
+        """What to open in a browser."""
+        return f"http://127.0.0.1:{self.port}/{self.token}/"
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._uvicorn.run(sockets=[self.listener])
+
+    def stop(self) -> None:
+        """Let `run` return; may be called from another thread."""
+        self._uvicorn.should_exit = True
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a request that has the token and comes from the page."""
+        given = request.path_params["token"].encode(errors="replace")
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "")
+        if not hmac.compare_digest(given, self.token.encode()) or host not in self.hosts:
+            return JSONResponse({"error": "not found"}, 404, HEADERS)
+        match request.method, request.path_params["name"]:
+            case "GET", "":
+                return page()
+            case "GET", "state":
+                return self.state()
+            case "POST", "answer":
+                is_json = request.headers.get("Content-Type", "").partition(";")[0].strip() == "application/json"
+                if origin != f"http://{host}" or not is_json:
+                    return JSONResponse({"error": "answers come from the page"}, 403, HEADERS)
+                return self.answer(await read(request))
+        return JSONResponse({"error": "not found"}, 404, HEADERS)
+
+    def answer(self, body: Any) -> Response:
+        """Take a key, if the page knows of all answers; else only send it the current pair."""
+        key, done = (body.get("key"), body.get("done")) if isinstance(body, dict) else (None, None)
+        if not isinstance(key, str) or key not in KEYS:
+            return self.state(400, error="no such key")
+        if key == "q":
+            self.ended.set()
+            return self.state(ended=True)
+        if done != self.labelling.done:
+            return self.state(409, error="another window has answered this pair")
+        try:
+            taken = self.labelling.take(key)
+        except ArtifactError as error:
+            self.error = error
+            self.ended.set()
+            return JSONResponse({"error": str(error), "ended": True}, 507, HEADERS)
+        return self.state() if taken else self.state(400, error="no such answer here")
+
+    def state(self, status: int = 200, **more: Any) -> Response:
+        """The current pair and the counts."""
+        labelling, shown = self.labelling, self.labelling.current
+        pair = asdict(shown) if shown is not None else {"number": None, "prompt": "", "replies": ["", ""]}
+        state = {**pair, "done": labelling.done, "total": labelling.total, "counts": labelling.counts()}
+        return JSONResponse({"state": state, **more}, status, HEADERS)
+
+
+async def read(request: Request) -> Any:
+    """The JSON of a small body; None for anything else."""
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                return None
+        return json.loads(body)
+    except (ClientDisconnect, ValueError, RecursionError):
+        return None
+
+
+def page() -> Response:
+    """The HTML file. Only its own script and style run, by a nonce."""
+    nonce = secrets.token_urlsafe(16)
+    text = (resources.files("rlhf_cli.commands") / "label_page.html").read_text(encoding="utf-8")
+    headers = {**HEADERS, "Content-Security-Policy": POLICY.format(nonce=nonce)}
+    return Response(text.replace("NONCE", nonce), media_type="text/html", headers=headers)
+
+
+def serve(labelling: Labelling, port: int) -> None:
+    """Serve the page until its `q`, SIGINT or SIGTERM.
+
+    Raises ConfigError for a port that cannot be bound, ArtifactError when an answer cannot be written.
+    """
+    server = Page(labelling, port)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.ended.set())
+    # In a thread, because uvicorn in the main thread ends with the signal's own exit code.
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    say(f"label: open {server.url} in a browser on this machine; Ctrl-C ends", flush=True)
+    server.ended.wait()
+    server.stop()
+    thread.join()
+    if server.error is not None:
+        raise server.error

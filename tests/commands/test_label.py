@@ -1,0 +1,394 @@
+"""`rlhf label`: keys become preference rows, blind, shuffled and resumed; agreement of two labellers; the page."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import json
+import os
+import pty
+import termios
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from rlhf_cli.commands.label import Labelling, label, pairs_of
+from rlhf_cli.commands.label_agreement import agreement, labels_in
+from rlhf_cli.commands.label_page import Page
+from rlhf_cli.commands.output import Output, items
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.views import ranking
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from support.tiny import read_jsonl, write_jsonl
+from support.writers import contents, failing_after
+
+Ask = Callable[..., list[dict[str, Any]]]
+NUM = 40
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test takes the power away."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Pairs of two models, as `rlhf generate --compare sft` writes them."""
+    rows = [
+        {"prompt": f"Question {n}?", "response": f" Yes {n}.", "ended": n % 5 > 0, "sft_response": f" No {n}."}
+        for n in range(NUM)
+    ]
+    return write_jsonl(tmp_path / "replies.jsonl", rows)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Label with keys from a pipe; returns the pairs that were shown."""
+
+    def run(keys: str, path: Path, out: Path | None = None, **options: Any) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        reading, writing = os.pipe()
+        os.write(writing, keys.encode())
+        os.close(writing)
+        with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", stdin)
+            label(DataSource(path=str(path)), out, **options)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def test_keys_write_rows_that_the_reward_model_reads(source: Path, ask: Ask, tmp_path: Path) -> None:
+    keys = ("1 2t\ns" * NUM)[: 6 * NUM // 4 * 4]
+    shown = ask(keys, source)
+    out = tmp_path / "replies.labels.jsonl"
+    rows, drops = read_jsonl(out), read_jsonl(tmp_path / "replies.labels.jsonl.dropped")
+    assert len(shown) == NUM
+    assert (len(rows), Counter(drop["reason"] for drop in drops)) == (NUM // 2, {"tie": NUM // 4, "skipped": NUM // 4})
+    before = {row["prompt"]: row for row in read_jsonl(source)}
+    for row in rows:
+        pair, input_row = shown[row["number"]], before[row["prompt"]]
+        assert pair["replies"][row["side"] - 1] == row["chosen"], "the key names the side of the screen"
+        assert set(pair["replies"]) == {row["chosen"], row["rejected"]}
+        assert row["chosen"] == input_row[row["chosen_column"]]
+        assert row["rejected"] == input_row[row["rejected_column"]]
+        ended = {"response": input_row["ended"], "sft_response": True}
+        expected = [ended[row["chosen_column"]], ended[row["rejected_column"]]]
+        assert row.get("ended", [True, True]) == expected
+    read = [ranking(item) for item in items(DataSource(path=str(out)), "rm pairs", "error")]  # type: ignore[arg-type]
+    assert [(r.prompt, r.chosen, r.rejected) for r in read if r] == [
+        (row["prompt"], row["chosen"], row["rejected"]) for row in rows
+    ]
+
+
+def test_the_labeller_is_blind_and_sees_shuffled_rows_and_sides(source: Path, ask: Ask, tmp_path: Path) -> None:
+    def order(name: str, **options: Any) -> tuple[list[str], list[bool]]:
+        shown = ask("s" * NUM, source, tmp_path / f"{name}.jsonl", **options)
+        assert all(list(pair) == ["number", "prompt", "replies"] for pair in shown)
+        return [pair["prompt"] for pair in shown], [pair["replies"][0].startswith(" Yes") for pair in shown]
+
+    prompts, sides = order("a")
+    assert prompts != sorted(prompts, key=lambda prompt: int(prompt.split()[1][:-1]))
+    assert NUM / 4 < sum(sides) < NUM * 3 / 4
+    assert order("again") == (prompts, sides)
+    same_order, other_sides = order("ada", labeller="ada")
+    assert same_order == prompts, "two labellers who stop early have pairs in common"
+    assert other_sides != sides, "a habit of taking the first reply is no agreement"
+    assert order("seed", seed=1)[0] != prompts
+
+
+def test_every_kind_of_pairs_is_read(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    kinds: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+        "samples": (
+            {"prompt": "A?", "responses": [" a", " b", " c", " d", " e"], "scores": [None] * 5},
+            [("reply 1", "reply 2"), ("reply 3", "reply 4")],
+        ),
+        "preferences": ({"prompt": "A?", "chosen": " a", "rejected": " b"}, [("chosen", "rejected")]),
+        "base": ({"prompt": turns, "response": "a", "base_response": "b"}, [("response", "base_response")]),
+        "messages": ({"prompt": turns, "chosen": "a", "rejected": "b"}, [("chosen", "rejected")]),
+    }
+    for name, (row, columns) in kinds.items():
+        pairs, unseen = pairs_of(DataSource(path=str(write_jsonl(tmp_path / f"{name}.jsonl", [row]))), "error")
+        assert [tuple(reply.column for reply in pair.replies) for pair in pairs] == columns
+        assert not unseen
+        expected = turns if isinstance(row["prompt"], list) else "A?"
+        assert {json.dumps(pair.prompt_column) for pair in pairs} == {json.dumps(expected)}
+        texts = [reply.text for pair in pairs for reply in pair.replies]
+        assert texts == (["a", "b"] if expected == turns else [" a", " b", " c", " d"])[: len(texts)]
+    mapped = DataSource(path=str(tmp_path / "base.jsonl"), keys={"chosen": "response", "rejected": "base_response"})
+    [pair], _ = pairs_of(mapped, "error")
+    assert [reply.column for reply in pair.replies] == ["response", "base_response"]
+
+
+def test_pairs_that_teach_nothing_are_not_shown(tmp_path: Path) -> None:
+    rows = [{"prompt": "A?", "response": " a", "sft_response": text} for text in (" b", "a ", " ", "")]
+    pairs, unseen = pairs_of(DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", rows))), "error")
+    assert (len(pairs), unseen) == (1, {"the replies are equal": 1, "a reply is blank": 2})
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has 1 reply, a pair needs two. Write two with"):
+        pairs_of(
+            DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "A?", "response": "a"}]))), "error"
+        )
+
+
+# ------------------------------------------------------------------------------------------- resuming
+
+
+KEYS_OF_10 = "12ts21t12s"
+
+
+def test_a_run_that_is_killed_in_a_line_resumes_with_the_same_pair(
+    source: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, out = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
+    every = ask(KEYS_OF_10, source, expected, num=10)
+    for lines in range(10):
+        with failing_after(monkeypatch, lines):
+            ask(KEYS_OF_10, source, out, num=10)
+        shown = ask(KEYS_OF_10[lines:], source, out, num=10)
+        assert shown == every[lines:]
+        assert contents(out) == contents(expected)
+        ask("", source, out, num=10, restart=True)
+    [first, *_] = ask("q", source, out)
+    assert first == every[0]
+
+
+def test_back_takes_answers_back_also_those_of_an_earlier_session(source: Path, ask: Ask, tmp_path: Path) -> None:
+    expected, out = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
+    ask(KEYS_OF_10, source, expected)
+    ask("b 11s bb 2", source, out)  # the first `b` has nothing to take back
+    assert [row["side"] for row in read_jsonl(out)] == [1, 2]
+    ask("bbb" + KEYS_OF_10, source, out)
+    assert contents(out) == contents(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"labeller": "ben"}, ConfigError, r'made with other settings: labeller \("ada", now "ben"\)'),
+        ({"seed": 1}, ConfigError, r"made with other settings: seed \(0, now 1\)"),
+        ({"row": True}, ConfigError, "made with other settings: data.rows"),
+        (
+            {"dropped": True},
+            ArtifactError,
+            "1 answers are in it and in out.jsonl.dropped, but the last one is number 2",
+        ),
+    ],
+)
+def test_answers_to_other_pairs_are_not_continued(
+    source: Path, ask: Ask, tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    ask("t1", source, out, labeller="ada")
+    before = out.read_bytes()
+    if change.pop("row", False):
+        write_jsonl(source, read_jsonl(source)[1:])
+    if change.pop("dropped", False):
+        out.with_name("out.jsonl.dropped").unlink()
+    with pytest.raises(error, match=message):
+        ask("1", source, out, **{"labeller": "ada", **change})
+    assert out.read_bytes() == before
+
+
+def test_a_full_disk_loses_no_answer(source: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.jsonl"
+
+    def full(_descriptor: int) -> None:
+        if len(read_jsonl(out)) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ArtifactError, match=r"out.jsonl: cannot be written \(No space left on device\)"):
+            ask("1212", source, out)
+    shown = ask("1", source, out)
+    assert [row["side"] for row in read_jsonl(out)] == [1, 2, 1, 1]
+    assert shown[0]["number"] == 3
+
+
+def test_the_summary_says_who_won_once_all_pairs_have_an_answer(source: Path, ask: Ask, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    shown = ask("sssss", source, out, num=5)
+    keys = "".join("1" if pair["replies"][0].startswith(" Yes") else "2" for pair in shown[:4]) + "t"
+    reading = ask_and_read_stderr(ask, keys[:2], source, out, num=5, restart=True)
+    assert "2 of 5 pairs: preferences 2, ties 0, skipped 0" in reading
+    assert "was better than" not in reading, "the labeller may resume, so the result stays hidden"
+    reading = ask_and_read_stderr(ask, keys[2:], source, out, num=5)
+    assert "`response` was better than `sft_response` in 4.5 of 5 (90.0 %" in reading
+    assert f"rm YOUR_rm.yaml --set data.train={out}" in reading
+
+
+def ask_and_read_stderr(ask: Ask, *arguments: Any, **options: Any) -> str:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        ask(*arguments, **options)
+    return errors.getvalue()
+
+
+def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:
+    ask("1", source, labeller="ada")
+    assert len(read_jsonl(tmp_path / "replies.labels.ada.jsonl")) == 1
+    with pytest.raises(ConfigError, match="--out: is missing"):
+        ask("1", tmp_path)
+    with pytest.raises(ConfigError, match="--labeller: 'a/b' cannot be part of a file name"):
+        ask("1", source, labeller="a/b")
+
+
+# ------------------------------------------------------------------------------------------- a terminal
+
+
+def test_a_terminal_sends_single_keys_and_is_restored(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, program = pty.openpty()
+    before = termios.tcgetattr(program)
+    out, ended = tmp_path / "out.jsonl", threading.Event()
+
+    def echo() -> bool:
+        return bool(termios.tcgetattr(program)[3] & termios.ECHO)
+
+    def type_keys() -> None:
+        while echo():
+            time.sleep(0.01)
+        os.write(terminal, b"11")  # quickly: only the first key is for the first pair
+        while not ended.wait(0.2):
+            os.write(terminal, b"q")
+
+    typist = threading.Thread(target=type_keys, daemon=True)
+    with os.fdopen(program, closefd=False) as stdin, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", stdin)
+        typist.start()
+        label(DataSource(path=str(source)), out)
+    ended.set()
+    typist.join()
+    assert [row["side"] for row in read_jsonl(out)] == [1]
+    assert termios.tcgetattr(program) == before
+    for descriptor in (terminal, program):
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------- two labellers
+
+
+def test_the_agreement_of_two_labellers(
+    source: Path, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 pairs in common. They agree on 10 preferences and 2 ties, and differ on 5 preferences and 1 tie."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("ada", "ben")}
+    shown = {name: ask("s" * NUM, source, file, labeller=name) for name, file in files.items()}
+
+    def keys(name: str, wanted: str) -> str:
+        """Keys for y(es), n(o), t(ie) and s(kip), which may be on either side."""
+        first = ["y" if pair["replies"][0].startswith(" Yes") else "n" for pair in shown[name]]
+        return "".join(key if key in "ts" else "12"[key != side] for key, side in zip(wanted, first, strict=False))
+
+    ask(
+        keys("ada", "yyyyynnnnn" + "tt" + "yyynn" + "t" + "ss" + "yy"),
+        source,
+        files["ada"],
+        labeller="ada",
+        restart=True,
+    )
+    ask(keys("ben", "yyyyynnnnn" + "tt" + "nnnyy" + "y" + "ys"), source, files["ben"], labeller="ben", restart=True)
+    agreement(files["ada"], files["ben"])
+    text = capsys.readouterr().out
+    assert text.startswith("18 pairs have an answer in both files\n")
+    assert "same answer       12 of 18 (66.7 %, 95 % interval 43.7 % to 83.7 %)" in text
+    for line in ("opposite          5", "tie in one        1", "tie in both       2"):
+        assert f"  {line}" in text
+    assert f"not counted: 2 skipped in one, 2 only in {files['ada']}\n" in text
+    labels = {name: labels_in(file) for name, file in files.items()}
+    both = [(labels["ada"][k], labels["ben"][k]) for k in labels["ada"] if k in labels["ben"]]
+    both = [pair for pair in both if "skipped" not in pair]
+    chance = sum(a == b for (a, _), (_, b) in itertools.product(both, both)) / len(both) ** 2
+    assert f"Cohen's kappa     {(12 / 18 - chance) / (1 - chance):.2f} (95 % interval" in text
+    with pytest.raises(DataError, match="no pair has an answer both here and in"):
+        agreement(files["ada"], write_jsonl(tmp_path / "c.jsonl", [{"prompt": "B", "chosen": "1", "rejected": "2"}]))
+
+
+def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path: Path) -> None:
+    first = [{"prompt": f"{n}?", "chosen": " a", "rejected": f" b{n}"} for n in range(30)]
+    second = [{"prompt": f"{n}?", "responses": [f" b{n}", " a"], "scores": [n % 3, 1]} for n in range(30)]
+    labels = [labels_in(write_jsonl(tmp_path / f"{n}.jsonl", rows)) for n, rows in enumerate((first, second))]
+    assert list(labels[0]) == list(labels[1])
+    for n, (a, b) in enumerate(zip(labels[0].values(), labels[1].values(), strict=True)):
+        assert b == [a, "tie", {"1": "2", "2": "1"}[a]][n % 3]
+    assert 5 < sum(label == "1" for label in labels[0].values()) < 25, "the order is not that of chosen and rejected"
+
+
+# ------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture
+def served(source: Path, tmp_path: Path) -> Iterator[tuple[Page, httpx2.Client]]:
+    pairs, _ = pairs_of(DataSource(path=str(source)), "error")
+    with Output(tmp_path / "out.jsonl", {}) as output:
+        server = Page(Labelling(pairs, output, 0, None, 3), 0)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        with httpx2.Client(base_url=server.url, headers={"Origin": f"http://127.0.0.1:{server.port}"}) as client:
+            yield server, client
+        server.stop()
+        thread.join()
+
+
+def test_the_page_takes_keys_and_ends(served: tuple[Page, httpx2.Client], tmp_path: Path) -> None:
+    server, client = served
+    html = client.get("").raise_for_status()
+    assert "NONCE" not in html.text
+    assert html.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'nonce-")
+    state = client.get("state").json()["state"]
+    assert sorted(state) == ["counts", "done", "number", "prompt", "replies", "total"], "blind"
+    for done, key in enumerate("12t"):
+        answer = client.post("answer", json={"done": done, "key": key}).raise_for_status().json()
+    assert (answer["state"]["number"], answer["state"]["counts"]) == (None, {"preferences": 2, "ties": 1, "skipped": 0})
+    assert client.post("answer", json={"done": 3, "key": "1"}).status_code == 400
+    assert client.post("answer", json={"done": 3, "key": "b"}).json()["state"]["number"] == 2
+    late = client.post("answer", json={"done": 3, "key": "b"})
+    assert (late.status_code, late.json()["state"]["done"]) == (409, 2), "a second window cannot answer unseen pairs"
+    assert not server.ended.is_set()
+    assert client.post("answer", json={"done": 0, "key": "q"}).json()["ended"]
+    assert server.ended.is_set()
+    assert [row["side"] for row in read_jsonl(tmp_path / "out.jsonl")] == [1, 2]
+
+
+def test_other_users_and_other_sites_can_neither_read_nor_answer(served: tuple[Page, httpx2.Client]) -> None:
+    server, client = served
+    answer = {"json": {"done": 0, "key": "1"}}
+    root = f"http://127.0.0.1:{server.port}"
+    assert client.get(f"{root}/wrong/state").status_code == 404, "without the token"
+    assert client.get("state", headers={"Host": "evil.example"}).status_code == 404, "DNS rebinding"
+    for origin in ("null", "http://evil.example", f"https://127.0.0.1:{server.port}", ""):
+        assert client.post("answer", headers={"Origin": origin}, **answer).status_code == 403
+    assert client.post("answer", content=json.dumps(answer["json"])).status_code == 403, "a form sends no JSON type"
+    for body in ([], {"done": 0}, {"done": 0, "key": "x"}, {"done": 0, "key": ["1"]}, {"done": 0, "key": "1" * 2000}):
+        assert client.post("answer", json=body).status_code == 400
+    assert server.labelling.done == 0
+    assert server.listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_page_ends_when_an_answer_cannot_be_written(
+    served: tuple[Page, httpx2.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = served
+
+    def full(_key: str) -> bool:
+        raise ArtifactError("out.jsonl: cannot be written")
+
+    monkeypatch.setattr(server.labelling, "take", full)
+    refused = client.post("answer", json={"done": 0, "key": "1"})
+    assert (refused.status_code, refused.json()) == (507, {"error": "out.jsonl: cannot be written", "ended": True})
+    assert server.ended.is_set()
+    assert server.error is not None
