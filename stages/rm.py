@@ -65,6 +65,7 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import save_of_stage, train_adapters
+from rlhf_cli.models.shard import divides, prepare_for, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import (
     figures_of_rankings,
@@ -81,6 +82,7 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.exchange import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator
+from rlhf_cli.sharding import in_step, is_sharded
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
@@ -119,7 +121,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
     """Run the stage: the steps of the module's docstring, in their order."""
     with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
         world = stage.world
-        require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
+        if not divides(config):
+            require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
 
         # 1. The backbone and its head.
         model, tokenizer = _model_and_tokenizer(config, stage)
@@ -166,12 +169,13 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
 def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The backbone with its scalar head."""
-    path = model_directory(config.stage_model(config.model.path, "sft"))
-    tokenizer = load_tokenizer(path, config.model.revision)
-    model, new = new_reward_model(path, config.model.revision, seed=config.seed, head_std=config.model.head_std)
+    path, revision, head_std = *config.inputs["model"], config.model.head_std
+    path = model_directory(path)
+    tokenizer = load_tokenizer(path, revision)
+    model, new = new_reward_model(path, revision, seed=config.seed, head_std=head_std, deferred=divides(config))
     if new:
         stage.display.note(f"{path}: newly initialized: {', '.join(new)}")
-    elif config.model.head_std is not None:
+    elif head_std is not None:
         raise ConfigError(f"model.head_std: {path} has a trained head with one label, which is kept. Remove head_std")
     else:
         stage.display.note(f"{path}: is a classifier with one label, its trained head is kept")
@@ -180,7 +184,8 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
         require_eos(tokenizer, path)
     ensure_pad_token(model, tokenizer)
     frozen = freeze(model, config.model.freeze, "model.freeze")
-    for line in filter(None, [frozen, prepare(model, stage.world.device), train_adapters(model, config)]):
+    lines = [frozen, prepare(model, stage.world.device), train_adapters(model, config)]
+    for line in filter(None, [*lines, shard_for(config, model, stage.world.device)]):
         stage.display.note(line)
     check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
     return model, tokenizer
@@ -229,13 +234,16 @@ def _accumulate(
     model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, world: World
 ) -> dict[str, float]:
     """Backward pass over this process's share of a batch. Returns the statistics of the whole batch."""
-    mine = _share(batch, world)
-    sums = []
-    for rows in budget.cut([_num_tokens(item, model) for item in mine]):
+    mine, sums = _share(batch, world), []
+
+    def add(items: list[Item], weight: float = 1.0) -> None:
         with autocast(world.device, config.precision):
-            loss, stats = _loss(model, [mine[i] for i in rows], len(batch), scale, config)
-        loss.backward()
-        sums.append({"loss/rm": loss, **stats})
+            loss, stats = _loss(model, items, len(batch), scale, config)
+        (loss * weight).backward()
+        sums.append({name: figure * weight for name, figure in {"loss/rm": loss, **stats}.items()})
+
+    for rows in in_step(model, budget.cut([_num_tokens(i, model) for i in mine]), lambda: add(batch[:1], 0.0)):
+        add([mine[i] for i in rows])
     return world.sum_floats(totals(sums))
 
 
@@ -338,30 +346,24 @@ def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
 
 
 def _normalize(
-    model: PreTrainedModel,
-    rows: TokenRows,
-    best: Best,
-    budget: Budget,
-    config: RMConfig,
-    stage: StageRun,
+    model: PreTrainedModel, rows: TokenRows, best: Best, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
     """Write the length limits and the statistics of the score into the config of the model and of best_model.
 
     Returns the statistics of the last model.
     """
     # PPO cuts texts as the training did.
-    facts: dict[str, float | str] = {
-        "rlhf_max_length": config.data.max_length,
-        "rlhf_truncation": config.data.truncation,
-    }
+    data = config.data
+    facts: dict[str, float | str] = {"rlhf_max_length": data.max_length, "rlhf_truncation": data.truncation}
     if config.loss == "mse":
         # The head predicts (score - target_mean) / target_std.
         facts |= {"target_mean": rows.scale.mean, "target_std": rows.scale.std}
     models = {"model": model}
     if best.step is not None:
         stage.world.barrier()
-        models["best_model"] = load_reward_model(str(stage.directory / "best_model"), None)
-        prepare(models["best_model"], stage.world.device)
+        best_model = load_reward_model(str(stage.directory / "best_model"), deferred=divides(config))
+        prepare_for(config, best_model, stage.world.device)
+        models["best_model"] = best_model
 
     draw = partial(_sample, config, stage)
     found: dict[str, float] = {}
@@ -382,15 +384,15 @@ def _sample(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
 ) -> list[Response]:
-    """A fresh sample of the SFT model for each prompt. Each process samples its share."""
+    """A fresh sample of the SFT model for each prompt. Each process samples its share, of a sharded model all."""
     world, settings = stage.world, config.evaluation
-    prepare(policy, world.device)
-    rows = world.shard(range(len(prompts)))
+    prepare_for(config, policy, world.device)
+    rows = list(range(len(prompts))) if is_sharded(policy) else world.shard(range(len(prompts)))
     uniforms = draw_uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens)[rows]
     sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
     with autocast(world.device, config.precision):
         share = sample(policy, [prompts[i] for i in rows], uniforms, sampling) if rows else []
-    return world.interleave(gather_responses(world, share))
+    return share if is_sharded(policy) else world.interleave(gather_responses(world, share))
 
 
 if __name__ == "__main__":

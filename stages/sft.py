@@ -53,8 +53,10 @@ from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import save_of_stage, train_adapters
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
+from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.rollout.questions import answer, first_questions
+from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
@@ -79,7 +81,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
         # 1. The model. A new tokenizer is trained on the rows.
         model, tokenizer, lines = _model_and_tokenizer(config)
-        lines += [prepare(model, world.device), train_adapters(model, config)]
+        lines += [prepare(model, world.device), train_adapters(model, config), shard_for(config, model, world.device)]
         for line in filter(None, lines):
             display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")
@@ -146,7 +148,13 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)
     losses = []
-    for rows in budget.cut([len(example.ids) for example in mine]):
+
+    def idle() -> None:
+        with autocast(world.device, precision):
+            logprobs = target_logprobs(model, [IDLE], [[False, True]])
+        (logprobs.sum() * 0.0).backward()
+
+    for rows in in_step(model, budget.cut([len(example.ids) for example in mine]), idle):
         examples = [mine[i] for i in rows]
         with autocast(world.device, precision):
             # [target tokens of the microbatch]
@@ -243,7 +251,8 @@ def _model_and_tokenizer(
         return new, new_tokenizer, [freeze(new, config.model.freeze, "model.freeze")]
     assert config.model.path is not None
     path = model_directory(config.model.path)
-    tokenizer, model = load_tokenizer(path, config.model.revision), load_policy(path, config.model.revision)
+    tokenizer = load_tokenizer(path, config.model.revision)
+    model = load_policy(path, config.model.revision, deferred=divides(config) and not new_tokens)
     check_vocabulary(model, tokenizer, path)
     require_eos(tokenizer, path)
     lines = [freeze(model, config.model.freeze, "model.freeze")]

@@ -238,6 +238,12 @@ class PPOConfig(Stage):
         return self
 
     @model_validator(mode="after")
+    def _sharding(self) -> Self:
+        if self.distributed.shard:
+            raise ValueError("distributed.shard: PPO holds whole models. Set it to false")
+        return self
+
+    @model_validator(mode="after")
     def _values(self) -> Self:
         value = self.value_model
         if not self.ppo.has_value_model and value != ValueModel():

@@ -93,6 +93,11 @@ class Distributed(Section):
 
     timeout_s: PositiveFloat = 300.0
     """How long a process waits for the others in one operation. Then the run ends with the names of those that hang."""
+    shard: bool | Literal["hybrid"] = False
+    """Divide weights, gradients and AdamW's moments among the processes (torch's `fully_shard`, FSDP2), so that each
+    holds its share of them and gathers a block of layers at a time. `hybrid` divides among the processes of a machine,
+    and every machine holds the same: less traffic between machines for more memory. With one process nothing is
+    divided. See docs/processes.md."""
 
 
 class Stage(Section):
@@ -126,6 +131,8 @@ class Stage(Section):
     def _passes(self) -> Self:
         if self.compile and self.gradient_checkpointing:
             raise ValueError("compile and gradient_checkpointing exclude each other. Remove one of them")
+        if self.compile and self.distributed.shard:
+            raise ValueError("compile and distributed.shard exclude each other. Remove one of them")
         return self
 
     @property

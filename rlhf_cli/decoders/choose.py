@@ -14,6 +14,7 @@ from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
 from rlhf_cli.decoders.seq2seq import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
+from rlhf_cli.sharding import is_sharded
 
 
 def choose_decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName = "auto") -> Decoder:
@@ -52,6 +53,8 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
 
 def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName) -> Decoder:
     """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
+    if is_sharded(model) and name != "plain":
+        raise UnsupportedError("its weights are divided among the processes")
     if is_seq2seq(model):
         if name not in ("auto", "plain"):
             raise UnsupportedError("it is an encoder-decoder")

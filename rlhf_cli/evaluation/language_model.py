@@ -19,6 +19,7 @@ from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, rate_figur
 from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
+from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import token_logprobs
 
 MAX_LOGITS = 1 << 28
@@ -50,10 +51,15 @@ def scored_targets(
     # This needs all logits of a token, which training never holds (kernels/head.py).
     budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
     device = next(model.parameters()).device
-    for part in budget.cut([len(row.ids) for row in rows]):
+    cut = budget.cut([len(row.ids) for row in rows])
+
+    def pass_over(ids: list[list[int]], masks: list[list[bool]]) -> tuple[Tensor, Tensor]:
         with autocast(device, precision):
-            # [N, V] and [N]
-            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
+            return target_logits(model, ids, masks)
+
+    for part in in_step(model, cut, lambda: pass_over([IDLE], [[False, True]])):
+        # [N, V] and [N]
+        logits, targets = pass_over([rows[i].ids for i in part], [rows[i].loss_mask for i in part])
         yield part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
 
 

@@ -32,6 +32,7 @@ from rlhf_cli.files import read_text
 from rlhf_cli.models.adapters import head_names, inject, lora_of
 from rlhf_cli.models.nf4 import quiet_bitsandbytes
 from rlhf_cli.program import install_extra
+from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""
@@ -73,19 +74,22 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model, and the head of a classifier, in PEFT's format.
 
-    `quantization` is that of the base while it was trained.
+    `quantization` is that of the base while it was trained. All processes must call this for a sharded model; the first
+    one writes.
     """
     heads = head_names(model)
     tensors = {
-        PREFIX + _name_in_file(name): parameter.detach().cpu().contiguous()
+        PREFIX + _name_in_file(name): whole(parameter.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         if ".lora_" in name or name.split(".")[0] in heads
     }
+    if is_sharded(model) and not is_first_process():
+        return
     local = Path(base.path).is_dir()
     path = str(Path(base.path).resolve()) if local else base.path
     lora = {**lora_of(model).to_dict(), "base_model_name_or_path": path, "revision": base.revision}
     lora |= {"modules_to_save": heads or None, "inference_mode": True}
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [plain_class(model).__name__]
     # From the final place of the stage, whose name has the same number of parts as the place where it is built.
     relative = os.path.relpath(path, directory.resolve()) if local else None
     about = {"path": path, "relative_path": relative, "revision": base.revision, "digest": base.digest()}

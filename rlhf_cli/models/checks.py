@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.deferred import place_of
+from rlhf_cli.models.refusals import reason_of
 
 
 def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> list[str]:
@@ -36,10 +39,22 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
         )
     for name, weight in model.named_parameters():
         # A sum is fast, and finite only if all values are.
-        if name not in new and not weight.sum().isfinite() and not weight.isfinite().all():
+        if name not in new and place_of(weight) is None and not weight.sum().isfinite() and not weight.isfinite().all():
             bad = weight.numel() - int(weight.isfinite().sum())
             raise ArtifactError(
                 f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values), so no training "
                 "step can be computed from it. Give a model whose weights are finite"
             )
     return sorted(new)
+
+
+@torch.no_grad()
+def try_out(model: PreTrainedModel, path: str) -> None:
+    """Raise ArtifactError if a forward pass of two tokens in training mode fails.
+
+    config.json may contain anything, and values for heads, layers or dropout are first used here.
+    """
+    try:
+        model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    except Exception as error:
+        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({reason_of(error)})") from None

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.kernels.linear import linear
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
+from rlhf_cli.sharding import gathered, local
 from rlhf_cli.tensor_ops import num_weights
 
 CPU_TOKENS = 2048
@@ -89,13 +90,14 @@ def static_bytes(trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrained
     """Bytes that do not depend on the batch.
 
     The bytes of each weight, and 12 more for each trained number: its gradient and the two moments of AdamW. Weights
-    that several models share count once. A model that is given twice counts twice, for a copy of its weights.
+    that several models share count once. A model that is given twice counts twice, for a copy of its weights. Of a
+    sharded model the rows of this process count.
     """
-    moments = sum(12 * p.numel() for m in trained for p in m.parameters() if p.requires_grad)
+    moments = sum(12 * local(p).numel() for m in trained for p in m.parameters() if p.requires_grad)
     models = [*trained, *frozen]
-    once = {id(p): p.nbytes for m in models for p in m.parameters()}
+    once = {id(p): local(p).nbytes for m in models for p in m.parameters()}
     copies = [m for number, m in enumerate(models) if m in models[:number]]
-    return moments + sum(once.values()) + sum(p.nbytes for m in copies for p in m.parameters())
+    return moments + sum(once.values()) + sum(local(p).nbytes for m in copies for p in m.parameters())
 
 
 def token_bytes(
@@ -151,6 +153,7 @@ def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
     return activation_bytes(model, precision) / layers + 4 * layers * config.hidden_size
 
 
+@gathered
 def _kept_bytes(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
     """Bytes of the storages that autograd keeps for a forward pass; each storage counts once."""
     kept: dict[int, int] = {}

@@ -21,6 +21,7 @@ from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
+from rlhf_cli.sharding import gathered
 from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
@@ -39,6 +40,7 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     return model.config._attn_implementation in attention.SHARED
 
 
+@gathered
 def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
@@ -65,6 +67,7 @@ def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     return logits
 
 
+@gathered
 def logprobs_at(
     model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
@@ -79,6 +82,16 @@ def logprobs_at(
     assert isinstance(head, torch.nn.Linear)
     hidden = hidden_at(model, batch, positions)
     return linear_logprobs(hidden, head.weight, head.bias, ids, temperature=temperature)
+
+
+@gathered
+def check_head(model: PreTrainedModel) -> None:
+    """Find out now how the logits of the model are computed, and not at its first use.
+
+    Every process must compute the same passes of a sharded model, and only some may use the head.
+    """
+    if isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        _head_is_plain(model, pack([[0, 1]], next(model.parameters()).device))
 
 
 @torch.no_grad()
@@ -127,6 +140,7 @@ def _pack_targets(
     return batch, send(end_to_end(target_mask).nonzero()[:, 0], batch.ids.device)
 
 
+@gathered
 def logits_and_hidden_at(
     model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +162,7 @@ def logits_and_hidden_at(
     return logits, captured[-1][real_mask][positions]
 
 
+@gathered
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
     """Last hidden states (after the final norm) at `positions` of the packed row: [n] -> [n, H]."""
     if is_packed(model):
@@ -179,12 +194,13 @@ def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 @torch.no_grad()
-def choose_attention(model: PreTrainedModel) -> str | None:
+@gathered
+def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> str | None:
     """Let the model run on packed rows if that gives the results of one plain forward pass per sequence.
 
-    Compares the hidden states of three short sequences, two of them with a common prefix, to 1e-4 of their size. They
-    are shorter than any real sliding window, so `attention.watched_masks` checks separately that a window reaches the
-    attention.
+    Compares the hidden states of three short sequences, two of them with a common prefix, to 1e-4 of their size, in
+    each of `precisions` (by default all that the device computes in). The sequences are shorter than any real sliding
+    window, so `attention.watched_masks` checks separately that a window reaches the attention.
 
     Returns None if the model runs as fast as its device allows. Otherwise returns a line that names what it runs
     without: shared prefixes, the faster attention of a GPU, or packed rows. Raises ArtifactError if the backbone cannot
@@ -199,7 +215,8 @@ def choose_attention(model: PreTrainedModel) -> str | None:
     vocab = vocabulary_rows(model)
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
     sequences = [*rows, rows[0][:6] + [(5 * i + 2) % vocab for i in range(3)]]
-    precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
+    if not precisions:
+        precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
     plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
     reason = ""
     for name, manner in attention.PACKED.items():
@@ -249,7 +266,7 @@ def _why_not_packed(
             if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
                 rows = "packed rows" if groups is None else "packed rows with a shared prompt"
                 return f"{rows} differ from a plain forward by {gap:.1e} in {precision}"
-        with attention.watched_masks() as losses:
+        with attention.watched_masks() as losses, autocast(batch.ids.device, next(iter(plain))):
             hidden_at(model, batch, everywhere)
         return losses[0] if losses else ""
     return "its attention does not take packed rows"

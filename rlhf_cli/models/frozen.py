@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.forward import computes_in_bfloat16, is_packed
 from rlhf_cli.models.heads import reads_last_token
 
@@ -35,7 +36,7 @@ def hold_frozen(model: PreTrainedModel, precision: str, *, exact: bool, others: 
         if not isinstance(module, torch.nn.Linear | Conv1D) or ".lora_" in name:
             continue
         for weight in module.parameters(recurse=False):
-            if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped:
+            if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped or place_of(weight):
                 continue
             rounded = weight.data.bfloat16()
             if not exact or torch.equal(rounded.float(), weight.data):

@@ -41,14 +41,17 @@ from rlhf_cli.models.adapter_files import (
     read_adapter,
 )
 from rlhf_cli.models.adapters import merge_in_place
-from rlhf_cli.models.checks import check_weights
+from rlhf_cli.models.checks import check_weights, try_out
+from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
-from rlhf_cli.models.loading import no_conversion, no_progress_bar
+from rlhf_cli.models.loading import no_conversion, no_progress_bar, set_dropout_off
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.refusals import check_directory, reason_of, refuse_classifier, refuse_endless, refuse_pickles
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
+from rlhf_cli.models.sharded_files import save_sharded
 from rlhf_cli.seeding import seeded
+from rlhf_cli.sharding import is_sharded
 
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
@@ -76,12 +79,14 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     return tokenizer
 
 
-def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
+def load_policy(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
     """A decoder or an encoder-decoder in float32 with dropout off. Every weight must be in the file.
+
+    With `deferred` its weights are read later, by `shard_model`.
 
     A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
     """
-    model, _ = _load(AutoModelForCausalLM, path, revision)
+    model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred)
     model.generation_config = own_generation_config(path) or model.generation_config
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
@@ -102,12 +107,13 @@ def load_policy(path: str, revision: str | None = None) -> PreTrainedModel:
     return model
 
 
-def load_reward_model(path: str, revision: str | None = None) -> PreTrainedModel:
+def load_reward_model(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
     """A trained sequence classifier. One whose head is not in the file is refused.
 
-    transformers would fill a missing head with random numbers, and PPO would optimise for them.
+    transformers would fill a missing head with random numbers, and PPO would optimise for them. With `deferred` the
+    weights are read later, by `shard_model`.
     """
-    model, _ = _load(AutoModelForSequenceClassification, path, revision)
+    model, _ = _load(AutoModelForSequenceClassification, path, revision, deferred=deferred)
     for key in FACTS:
         value = getattr(model.config, key, None)
         if value is not None and not _is_number(value, above_zero=key.endswith("_std")):
@@ -128,7 +134,7 @@ def _is_number(value: Any, *, above_zero: bool) -> bool:
 
 
 def new_reward_model(
-    path: str, revision: str | None, *, seed: int, head_std: float | None
+    path: str, revision: str | None, *, seed: int, head_std: float | None, deferred: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
     """A sequence classifier with one label on the weights at `path`, and the names of its new parameters.
 
@@ -137,7 +143,9 @@ def new_reward_model(
     differences are near zero.
     """
     with seeded(seed, "reward head"):
-        model, new = _load(AutoModelForSequenceClassification, path, revision, new_head=True, num_labels=1)
+        model, new = _load(
+            AutoModelForSequenceClassification, path, revision, new_head=True, deferred=deferred, num_labels=1
+        )
         names = {module: name for name, module in model.named_modules()}
         for head in scalar_heads(model):
             if f"{names[head]}.weight" not in new:
@@ -150,14 +158,16 @@ def new_reward_model(
     return model, new
 
 
-def new_value_model(path: str, revision: str | None) -> PreTrainedModel:
+def new_value_model(path: str, revision: str | None, *, deferred: bool = False) -> PreTrainedModel:
     """The weights at `path` (a policy's or a reward model's) with a scalar head that starts at zero."""
-    model, _ = _load(AutoModelForSequenceClassification, path, revision, new_head=True, for_values=True, num_labels=1)
+    auto = AutoModelForSequenceClassification
+    model, _ = _load(auto, path, revision, new_head=True, for_values=True, deferred=deferred, num_labels=1)
     if not reads_last_token(model):
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
         )
     for head in scalar_heads(model):
+        read_deferred(head)
         torch.nn.init.zeros_(head.weight)
         if head.bias is not None:
             torch.nn.init.zeros_(head.bias)
@@ -198,8 +208,12 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     Returns lines for the user if anything stays slower, else None. Raises ArtifactError for a classifier whose score of
     a text depends on the other texts in its batch.
     """
-    torch.nn.Module.to(model, device)
-    lines = [choose_attention(model)]
+    if is_deferred(model):
+        read_deferred(blocks(model)[0])  # the fast layers are compared on real weights
+        lines: list[str | None] = []  # `shard_model` chooses the attention
+    else:
+        torch.nn.Module.to(model, device)
+        lines = [choose_attention(model)]
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
         require_scores_without_padding(model)
     lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model)]
@@ -239,13 +253,20 @@ def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         added = [token for token in tokenizer.get_added_vocab() if "pad" in token and token != tokenizer.eos_token]
         tokenizer.add_special_tokens({"pad_token": added[0] if added else "<pad>"})
         if len(tokenizer) > vocabulary_rows(model):
+            read_deferred(model.get_input_embeddings())  # the new matrix has a copy of the old one
             with seeded(0, "padding token"):
                 model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config."""
+    """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config.
+
+    All processes must call this for a sharded model; the first one writes.
+    """
+    if is_sharded(model):
+        save_sharded(model, tokenizer, directory)
+        return
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
@@ -279,12 +300,14 @@ def _load(
     *,
     new_head: bool = False,
     for_values: bool = False,
+    deferred: bool = False,
     **settings: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
     With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other. With `for_values`
-    the head is read at each token, and not once for the whole text.
+    the head is read at each token, and not once for the whole text. With `deferred` the weights of a decoder are
+    deferred if that is possible.
     """
     check_directory(path, revision, weights=True)
     adapter = read_adapter(path)
@@ -304,7 +327,9 @@ def _load(
         else:
             offer_classifier(type(config))
         with no_conversion(), no_progress_bar():
-            model, info = auto.from_pretrained(
+            may_defer = deferred and not config.is_encoder_decoder
+            later = load_deferred(auto._model_mapping, path, revision, config) if may_defer else None
+            model, info = later or auto.from_pretrained(
                 path,
                 config=config,
                 revision=revision,
@@ -322,8 +347,8 @@ def _load(
     set_dropout_off(model)
     if model.config.is_encoder_decoder:
         check_tokens(model, path)
-    else:
-        _try_out(model, path)
+    elif not is_deferred(model):
+        try_out(model, path)
     model.eval()
     return model, new
 
@@ -345,7 +370,8 @@ def _load_adapted(
     keeps_head = keeps_head and bool(adapter.head)
     if keeps_head:
         settings["num_labels"] = adapter.num_labels
-    model, new = _load(auto, adapter.base.path, adapter.base.revision, new_head=new_head or keeps_head, **settings)
+    base, new_head = adapter.base, new_head or keeps_head
+    model, new = _load(auto, base.path, base.revision, new_head=new_head, deferred=False, **settings)
     if adapter.quantization is not None:
         # The adapters were trained on rounded weights, and fit only those.
         quantize(model, adapter.quantization, adapter.path)
@@ -361,29 +387,3 @@ def take_facts(model: PreTrainedModel, adapter: AdapterDirectory) -> None:
     """Give the model's config what the adapters' training added to it."""
     facts = (*FACTS, *CUTS, "pad_token_id")
     model.config.update({key: adapter.model_config[key] for key in facts if key in adapter.model_config})
-
-
-@torch.no_grad()
-def _try_out(model: PreTrainedModel, path: str) -> None:
-    """Raise ArtifactError if a forward pass of two tokens in training mode fails.
-
-    config.json may contain anything, and values for heads, layers or dropout are first used here.
-    """
-    try:
-        model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
-    except Exception as error:
-        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({reason_of(error)})") from None
-
-
-def set_dropout_off(model: PreTrainedModel) -> None:
-    """Set every dropout probability to zero, so that train() and eval() compute the same.
-
-    No stage uses dropout: PPO's ratio is then exactly 1 before the first step, and a run repeats to the last bit.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        # Other modules keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
-                setattr(module, name, 0.0)

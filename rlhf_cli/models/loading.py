@@ -1,4 +1,4 @@
-"""What transformers must not do while it loads a model: ask a conversion service, and draw a progress bar."""
+"""What transformers must not do while it loads a model: ask a conversion service, draw a progress bar, use dropout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 SHOWS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
@@ -44,3 +46,17 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if hides:
             logging.enable_progress_bar()
+
+
+def set_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout probability to zero, so that train() and eval() compute the same.
+
+    No stage uses dropout: PPO's ratio is then exactly 1 before the first step, and a run repeats to the last bit.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Other modules keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(module, name, 0.0)

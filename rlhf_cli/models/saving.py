@@ -16,13 +16,15 @@ from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import save
 from rlhf_cli.models.nf4 import quantize, quantized_layers
+from rlhf_cli.models.shard import divides
 from rlhf_cli.program import command
+from rlhf_cli.sharding import is_first_process, is_sharded
 
 
 def train_adapters(model: PreTrainedModel, config: SFTConfig | RMConfig) -> str | None:
     """Add the adapters of `model.lora`; returns a line for the user, or None without that key."""
     line = add_adapters(model, config.model.lora, _base_of(config), "model.lora", config)
-    if line is not None and isinstance(config, RMConfig):
+    if line is not None and isinstance(config, RMConfig) and not divides(config):
         hold_frozen(model, config.precision, exact=True)
     return line
 
@@ -46,6 +48,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
                 f"{key}.save: adapter: {base.path} has no padding token, so the model gets an embedding that its base "
                 "lacks. Set save: merged"
             )
+    if lora.quantize is not None and divides(config):
+        raise ConfigError(f"{key}.quantize: 4-bit weights cannot be divided yet. Remove it or distributed.shard")
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
     return add_lora(model, lora, key, seed=config.seed)
@@ -63,11 +67,13 @@ def save_trained(
 ) -> None:
     """Write a trained model as `lora.save` says. Without `lora` it is a plain Hugging Face directory."""
     if lora is None or lora.save == "merged":
-        save(merged(model), tokenizer, directory)
+        save(model if is_sharded(model) else merged(model), tokenizer, directory)
         if lora is not None:
             save_adapter(model, directory / "adapter", base, lora.quantize)
         return
     save_adapter(model, directory, base, lora.quantize)
+    if is_sharded(model) and not is_first_process():
+        return
     try:
         tokenizer.save_pretrained(directory)
         if model.can_generate():

@@ -27,6 +27,7 @@ from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
+from rlhf_cli.sharding import IDLE, gathered, in_step
 
 Side = Literal["left", "right"]
 AT_A_TIME = Budget(CPU_TOKENS)
@@ -241,8 +242,6 @@ def score_sequences(
 
     See `sequence_scores` for `groups`.
     """
-    if not sequences:
-        return torch.zeros(0)
     shared = None
     if groups is not None and shares_prefixes(model):
         members: dict[Hashable, list[list[int]]] = {}
@@ -254,14 +253,17 @@ def score_sequences(
     with autocast(next(model.parameters()).device, precision):
         parts = [
             sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part]).float().cpu()
-            for part in cut
+            for part in in_step(model, cut, lambda: sequence_scores(model, [IDLE]))
         ]
+    if not sequences:
+        return torch.zeros(0)
     logits = torch.stack(in_order(parts, cut))
     if as_probability:
         logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
     return logits[:, label]
 
 
+@gathered
 def sequence_scores(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None
 ) -> torch.Tensor:

@@ -24,6 +24,7 @@ from rlhf_cli.data.views import answered
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import is_language_model, load_policy, load_tokenizer, same_tokenizer
+from rlhf_cli.models.shard import divides
 from rlhf_cli.rewards.models import closed, cut_all, encode_texts, length_limit, score_sequences
 from rlhf_cli.training.stage_run import StageRun
 
@@ -96,7 +97,7 @@ def _samples(
     path = _sft_model(config)
     if path is None:
         return []
-    policy_tokenizer, policy = load_tokenizer(path), load_policy(path)
+    policy_tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=divides(config))
     keep_special = config.data.special_tokens == "keep"
     encoded = encode_rows(policy_tokenizer, prompts, config.data.prompt_template, keep_special=keep_special)
     room = positions(policy) - config.evaluation.max_new_tokens

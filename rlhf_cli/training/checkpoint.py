@@ -2,11 +2,13 @@
 
 The state of a run is a set of named objects (`Stateful`), each of which gives tensors and plain numbers. The tensors
 are copied to the CPU while training waits. A thread then writes them while training continues. The next checkpoint
-waits until the previous one is written. Nothing is pickled: tensors are safetensors, numbers are JSON.
+waits until the previous one is written. Nothing is pickled: tensors are safetensors, numbers are JSON. Of sharded
+models each process writes its own rows, and training waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -16,11 +18,16 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
+from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import read_text
+from rlhf_cli.sharding import local
 from rlhf_cli.training.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old, step_of
+from rlhf_cli.training.checkpoint_shards import SavedTensors, restored, save_rows
+from rlhf_cli.training.distributed import ALONE, World
 from rlhf_cli.training.memory import is_out_of_memory
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
@@ -53,7 +60,7 @@ class Weights:
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         assert trained.keys() == tensors.keys(), "a run with the same identity has the same model"
         for name, p in trained.items():
-            p.copy_(tensors[name])
+            local(p).copy_(local(restored(tensors, name, p)))
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,10 +69,10 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only the first process writes; all processes read."""
+    """The checkpoints of one run. Only the first process writes, but for rows of sharded models; all processes read."""
 
-    def __init__(self, directory: Path, *, keep: int, writes: bool):
-        self.directory, self.keep, self.writes = directory, keep, writes
+    def __init__(self, directory: Path, *, keep: int, writes: bool, world: World = ALONE):
+        self.directory, self.keep, self.writes, self.world = directory, keep, writes, world
         self._absolute = directory.absolute()  # a reward function may change the directory while the thread writes
         self.parts: dict[str, Stateful] = {}
         """The objects whose state is saved, by name."""
@@ -81,9 +88,11 @@ class CheckpointStore:
         started = time.monotonic()
         self.wait()
         states = {name: part.state() for name, part in self.parts.items()}
-        if self.writes:
-            live = {f"{name}/{key}": t.detach() for name, (tensors, _) in states.items() for key, t in tensors.items()}
-            numbers = json.dumps({name: values for name, (_, values) in states.items()})
+        live = {f"{name}/{key}": t.detach() for name, (tensors, _) in states.items() for key, t in tensors.items()}
+        numbers = json.dumps({name: values for name, (_, values) in states.items()})
+        if any(isinstance(tensor, DTensor) for tensor in live.values()):
+            self._write_shards(step, live, numbers)
+        elif self.writes:
             try:
                 writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
                 writer.start()
@@ -97,11 +106,14 @@ class CheckpointStore:
         return time.monotonic() - started
 
     def not_finite(self) -> str | None:
-        """The name of the first weight with a NaN or infinite value; None if all are finite."""
+        """The name of the first weight with a NaN or infinite value; None if all are finite.
+
+        Of a sharded model only the rows of this process count.
+        """
         for part in self.parts.values():
             if isinstance(part, Weights):
                 for name, weight in part.state()[0].items():
-                    if not weight.isfinite().all():
+                    if not local(weight).isfinite().all():
                         return name
         return None
 
@@ -117,10 +129,7 @@ class CheckpointStore:
             # safetensors writes from Rust and reports a full disk with its own exception.
             if isinstance(error, OSError | SafetensorError):
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
-                raise ArtifactError(
-                    f"{self.directory}: could not write a checkpoint ({reason}); earlier ones are intact. Free disk "
-                    "space and run the same command to resume"
-                ) from None
+                raise self._unwritable(reason) from None
             raise error
 
     def newest(self, unusable: Callable[[Mapping[str, Any]], str | None]) -> tuple[Path | None, dict[Path, str]]:
@@ -149,18 +158,44 @@ class CheckpointStore:
 
     def restore(self, path: Path) -> int:
         """Restore the state of every object from a checkpoint; returns its step."""
-        tensors, numbers = load_file(path / TENSORS), json.loads((path / NUMBERS).read_text(encoding="utf-8"))
+        tensors, numbers = SavedTensors.of(path), json.loads((path / NUMBERS).read_text(encoding="utf-8"))
         try:
             for name, part in self.parts.items():
-                prefix = f"{name}/"
-                mine = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-                part.restore(mine, numbers[name])
+                part.restore(tensors.part(f"{name}/"), numbers[name])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(
                 f"{path}: {name} cannot be restored from its {NUMBERS} ({type(error).__name__}: {error}). Remove the "
                 "checkpoint to resume from an older one, or pass --restart to start over"
             ) from None
         return step_of(path)
+
+    def _write_shards(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
+        """Write a checkpoint of sharded models, together with the other processes."""
+        world, digests = self.world, dict[str, str]()
+        # The first process makes the folder before the others write into it, and completes it after them.
+        with new_checkpoint(self._absolute, step, digests) if self.writes else contextlib.nullcontext() as made:
+            directory = world.gather(made)[0]
+            problem, own = "", None
+            try:
+                own = save_rows(tensors, directory, world.rank, world.size)
+            except (OSError, SafetensorError) as error:
+                problem = str(error)
+            everyone = world.gather((problem, own and (own.name, digest_file(own))))
+            for text, file in everyone:
+                if text:
+                    raise self._unwritable(text)
+                digests |= dict([file] if file else [])
+            if self.writes:
+                (directory / NUMBERS).write_text(numbers, encoding="utf-8")
+        if self.writes:
+            remove_old(self._absolute, self.keep)
+        world.barrier()
+
+    def _unwritable(self, reason: object) -> ArtifactError:
+        return ArtifactError(
+            f"{self.directory}: could not write a checkpoint ({reason}); earlier ones are intact. Free disk "
+            "space and run the same command to resume"
+        )
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
         try:

@@ -3,6 +3,7 @@
     artifacts/<run>/.<stage>.checkpoints/run.json          identity of the unfinished run
                                         /total.json        {"total": its number of steps}
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
+                                                           (sharded: state-00001-of-00004.safetensors, ...)
                    /.<stage>.partial/                      what the stage has written so far
                    /.<stage>.lock                          the process that is building the stage
 
@@ -16,7 +17,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def new_checkpoint(directory: Path, step: int) -> Iterator[Path]:
+def new_checkpoint(directory: Path, step: int, digests: Mapping[str, str] | None = None) -> Iterator[Path]:
     """A folder for a checkpoint's files, which becomes the checkpoint if the block ends without an exception.
 
+    `digests` may hold the digests of files that are known already when the block ends.
     `directory` must exist: if it was removed while the run was going, it is not created again.
     """
     target = step_directory(directory, step)
@@ -72,10 +74,11 @@ def new_checkpoint(directory: Path, step: int) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        digests = {path.name: digest_file(path) for path in sorted(temporary.iterdir())}
-        for name in digests:
+        known = digests or {}
+        files = {path.name: known.get(path.name) or digest_file(path) for path in sorted(temporary.iterdir())}
+        for name in files:
             sync(temporary / name)
-        write_text(temporary / MANIFEST, _manifest_text(step, digests))
+        write_text(temporary / MANIFEST, _manifest_text(step, files))
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         sync(directory)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
 from rlhf_cli.training.pulse import Pulse
@@ -134,10 +135,10 @@ class World:
             together(what, dist.barrier)
 
     def sync_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients over all processes with one all-reduce."""
-        if self.size == 1:
+        """Sum the gradients over all processes with one all-reduce. Those of a sharded model are summed already."""
+        trained = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+        if self.size == 1 or not trained:
             return
-        trained = [p for p in parameters if p.requires_grad]
         for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -151,12 +152,23 @@ class World:
         return self.device if self.device.type == "cuda" else torch.device("cpu")
 
 
+ALONE = World(0, 1, torch.device("cpu"))
+"""The world of a program that is one process."""
 _pulse: Pulse | None = None
 
 
 def together(what: str, work: Callable[[], T]) -> T:
     """Run a collective operation over `what`. A process that hangs or has ended is named (`Pulse.waiting`)."""
     return _pulse.waiting(what, work) if _pulse is not None else work()
+
+
+def failure_of(error: BaseException | None) -> Exception | None:
+    """What to raise instead of the error of an exchange of weights or gradients, which a pass of a sharded model makes
+    by itself; None for any other error."""
+    is_exchange = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+    if _pulse is None or not is_exchange or not isinstance(error, RuntimeError):
+        return None
+    return _pulse.failure("the weights of a sharded model", error)
 
 
 def at_step(step: str) -> None:

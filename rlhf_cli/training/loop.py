@@ -14,6 +14,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.sharding import is_sharded
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Weights
@@ -170,8 +171,8 @@ class Loop(Generic[T]):
         return figures
 
     def save(self, name: str) -> None:
-        """Write the model to a folder of the stage's directory, from one process."""
-        if self.stage.world.is_main:
+        """Write the model to a folder of the stage's directory, from one process. A sharded one is written by all."""
+        if self.stage.world.is_main or is_sharded(self.model):
             self._save(name)
         self.stage.world.barrier(f"{name} to be saved")
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.sharding import whole
 from rlhf_cli.training.checkpoint import State
+from rlhf_cli.training.checkpoint_shards import restored
 from rlhf_cli.training.distributed import World
 
 
@@ -34,7 +36,7 @@ class Stepper:
     def clip(self, world: World) -> float:
         """Sum the gradients over all processes and clip them; returns their norm before clipping."""
         world.sync_gradients(self.model.parameters())
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm).item()
+        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)).item()
 
     def release(self) -> None:
         """Free the optimizer's moments, which are twice the size of the model. No step may follow."""
@@ -51,9 +53,12 @@ class Stepper:
         """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
         full_state = self.optimizer.state_dict()
         state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for name in tensors:
             number, _, key = name.partition(".")
-            state.setdefault(int(number), {})[key] = tensor
+            # AdamW's number of steps has no rows.
+            value = tensors[name] if key == "step" else restored(tensors, name, parameters[int(number)])
+            state.setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict({**full_state, "state": state})
         assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
         self.scheduler.last_epoch = int(numbers["steps"])

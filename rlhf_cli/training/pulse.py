@@ -73,10 +73,7 @@ class Pulse(threading.Thread):
         try:
             return work()
         except RuntimeError as error:
-            waited = time.monotonic() - began
-            if waited < 0.9 * self.timeout_s and "timed out" not in str(error).lower():
-                raise EndedElsewhere(LOST) from error
-            raise self._explained(what, self.timeout_s) from None
+            raise self.failure(what, error, time.monotonic() - began) from error
         finally:
             self.waits_for = None
             self.waited_s += time.monotonic() - began
@@ -140,6 +137,13 @@ class Pulse(threading.Thread):
         reader.start()
         reader.join(PATIENCE_S)
         return dict(signs)
+
+    def failure(self, what: str, error: RuntimeError, waited_s: float = 0.0) -> Exception:
+        """What to raise instead of the error of a collective operation over `what`."""
+        if waited_s < 0.9 * self.timeout_s and "timed out" not in str(error).lower():
+            return EndedElsewhere(LOST)
+        self.waits_for = what
+        return self._explained(what, self.timeout_s)
 
     def _explained(self, what: str, waited_s: float, known_silent: Sequence[int] = ()) -> Exception:
         """The error for a wait that took too long. One process reports it."""

@@ -67,7 +67,7 @@ class StageRun:
         self.lock = Lock(config.artifacts, stage)
         self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
         self.checkpoints = CheckpointStore(
-            self.checkpoints_directory, keep=config.checkpoints.keep, writes=self.world.is_main
+            self.checkpoints_directory, keep=config.checkpoints.keep, writes=self.world.is_main, world=self.world
         )
         self.stop_requests = StopRequests()
         self.launcher = Launcher()
@@ -103,6 +103,8 @@ class StageRun:
             raise ArtifactError(
                 f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
             ) from None
+        if (failure := distributed.failure_of(error)) is not None:
+            raise failure from None
         limits = (self.config, self.world.size, self.tokens_per_microbatch)
         if error is not None and (lacking := what_is_lacking(error, *limits)) is not None:
             raise RunError(f"{self.stage}: {lacking}") from None
@@ -283,7 +285,7 @@ class StageRun:
 
     def _require_finite_weights(self, step: int) -> None:
         """Raise RunError for a NaN or infinite weight: such a state is neither saved nor published."""
-        name = self.checkpoints.not_finite()
+        name = self.world.first_failure(self.checkpoints.not_finite() or "")
         if name is not None:
             raise RunError(
                 f"{self.stage} step {step}: weight {name} contains NaN or inf; nothing was saved from this step. "

@@ -191,7 +191,7 @@ def test_every_choice_has_a_row_of_its_own(name: str) -> None:
 
 NOT_OFFERED = {
     "DPO, SimPO, ORPO and the KTO loss": ("dpo", "simpo", "orpo"),
-    "ZeRO, FSDP, tensor parallel": ("zero_stage", "fsdp", "deepspeed", "tensor_parallel", "sharding"),
+    "ZeRO, tensor parallel": ("zero_stage", "deepspeed", "tensor_parallel"),
     "8 bits; 4 bits without LoRA": ("load_in_4bit", "load_in_8bit", "quantization", "int8"),
     "wandb, TensorBoard": ("wandb", "tensorboard", "report_to"),
     "pushing a model to the hub": ("push_to_hub", "hub_model_id"),

@@ -23,6 +23,7 @@ FLOORS = {
     "rlhf_cli.console": 1,
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
+    "rlhf_cli.sharding": 1,
     "rlhf_cli.artifacts": 1,
     "rlhf_cli.concurrency": 1,
     "rlhf_cli.data_files": 1,

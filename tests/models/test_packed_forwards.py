@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf_cli.models.forward import hidden_at, is_packed, logits_at
-from rlhf_cli.models.load import load_policy, prepare, set_dropout_off
+from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.models.loading import set_dropout_off
 from rlhf_cli.packing import PackedBatch, Segment, pack
 from support.compare import close, grads, same_gradients
 from support.oracles import check_sampled_logprobs

@@ -52,14 +52,14 @@ def begin(write_config, make_model, tmp_path) -> Iterator[Callable[..., subproce
     """A function that starts a long SFT run by a command, and returns when both processes train."""
     started = []
 
-    def start(*command: str) -> subprocess.Popen[str]:
+    def start(*command: str, shard: bool = False) -> subprocess.Popen[str]:
         config = write_config(
             "sft",
             tmp_path,
             model={"path": str(make_model("llama"))},
             training={"num_steps": 100_000},
             checkpoints={"every_minutes": None},
-            distributed={"timeout_s": 5},
+            distributed={"timeout_s": 5, "shard": shard},
         )
         process = subprocess.Popen(
             [word.format(config=config) for word in command],
@@ -111,9 +111,12 @@ def test_two_processes_give_the_weights_of_one_and_name_the_slowest(write_config
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank):
-    process = begin(*WITH_NPROC)
+RANKS = pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, False), (0, True), (1, True)])
+
+
+@RANKS
+def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank, shard):
+    process = begin(*WITH_NPROC, shard=shard)
     os.kill(pids_of(tmp_path)[rank], signal.SIGSTOP)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -124,9 +127,9 @@ def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank):
     assert not pids_of(tmp_path)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_is_named_at_once(begin, tmp_path, rank):
-    process = begin(*WITH_NPROC)
+@RANKS
+def test_a_process_that_is_killed_is_named_at_once(begin, tmp_path, rank, shard):
+    process = begin(*WITH_NPROC, shard=shard)
     os.kill(pids_of(tmp_path)[rank], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -143,6 +146,20 @@ def test_a_signal_saves_the_run_and_says_how_to_resume_it(begin, tmp_path):
     assert f"sft --config {tmp_path}/sft.yaml --nproc 2" in " ".join(error.split())
     assert error.count("To resume") == 1
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
+
+
+def test_a_sharded_run_that_was_stopped_resumes_whole_on_one_process(begin, tmp_path):
+    process = begin(*WITH_NPROC, shard=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    step = checkpoint_files.last_step(str(tmp_path), "sft")
+    assert len(list(tmp_path.glob(".sft.checkpoints/step-*/state-*.safetensors"))) == 2
+    more = ("--set", f"training.num_steps={step + 2}", "--set", "distributed.shard=false")
+    command = [*RLHF, "sft", "--config", str(tmp_path / "sft.yaml"), *more]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {step} of {step + 2}" in done.stdout
+    assert [row["step"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row][-1] == step + 2
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGKILL"])

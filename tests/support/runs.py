@@ -31,17 +31,22 @@ def run_processes(count, stage, config):
 
 def run_forked(count, stage, config):
     """Run a stage as `run_processes` does, without `torchrun` and without seconds of imports in each process."""
+    code = f"from stages import {stage}\nfrom rlhf_cli.training import launch\nlaunch.main({stage!r}, {stage}.run)"
+    run_forked_code(count, code, "--config", str(config), "--quiet", log=config)
+
+
+def run_forked_code(count, code, *arguments, log):
+    """Run Python code in `count` processes that find each other, as `run_forked` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    code = f"from stages import {stage}\nfrom rlhf_cli.training import launch\nlaunch.main({stage!r}, {stage}.run)"
     processes = [
         Forked(
             code,
-            *("--config", str(config), "--quiet"),
+            *arguments,
             folder=ROOT,
-            log=Path(f"{config}.log{rank}"),
+            log=Path(f"{log}.log{rank}"),
             environment={name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
         )
         for rank in range(count)

@@ -1,0 +1,142 @@
+"""Deferred weights: a model is built without memory for them, and each is read from its file when it is needed.
+
+A sharded model is built like this, because no process can hold all of it. A deferred weight is one NaN, repeated by a
+stride of 0, so that code which reads it too early fails visibly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from rlhf_cli.models.heads import reads_last_token
+
+DTYPES = {"F64", "F32", "F16", "BF16"}
+"""The number formats of weights that can be deferred, as safetensors names them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a deferred weight is."""
+
+    file: str
+    name: str
+
+    def read(self, first: int = 0, count: int | None = None) -> Tensor:
+        """`count` rows from `first` on, as float32. Only these are read from the disk."""
+        with safe_open(self.file, framework="pt") as file:
+            rows = file.get_slice(self.name)
+            if count == 0:
+                return torch.empty(0, *rows.get_shape()[1:])
+            tensor: Tensor = rows[first : None if count is None else first + count]
+        return tensor.float()
+
+
+_places: Any = WeakTensorKeyDictionary()
+"""The place of each deferred weight."""
+
+
+def place_of(weight: Tensor) -> Place | None:
+    """Where a weight is if it is deferred, else None."""
+    place: Place | None = _places.get(weight)
+    return place
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether a weight of the model is not in memory yet."""
+    return any(weight in _places for weight in model.parameters())
+
+
+@torch.no_grad()
+def read_deferred(module: nn.Module) -> None:
+    """Read the deferred weights of a module."""
+    for weight in module.parameters():
+        if (place := place_of(weight)) is not None:
+            weight.data = place.read()
+            del _places[weight]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model: the members of its outermost lists of modules, each once."""
+    found: dict[int, nn.Module] = {}
+    for child in model.children():
+        members = list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+        found |= {id(member): member for member in members}
+    return list(found.values())
+
+
+def load_deferred(
+    mapping: Any, path: str, revision: str | None, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """A model whose weights in the file are deferred, and transformers' report of the loading.
+
+    `mapping` is that of an auto class. None if that is not possible: the model is an encoder, which is compared before
+    it is sharded, or the file has other tensors than the model's weights, such as several that transformers joins.
+    """
+    places = _places_in(path, revision)
+    if places is None:
+        return None
+    given = {name: torch.full((), math.nan).expand(shape) for name, (_, shape) in places.items()}
+    found = {tensor.untyped_storage().data_ptr(): places[name][0] for name, tensor in given.items()}
+    model, info = mapping[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(given),
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    head = model.get_output_embeddings()
+    if head is None and not reads_last_token(model):
+        return None
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if head is not None and config.get_text_config().tie_word_embeddings and not is_tied:
+        return None
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        place = found.get(tensor.untyped_storage().data_ptr())
+        if place is not None and isinstance(tensor, nn.Parameter):
+            _places[tensor] = place
+        elif place is not None:
+            tensor.data = place.read()
+        elif name not in info["missing_keys"] and not torch.isfinite(tensor).all():
+            return None
+    if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
+        model.generation_config = _generation_config(path, revision) or model.generation_config
+    return model, info
+
+
+def _generation_config(path: str, revision: str | None) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path, revision=revision or "main")
+    except OSError:
+        return None
+
+
+def _places_in(path: str, revision: str | None) -> dict[str, tuple[Place, list[int]]] | None:
+    """The place and the shape of each tensor in the files of a model; None if one has a number format of its own."""
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    single = cached_file(path, SAFE_WEIGHTS_NAME, **options)
+    files = [single] if single is not None else []
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options) if single is None else None
+    if index is not None:
+        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [cached_file(path, name, revision=revision) or name for name in names]
+    places = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                rows = opened.get_slice(name)
+                if rows.get_dtype() not in DTYPES or not rows.get_shape():
+                    return None
+                places[name] = (Place(file, name), rows.get_shape())
+    return places or None

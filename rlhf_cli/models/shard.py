@@ -1,0 +1,146 @@
+"""Divide a model among the processes (`rlhf_cli.sharding`): which weights are exchanged together, in what precision."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
+from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16
+from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.load import prepare
+from rlhf_cli.sharding import first_row, local, run_gathered
+
+
+def divides(config: Stage) -> bool:
+    """Whether a run divides its models: `distributed.shard`, and more than one process."""
+    return bool(config.distributed.shard) and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:
+    """`shard_model` as the config says; None if the run does not divide its models."""
+    if not divides(config):
+        return None
+    is_hybrid = config.distributed.shard == "hybrid"
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
+    return shard_model(model, device, config.precision, per_node=per_node)
+
+
+def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:
+    """`prepare` and `shard_for`. Returns the lines of both."""
+    lines = [prepare(model, device), shard_for(config, model, device)]
+    return "\n".join(filter(None, lines)) or None
+
+
+def shard_model(
+    model: PreTrainedModel, device: torch.device, precision: str, *, per_node: int | None = None
+) -> str | None:
+    """Divide the weights of a model among all processes, in place. All processes must call this.
+
+    Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Deferred weights are
+    read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
+    and the rows that a process keeps stay in float32.
+
+    Args:
+        model: on the CPU or on the device.
+        device: of this process.
+        precision: of the passes, as in the config.
+        per_node: divide among this many processes, and let all groups of that size hold the same. None: among all.
+
+    Returns:
+        Lines for the user about what stays slower (`choose_attention`), or None.
+
+    Raises:
+        ArtifactError: a deferred weight is not finite.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError("distributed.shard: an encoder-decoder cannot be divided yet. Set it to false")
+    # A pass returns a view of the logits, which nothing here changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    was_deferred = is_deferred(model)
+    mesh = _mesh(device, per_node)
+    lower = torch.bfloat16 if computes_in_bfloat16(device, precision) and not _is_encoder(model) else None
+    mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    bad: list[str] = []
+    for block in blocks(model):
+        for layer in block.modules():
+            if type(layer) is nn.LayerNorm and lower is not None:
+                layer.__class__ = LayerNorm
+        bad += _shard(block, mesh, mixed)
+    bad += _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False))
+    vars(model)["run_gathered"] = MethodType(run_gathered, model)
+    register_fsdp_forward_method(model, "run_gathered")
+    _refuse(bad)
+    # Blocks in bfloat16 compute in nothing else.
+    precisions = ["float32"] if lower is None else ["bfloat16"]
+    line = choose_attention(model, precisions) if was_deferred else None
+    with autocast(device, precisions[0]):
+        check_head(model)
+    return line
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's layer, computed in the precision of its input. On a CPU torch refuses a weight in another precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def _mesh(device: torch.device, per_node: int | None) -> DeviceMesh:
+    size = dist.get_world_size()
+    if per_node is None or per_node == size:
+        return init_device_mesh(device.type, (size,))
+    return init_device_mesh(device.type, (size // per_node, per_node), mesh_dim_names=("nodes", "processes"))
+
+
+def _is_encoder(model: PreTrainedModel) -> bool:
+    """Whether the passes of the model are in float32 whatever the precision (`sequence_scores`)."""
+    return model.get_output_embeddings() is None and not reads_last_token(model)
+
+
+@torch.no_grad()
+def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> list[str]:
+    """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite."""
+    deferred: list[tuple[str, Place]] = []
+    for name, weight in module.named_parameters():
+        if (place := place_of(weight)) is not None:
+            deferred.append((name, place))
+            # Memory that is never written takes no room, and most of this is freed by the next call.
+            weight.data = torch.empty(weight.shape, device=mesh.device_type)
+    fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+    assert isinstance(module, FSDPModule)
+    # Losses are divided by counts over all processes, so gradients are summed.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    bad = []
+    for name, place in deferred:
+        weight = module.get_parameter(name)
+        rows = local(weight)
+        values = place.read(first_row(weight), len(rows))
+        if not values.isfinite().all():
+            bad.append(f"{place.file}: weight {place.name} contains NaN or inf")
+        rows.copy_(values)
+    return bad
+
+
+def _refuse(bad: list[str]) -> None:
+    """Raise ArtifactError on every process if one has found a weight that is not finite."""
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, bad[:1])
+    first = next((line for lines in everywhere for line in lines), None)
+    if first is not None:
+        raise ArtifactError(
+            f"{first}, so no training step can be computed from it. Give a model whose weights are finite"
+        )

@@ -1,0 +1,127 @@
+"""Models whose weights are divided among the processes, by torch's `fully_shard` (FSDP2).
+
+Each process holds some rows of every weight. Before a block of layers computes, the processes exchange its rows, so
+that each has the whole block for a moment. A weight outside of such a moment is a `DTensor`, of which `local` is this
+process's rows. A backward pass sums the gradients over the processes and leaves each its rows.
+
+Everything that computes with a sharded model is a collective operation: all processes must make the same number of
+passes, in the same order. `in_step` adds the passes that a process lacks. Whatever reads weights in a pass besides the
+model's own forward, such as a head, must run inside of `gathered`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
+IDLE = [0, 0]
+"""The tokens of a pass that a process makes only because another one makes it."""
+_open: set[int] = set()
+"""The ids of the sharded models that a function under `gathered` now computes with."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the weights of the model are divided among the processes."""
+    return isinstance(model, FSDPModule)
+
+
+def plain_class(model: nn.Module) -> type[nn.Module]:
+    """The class of the model, of a sharded one that before it was sharded."""
+    return type(model).__bases__[1] if is_sharded(model) else type(model)
+
+
+def gathered(compute: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Decorate a function that computes with a model, given as its first argument, in any way.
+
+    For a sharded model the function runs as the model's forward pass would: the weights outside of the blocks are whole
+    while it runs, and each block gathers its own. Its tensors may have a gradient. For another model nothing changes.
+    """
+
+    @functools.wraps(compute)
+    def computed(model: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_sharded(model) or id(model) in _open:
+            return compute(model, *args, **kwargs)
+        run: Callable[..., R] = model.run_gathered  # type: ignore[assignment]
+        return run(compute, *args, **kwargs)
+
+    return computed
+
+
+def run_gathered(model: Any, compute: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """The method of a sharded model behind `gathered`. FSDP gathers before it and frees after it."""
+    _open.add(id(model))
+    # The model's own forward may run inside, and must not free the weights before the function has ended.
+    model.set_reshard_after_forward(False, recurse=False)
+    try:
+        return compute(model, *args, **kwargs)
+    finally:
+        model.set_reshard_after_forward(True, recurse=False)
+        _open.discard(id(model))
+
+
+def in_step(model: nn.Module, items: Sequence[T], idle: Callable[[], object]) -> Iterator[T]:
+    """Each item, for which the caller makes one pass; then `idle` for each pass that another process makes more.
+
+    `idle` must make a pass of the same kind: if the others compute a gradient, one with a gradient of 0 for every
+    trained weight. With a model that is not sharded the items are all there is.
+    """
+    missing = most(len(items)) - len(items) if is_sharded(model) else 0
+    yield from items
+    for _ in range(missing):
+        idle()
+
+
+def most(count: int) -> int:
+    """The largest count of any process. All processes must call this."""
+    if not dist.is_initialized():
+        return count
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor([count], device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())
+
+
+def is_first_process() -> bool:
+    """Whether this process is the first one, which writes files."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's rows of a sharded tensor, as a view of them; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A whole copy of a sharded tensor, on every process; another tensor as it is. All processes must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The number of the first row of `local`: of a sharded tensor of this process's rows, else 0."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0])
+
+
+def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
+    """This process's rows as a tensor that is sharded as `tensor` is; as they are if that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return local_rows
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        local_rows, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )

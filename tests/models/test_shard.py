@@ -1,0 +1,61 @@
+"""Sharded models on 2 and 4 processes: losses, gradients, weights and files of one process that holds everything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from support.runs import run_forked_code
+from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
+
+TOLERANCE = 1e-5
+FEW = ("llama tied", "gpt2 reward lora", "stale shard", "doubled gradient")
+
+
+def run(program, count, folder):
+    """Run a program of `support.sharded` in `count` processes; what it wrote to gaps.json."""
+    code = f"import sys\nfrom support.sharded import {program}\n{program}(sys.argv[1])"
+    run_forked_code(count, code, str(folder), log=folder / "log")
+    path = folder / "gaps.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(2, FEW), *(pytest.param(n, [*CASES, *PLANTED], marks=pytest.mark.slow, id=f"{n}, all") for n in (2, 4))],
+)
+def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, tmp_path):
+    """Six steps with unequal rows; in one of them only the first process has any."""
+    make_models(tmp_path)
+    (tmp_path / "cases.json").write_text(json.dumps(list(cases)), encoding="utf-8")
+    gaps = run("compare", count, tmp_path)
+    assert list(gaps) == list(cases)
+    for name, found in gaps.items():
+        assert found["before"] == 0.0, name
+        assert found["moved"] > 1e-3, name
+        if "bfloat16" in name:  # the norms of the blocks are rounded too
+            assert max(found["loss"], found["norm"], found["weights"]) < 0.05, (name, found)
+        elif name in PLANTED:
+            assert max(found["loss"], found["weights"]) > 10 * TOLERANCE, (name, found)
+        else:
+            assert max(found["loss"], found["norm"], found["weights"], found["saved"]) < TOLERANCE, (name, found)
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"),
+    [(2, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 2), (2, 4), (4, 2), (1, 2)))],
+)
+def test_a_checkpoint_resumes_on_another_number_of_processes(saves, resumes, tmp_path):
+    """Each process writes its rows, and a run that is not sharded reads them too."""
+    make_models(tmp_path)
+    if saves == 1:
+        interrupted(str(tmp_path))
+    else:
+        run("interrupted", saves, tmp_path)
+    assert len(list(tmp_path.glob("step-*/*.safetensors"))) == saves
+    if resumes == 1:
+        resumed(str(tmp_path))
+    else:
+        run("resumed", resumes, tmp_path)
+    assert json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8")) < TOLERANCE

@@ -1,0 +1,237 @@
+"""A program for several processes: train models whole and sharded on the same batches, and compare them.
+
+compare(folder) in each process writes folder/gaps.json: the largest differences of each case.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.data.answers import RankedIds, TargetScale
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Example
+from rlhf_cli.data.records import Ranking
+from rlhf_cli.models import load, sharded_files
+from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.shard import shard_model
+from rlhf_cli.sharding import is_first_process, local, plain_class, whole
+from rlhf_cli.training import distributed
+from rlhf_cli.training.checkpoint import CheckpointStore, Weights
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.optimizer import build_stepper
+from stages import rm, sft
+from support.tiny import SETTINGS, random_ids
+
+VOCABULARY = 97
+"""Neither 2 nor 4 processes divide it."""
+STEPS = 6
+LEARNING = Optimizer(learning_rate=3e-3, eps=1e-3, schedule="constant", weight_decay=0.1, max_grad_norm=0.5)
+LORA = Lora(r=4, alpha=8)
+CASES: dict[str, dict[str, Any]] = {
+    "llama tied": {"tied": True},
+    "llama": {},
+    "qwen2 tied": {"family": "qwen2", "tied": True},
+    "gpt2": {"family": "gpt2", "tied": True},
+    "gpt_neox": {"family": "gpt_neox"},
+    "llama lora": {"lora": True, "tied": True},
+    "llama reward": {"reward": True},
+    "llama bfloat16": {"precision": "bfloat16"},
+    "gpt2 bfloat16": {"family": "gpt2", "tied": True, "precision": "bfloat16"},
+    "gpt2 reward lora": {"family": "gpt2", "reward": True, "lora": True},
+}
+PLANTED: dict[str, dict[str, Any]] = {
+    "stale shard": {"tied": True, "defect": "stale"},
+    "dropped process": {"tied": True, "defect": "dropped"},
+    "doubled gradient": {"tied": True, "defect": "doubled"},
+}
+
+
+def make_models(folder: Path) -> None:
+    """Write the model of each case."""
+    for name, case in (CASES | PLANTED).items():
+        family = case.get("family", "llama")
+        settings = SETTINGS[family] | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
+        config = AutoConfig.for_model(family, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+
+
+def batches() -> list[list[list[int]]]:
+    """Six batches of unequal rows. The second has one row only, so that the other processes have none."""
+    sizes = [5, 1, 7, 5, 3, 6]
+    return [[[i % VOCABULARY for i in ids] for ids in random_ids(*range(4, 4 + 3 * n, 3), seed=n)] for n in sizes]
+
+
+class Trained:
+    """A model that is trained for some steps, on a world of one or sharded over all."""
+
+    def __init__(self, folder: Path, case: dict[str, Any], world: World):
+        self.world, self.case, self.precision = world, case, case.get("precision", "float32")
+        is_sharded = world.size > 1
+        defect = case.get("defect") if is_sharded else None
+        if case.get("reward"):
+            self.model, _ = load.new_reward_model(str(folder), None, seed=0, head_std=None, deferred=is_sharded)
+        else:
+            self.model = load.load_policy(str(folder), deferred=is_sharded)
+        load.prepare(self.model, world.device)
+        if case.get("lora"):
+            add_lora(self.model, LORA, "model.lora", seed=0)
+        if is_sharded:
+            shard_model(self.model, world.device, self.precision)
+        self.model.train()
+        if defect == "doubled":
+            self.model.set_gradient_divide_factor(0.5)  # type: ignore[operator]
+        self.drops = defect == "dropped" and world.rank == 1
+        self.is_stale = defect == "stale" and world.rank == 1
+        self.stepper = build_stepper(self.model, LEARNING, STEPS)
+        self.first = {name: local(p).detach().clone() for name, p in self.model.named_parameters()}
+
+    def step(self, ids: list[list[int]]) -> tuple[float, float]:
+        """One optimizer step: the loss and the norm of the gradient."""
+        # Small microbatches: one process has more of them than the other.
+        budget = Budget(16)
+        if self.case.get("reward"):
+            pairs = zip(ids, ids[1:] + ids[:1], strict=True)
+            items: list[Any] = [RankedIds([a, b], Ranking("", ("a", "b"), "")) for a, b in pairs]
+            loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, RM, self.world)["loss/rm"]
+        else:
+            rows = [Example(row, [False] * 2 + [True] * (len(row) - 2), "") for row in ids]
+            with pytest.MonkeyPatch.context() as patch:
+                if self.drops:
+                    patch.setattr(sft, "_share", lambda *_: [])
+                loss = sft._accumulate(self.model, rows, budget, self.precision, self.world)
+        norm = self.stepper.clip(self.world)
+        self.stepper.advance()
+        if self.is_stale:
+            name = "model.embed_tokens.weight"
+            local(self.model.get_parameter(name)).data.copy_(self.first[name])
+        return loss, norm
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(p.detach()) for name, p in self.model.named_parameters()}
+
+
+RM = RMConfig.model_validate(
+    {
+        "artifacts": "none",
+        "data": {"train": "none.jsonl"},
+        "training": {"num_steps": STEPS},
+        "optimizer": {"learning_rate": 1.0},
+    }
+)
+
+
+def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two models' weights."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[str, float]:
+    """Train a case whole and sharded; the largest differences."""
+    alone = Trained(folder / name, case, World(0, 1, world.device))
+    together = Trained(folder / name, case, world)
+    assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
+        p.numel() for p in alone.model.parameters()
+    )
+    before = gap(alone.weights(), together.weights())
+    moved = alone.weights()
+    moved = {key: weight.clone() for key, weight in moved.items()}
+    losses, norms = [], []
+    for ids in batches():
+        (loss, norm), (sharded_loss, sharded_norm) = alone.step(ids), together.step(ids)
+        losses.append(abs(sharded_loss - loss))
+        norms.append(abs(sharded_norm - norm) / max(norm, 1e-2))
+    found = {
+        "before": before,
+        "loss": max(losses),
+        "norm": max(norms),
+        "weights": gap(alone.weights(), together.weights()),
+        "moved": gap(alone.weights(), moved),
+    }
+    if "defect" not in case:
+        found["saved"] = saved_gap(folder / f"{name} saved", together.model, alone.model)
+    return found
+
+
+def saved_gap(folder: Path, sharded: PreTrainedModel, plain: PreTrainedModel) -> float:
+    """Write the sharded model in several files; the largest difference to the plain one as transformers writes it."""
+    tokenizer: Any = SimpleNamespace(save_pretrained=lambda _: None)
+    whole_folder = folder.with_name(f"{folder.name} whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_files, "LARGEST_FILE", 20_000)
+        load.save(sharded, tokenizer, folder)
+    if not is_first_process():
+        return 0.0
+    load.save(merged(plain), tokenizer, whole_folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    for file in ("config.json", "generation_config.json"):
+        assert not (whole_folder / file).is_file() or (folder / file).read_bytes() == (whole_folder / file).read_bytes()
+    again = plain_class(sharded).from_pretrained(folder)  # type: ignore[attr-defined]
+    assert again.state_dict().keys() == merged(plain).state_dict().keys()
+    written = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    return gap(load_file(whole_folder / "model.safetensors"), written)
+
+
+RESUMED = {"tied": True}
+"""The case whose training is interrupted after three of its six steps."""
+
+
+def interrupted(folder: str) -> None:
+    """The program of each process of a run that saves a checkpoint after three steps."""
+    world = distributed.start("cpu")
+    run = Trained(Path(folder, "llama tied"), RESUMED, world)
+    for ids in batches()[:3]:
+        run.step(ids)
+    store = checkpoints_of(run, Path(folder))
+    store.save(3)
+    store.wait()
+    distributed.stop()
+
+
+def resumed(folder: str) -> None:
+    """The program of each process of a run that resumes from that checkpoint. Writes the difference to one process."""
+    world = distributed.start("cpu")
+    run = Trained(Path(folder, "llama tied"), RESUMED, world)
+    store = checkpoints_of(run, Path(folder))
+    path, rejected = store.newest(lambda _: None)
+    assert path is not None
+    assert not rejected
+    assert store.restore(path) == 3
+    for ids in batches()[3:]:
+        run.step(ids)
+    alone = Trained(Path(folder, "llama tied"), RESUMED, World(0, 1, world.device))
+    for ids in batches():
+        alone.step(ids)
+    difference = gap(alone.weights(), run.weights())
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
+    distributed.stop()
+
+
+def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
+    store = CheckpointStore(folder, keep=2, writes=run.world.is_main, world=run.world)
+    store.parts = {"model": Weights(run.model), "optimizer": run.stepper}
+    return store
+
+
+def compare(folder: str) -> None:
+    """The program of each process that compares whole and sharded training."""
+    world = distributed.start("cpu")
+    cases = json.loads(Path(folder, "cases.json").read_text(encoding="utf-8"))
+    gaps = {name: train(Path(folder), name, (CASES | PLANTED)[name], world) for name in cases}
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(gaps), encoding="utf-8")
+    world.barrier()
+    distributed.stop()
