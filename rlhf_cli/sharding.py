@@ -70,16 +70,26 @@ def run_gathered(model: Any, compute: Callable[..., R], *args: Any, **kwargs: An
         _open.discard(id(model))
 
 
-def in_step(model: nn.Module, items: Sequence[T], idle: Callable[[], object]) -> Iterator[T]:
+def first_sharded(*models: nn.Module | None) -> nn.Module | None:
+    """The first of the models that is sharded; None if all are whole."""
+    return next((model for model in models if model is not None and is_sharded(model)), None)
+
+
+def in_step(model: nn.Module | None, items: Sequence[T], idle: Callable[[], object]) -> Iterator[T]:
     """Each item, for which the caller makes one pass; then `idle` for each pass that another process makes more.
 
     `idle` must make a pass of the same kind: if the others compute a gradient, one with a gradient of 0 for every
     trained weight. With a model that is not sharded the items are all there is.
     """
-    missing = most(len(items)) - len(items) if is_sharded(model) else 0
+    missing = num_missing(model, len(items))
     yield from items
     for _ in range(missing):
         idle()
+
+
+def num_missing(model: nn.Module | None, count: int) -> int:
+    """How many passes another process makes more than this one, which makes `count`; 0 if the model is not sharded."""
+    return most(count) - count if model is not None and is_sharded(model) else 0
 
 
 def most(count: int) -> int:

@@ -151,7 +151,7 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
     rollout = collect(
         [prompts[i] for i in own],
         uniforms[own],
-        setup.models,
+        setup.models_to_sample(),
         sampling=setup.sampling,
         tokenizer=setup.tokenizer,
         budget=setup.budget,
@@ -296,7 +296,7 @@ def _backward(
     num_tokens = setup.world.sum(batch.response_mask[rows].sum()).item()
     parts: list[dict[str, Tensor]] = []
     log_ratios: list[Tensor] = []
-    for mb in microbatches(batch, rows, setup.budget, setup.models.policy):
+    for mb in microbatches(setup, batch, rows):
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(
                 setup.models,

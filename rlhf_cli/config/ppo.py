@@ -13,9 +13,20 @@ from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.require import FigureName, Requirement
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
-from rlhf_cli.config.stage import Optimizer, Stage
+from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "static", "plain"]
+
+
+PPOModelName = Literal["policy", "ref_policy", "value_model", "rewards"]
+
+
+class PPODistributed(Distributed):
+    """Several processes of one run. No key here changes the result."""
+
+    keep_whole: list[PPOModelName] = []
+    """Models that `shard` does not divide. A process computes with a whole model without waiting for the others, and
+    needs the memory for all of it."""
 
 
 class PolicyModel(TrainedModel):
@@ -171,6 +182,8 @@ class PPOConfig(Stage):
     samples_every: PositiveInt | None = None
     """Print the first response of every so many iterations, with its score and KL. Null prints none until the end."""
     evaluation: PPOEvaluation = PPOEvaluation()
+    distributed: PPODistributed = PPODistributed()
+    """How the processes of a run work together (`--nproc`, `torchrun`)."""
     """SFT compared with PPO on held-out prompts."""
     require: dict[FigureName, Requirement] = {}
     """Held-out figures of the earlier stages and their limits: `rm/accuracy: {above: 0.6, interval: lower}`. PPO does
@@ -235,12 +248,6 @@ class PPOConfig(Stage):
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards: {twice} would name two metrics. Give each source a different `name`")
-        return self
-
-    @model_validator(mode="after")
-    def _sharding(self) -> Self:
-        if self.distributed.shard:
-            raise ValueError("distributed.shard: PPO holds whole models. Set it to false")
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ import torch
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.ppo.processes import or_failure
-from rlhf_cli.ppo.scores import ask_rewards, texts_of
+from rlhf_cli.ppo.scores import ask_rewards, first_sharded_of, nothing_to_score, texts_of
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.sharding import in_step
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.exchange import gather_texts
 
@@ -139,11 +141,13 @@ def _own_replies(setup: Setup) -> list[Reply]:
     config, prompts = setup.config, setup.test
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
     replies: list[Reply] = []
-    for rows in chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size):
+    models = setup.models_to_sample()
+    parts = list(chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size))
+    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, recompute=True)):
         rollout = collect(
             [prompts[i] for i in rows],
             uniforms[list(rows)],
-            setup.models,
+            models,
             sampling=setup.sampling,
             tokenizer=setup.tokenizer,
             budget=setup.budget,

@@ -88,8 +88,7 @@ class HeldOut:
         """Save `best_model` if these figures are the best so far."""
         if not self.best.is_better(step, now.metrics):
             return
-        if self.setup.world.is_main:
-            save_policy(self.setup, "best_model")
+        save_policy(self.setup, "best_model")
         self.setup.world.barrier("best_model to be saved")
 
 

@@ -8,16 +8,17 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses
+from rlhf_cli.rollout.scoring import IDLE_PROMPT, idle_response
 from rlhf_cli.seeding import generator
+from rlhf_cli.sharding import num_missing
 from rlhf_cli.tensor_ops import pad_rows
 
 
@@ -55,29 +56,38 @@ class Microbatch:
         return pad_rows(flat, self.lengths)
 
 
-def microbatches(
-    batch: UpdateBatch, rows: Sequence[int], budget: Budget, policy: PreTrainedModel
-) -> Iterator[Microbatch]:
-    """Cut rows of a batch into microbatches that fit the budget."""
+def microbatches(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> Iterator[Microbatch]:
+    """Cut rows of a batch into microbatches that fit the budget.
+
+    With sharded models all processes get the same number of them; those that one lacks have no real token.
+    """
+    models = setup.models
     prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-    for cut in cut_responses(budget, policy, prompts, responses):
-        chosen = [rows[i] for i in cut]
+    cut = cut_responses(setup.budget, models.policy, prompts, responses)
+    missing = num_missing(models.first_sharded, len(cut))
+    for part in cut:
+        chosen = [rows[i] for i in part]
         width = max(len(batch.responses[i].ids) for i in chosen)
         yield Microbatch(
             [batch.prompts[i] for i in chosen],
             [batch.responses[i] for i in chosen],
-            *(
-                tensor[chosen, :width]
-                for tensor in (
-                    batch.response_mask,
-                    batch.logprobs,
-                    batch.ref_logprobs,
-                    batch.values,
-                    batch.advantages,
-                    batch.returns,
-                )
-            ),
+            *(tensor[chosen, :width] for tensor in _tensors(batch)),
         )
+    for _ in range(missing):
+        empty = (torch.zeros_like(tensor[:1, :1]) for tensor in _tensors(batch))
+        yield Microbatch([IDLE_PROMPT], [idle_response(setup.sampling)], *empty)
+
+
+def _tensors(batch: UpdateBatch) -> tuple[Tensor, ...]:
+    """The tensors of a microbatch, in its order."""
+    return (
+        batch.response_mask,
+        batch.logprobs,
+        batch.ref_logprobs,
+        batch.values,
+        batch.advantages,
+        batch.returns,
+    )
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:

@@ -9,6 +9,7 @@ from rlhf_cli.algorithms.policy import mixed_loss
 from rlhf_cli.data.batches import deal, stream
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import totals
 
 
@@ -26,7 +27,12 @@ def backward_ptx(setup: Setup, step: int) -> dict[str, float]:
     num_tokens = sum(sum(row.loss_mask) for row in rows)  # of all processes
     own = [rows[i] for i in deal([len(row.ids) for row in rows], setup.world.size)[setup.world.rank]]
     losses = []
-    for cut in setup.budget.cut([len(row.ids) for row in own]):
+
+    def idle() -> None:
+        with autocast(setup.world.device, config.precision):
+            (0.0 * target_logprobs(setup.models.policy, [IDLE], [[False, True]]).sum()).backward()
+
+    for cut in in_step(setup.models.policy, setup.budget.cut([len(row.ids) for row in own]), idle):
         with autocast(setup.world.device, config.precision):
             logprobs = target_logprobs(setup.models.policy, [own[i].ids for i in cut], [own[i].loss_mask for i in cut])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)

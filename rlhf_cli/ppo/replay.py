@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.policy import truncated_importance
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.batch import UpdateBatch, merge
 from rlhf_cli.ppo.processes import from_all_processes
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, padded_rows
-from rlhf_cli.rollout.scoring import score_tokens
+from rlhf_cli.rollout.scoring import IDLE_PROMPT, TokenScores, idle_response, score_tokens
+from rlhf_cli.sharding import in_step
 
 Recent = deque[tuple[int, UpdateBatch]]
 """The rollouts that an update trains on, each with its iteration."""
@@ -63,15 +66,15 @@ def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | N
     """(log-probabilities, values), [B, R] each, of a batch under the current models; values None without any."""
     prompts, responses = batch.prompts, batch.responses
     cut = cut_responses(setup.budget, setup.models.policy, prompts, responses)
+
+    def score(rows: list[PromptRow], answers: list[Response]) -> TokenScores:
+        return score_tokens(setup.models, rows, answers, setup.sampling, setup.config.precision)
+
     scores = [
-        score_tokens(
-            setup.models,
-            [prompts[i] for i in rows],
-            [responses[i] for i in rows],
-            setup.sampling,
-            setup.config.precision,
+        score([prompts[i] for i in rows], [responses[i] for i in rows])
+        for rows in in_step(
+            setup.models.first_sharded, cut, lambda: score([IDLE_PROMPT], [idle_response(setup.sampling)])
         )
-        for rows in cut
     ]
     lengths = [len(r.ids) for r in responses]
     values = [part.values for part in scores if part.values is not None]

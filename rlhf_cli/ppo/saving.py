@@ -9,21 +9,24 @@ from rlhf_cli.models.heads import shared_value_model
 from rlhf_cli.models.load import save
 from rlhf_cli.models.saving import save_trained
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.sharding import is_sharded
 
 
 def save_models(setup: Setup) -> None:
-    """Write `model`, `value_model` if there are values, and `ema_model` if requested; the first process only."""
-    if not setup.world.is_main:
-        return
+    """Write `model`, `value_model` if there are values, and `ema_model` if requested. All processes must call this."""
     save_policy(setup, "model")
     _save_value_model(setup)
     if setup.average is not None:
         with setup.average.applied():
             save_policy(setup, "ema_model")
+    setup.world.barrier("the models to be saved")
 
 
 def save_policy(setup: Setup, name: str) -> None:
-    """Write the policy, with a generation config that samples as in training."""
+    """Write the policy, with a generation config that samples as in training: the first process, of a sharded policy
+    all together."""
+    if not (setup.world.is_main or is_sharded(setup.models.policy)):
+        return
     policy, sampling, directory = setup.models.policy, setup.sampling, setup.stage.directory / name
     policy.generation_config.update(
         do_sample=True,
@@ -35,13 +38,16 @@ def save_policy(setup: Setup, name: str) -> None:
         min_new_tokens=sampling.min_new_tokens or None,
         eos_token_id=sorted(sampling.stop),
     )
-    shutil.rmtree(directory, ignore_errors=True)
+    if setup.world.is_main:
+        shutil.rmtree(directory, ignore_errors=True)
     save_trained(policy, setup.tokenizer, directory, setup.config.policy.lora, setup.policy_base)
 
 
 def _save_value_model(setup: Setup) -> None:
     """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
     models, directory = setup.models, setup.stage.directory / "value_model"
+    if not (setup.world.is_main or (models.value_model is not None and is_sharded(models.value_model))):
+        return
     if models.value_model is not None and setup.value_base is not None:
         save_trained(models.value_model, setup.tokenizer, directory, setup.config.value_model.lora, setup.value_base)
     elif models.value_head is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples, Scores
 from rlhf_cli.rewards.functions import PythonFunction
+from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import RolloutBatch, collect
+from rlhf_cli.rollout.rollout import RolloutBatch, collect, collect_nothing
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.sharding import first_sharded, in_step
 from rlhf_cli.tensor_ops import pad_rows
 
 
@@ -49,6 +52,19 @@ def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], re
         [p.row.messages for p in prompts],
     )
     return total_score(setup.rewards, samples)
+
+
+def first_sharded_of(setup: Setup) -> torch.nn.Module | None:
+    """The first of all models, with those of the rewards, that is sharded; None if all are whole."""
+    return first_sharded(setup.models.first_sharded, *(s.model for s in setup.rewards if isinstance(s, RewardModel)))
+
+
+def nothing_to_score(setup: Setup, *, recompute: bool) -> None:
+    """Make the passes of a rollout without prompts and of its rewards, because other processes have some."""
+    collect_nothing(setup.models, setup.sampling, setup.config.precision, recompute=recompute, with_values=False)
+    for source in setup.rewards:
+        if isinstance(source, RewardModel):
+            source.score_nothing()
 
 
 def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
@@ -104,10 +120,16 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
     config, world = setup.config, setup.world
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
+    models = setup.models_to_sample()
     # Before training the policy is its own reference, unless the config names another.
-    models = replace(setup.models, policy=setup.models.ref_policy or setup.models.policy)
+    models = replace(
+        models,
+        policy=models.ref_policy or models.policy,
+        sampler=models.sampler if config.ref_policy is None else None,
+    )
     found: list[float] = []
-    for rows in chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size):
+    parts = list(chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size))
+    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, recompute=False)):
         rollout = collect(
             [setup.train[numbers[i]] for i in rows],
             uniforms[list(rows)],

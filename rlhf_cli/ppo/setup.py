@@ -34,10 +34,12 @@ from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.saving import add_adapters
+from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.processes import responses_together
+from rlhf_cli.ppo.sharded import Sampler, require_dividable, shard_models, to_divide
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
@@ -45,6 +47,7 @@ from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
@@ -59,6 +62,8 @@ class Setup:
     stage: StageRun
     tokenizer: PreTrainedTokenizerBase
     models: Models
+    sampler: Sampler | None
+    """Gives the copy of a sharded policy its weights."""
     policy_base: BaseModel
     """Where the weights of the policy come from."""
     value_base: BaseModel | None
@@ -95,6 +100,12 @@ class Setup:
         """See `responses_together`."""
         return responses_together(self.config, self.world.size)
 
+    def models_to_sample(self) -> Models:
+        """The models, after the copy that samples has got the weights of a sharded policy. A collective operation."""
+        if self.sampler is not None:
+            self.sampler.refresh()
+        return self.models
+
     def prompts_of(self, iteration: int) -> list[PromptRow]:
         """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
         config = self.config
@@ -130,11 +141,12 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     world, display, ppo = stage.world, stage.display, config.ppo
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
-    policy = load_policy(path, config.policy.revision)
+    require_dividable(config)
+    policy = load_policy(path, config.policy.revision, deferred=to_divide(config, "policy") is not None)
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
-    backbone = backbone_of(policy, base, config.policy.lora, "policy.lora")
+    backbone = None if divides(config) else backbone_of(policy, base, config.policy.lora, "policy.lora")
     rewards, reward_notes = _load_rewards(config, tokenizer, world.device, backbone)
     value = choose_value_model(config, base, rewards, policy, backbone)
     if (value_path := config.value_model.path) is not None:
@@ -142,7 +154,9 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     models = Models(policy, _load_ref_policy(config, path, tokenizer), value.model, value.head)
     model_notes = _prepare(models, config, world.device, base, value)
     _hold_frozen(models, rewards, config)
-    for line in dict.fromkeys([*reward_notes, value.note, *model_notes, kl_note(config)]):
+    sampler, shard_notes = shard_models(models, config, world.device)
+    models = replace(models, sampler=sampler.model if sampler is not None else None)
+    for line in dict.fromkeys([*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config)]):
         if line:
             stage.display.note(line)
 
@@ -162,6 +176,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         stage=stage,
         tokenizer=tokenizer,
         models=models,
+        sampler=sampler,
         policy_base=base,
         value_base=value.base,
         rewards=rewards,
@@ -214,6 +229,7 @@ def _load_rewards(
         config.precision,
         keep_special=config.data.special_tokens == "keep",
         backbone=backbone,
+        divided_by=to_divide(config, "rewards"),
     )
     for source in rewards:
         if isinstance(source, RewardModel) and source.reads_policy_tokens:
@@ -223,16 +239,17 @@ def _load_rewards(
 
 def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
+    deferred = to_divide(config, "ref_policy") is not None
     if config.ref_policy is not None:
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
-        ref_policy = load_policy(ref_path, config.ref_policy.revision)
+        ref_policy = load_policy(ref_path, config.ref_policy.revision, deferred=deferred)
         require_same_tokens(
             tokenizer, load_tokenizer(ref_path, config.ref_policy.revision), ref_path, "ref_policy.path"
         )
         check_vocabulary(ref_policy, tokenizer, ref_path)
         return ref_policy
     if config.policy.lora is None:
-        return load_policy(path, config.policy.revision)
+        return load_policy(path, config.policy.revision, deferred=deferred)
     return None
 
 
@@ -262,10 +279,11 @@ def _prepare(
 def _hold_frozen(models: Models, rewards: Sequence[RewardSource], config: PPOConfig) -> None:
     """Keep frozen weights in the precision of the passes, but for those of models that are sampled from."""
     of_policy = list(models.policy.parameters())
-    if models.value_model is not None:
+    if models.value_model is not None and to_divide(config, "value_model") is None:
         hold_frozen(models.value_model, config.precision, exact=True, others=of_policy)
-    scorers = [source.model for source in rewards if isinstance(source, RewardModel)]
-    if models.ref_policy is not None and not config.ppo.uses_reference_scores:
+    scorers = [s.model for s in rewards if isinstance(s, RewardModel) and not is_sharded(s.model)]
+    divides_ref = to_divide(config, "ref_policy") is not None
+    if models.ref_policy is not None and not divides_ref and not config.ppo.uses_reference_scores:
         scorers.append(models.ref_policy)
     for model in scorers:
         hold_frozen(model.requires_grad_(False), config.precision, exact=False, others=of_policy)
@@ -287,7 +305,7 @@ def _check_lengths(
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
     with autocast(stage.world.device, config.precision):
-        for line in decoder_notes(models.policy, longest, config.rollout.decoder):
+        for line in decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder):
             stage.display.note(line)
 
 
@@ -297,6 +315,7 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     reward_models = [source for source in rewards if isinstance(source, RewardModel)]
     trained = [model for model in (models.policy, models.value_model) if model is not None]
     frozen = [model for model in (models.ref_policy, *(s.model for s in reward_models)) if model is not None]
+    frozen += [models.sampler] if models.sampler is not None else []
     if config.ppo.ema_decay is not None and world.device.type == "cpu":
         frozen.append(models.policy)  # The moving average of its weights is kept on the CPU.
     full_kl = config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full"

@@ -19,6 +19,7 @@ from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import check_shared_value_model, scalar_weight
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.shared import Backbone, has_adapters_of
+from rlhf_cli.ppo.sharded import to_divide
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 
@@ -82,7 +83,7 @@ def choose_value_model(
         case "auto" | "policy":
             note = NO_REWARD_MODEL if init == "auto" else None
             shared = backbone.classifier() if backbone is not None and _may_share(config) else None
-            model = shared or new_value_model(policy_base.path, policy_base.revision)
+            model = shared or new_value_model(policy_base.path, policy_base.revision, deferred=_is_divided(config))
             return ValueStart(model, base=policy_base, note=_joined(note, SHARES if shared is not None else None))
         case _:
             assert_never(init)
@@ -101,7 +102,12 @@ def _from_reward_model(
         if shared is not None:
             return ValueStart(shared, base=backbone.base, note=SHARES, adapters_of=reward_model)
         note = OWN_WEIGHTS
-    return ValueStart(new_value_model(base.path, base.revision), base=base, note=note)
+    return ValueStart(new_value_model(base.path, base.revision, deferred=_is_divided(config)), base=base, note=note)
+
+
+def _is_divided(config: PPOConfig) -> bool:
+    """Whether the value model is divided among the processes."""
+    return to_divide(config, "value_model") is not None
 
 
 def _may_share(config: PPOConfig) -> bool:

@@ -13,21 +13,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
 from rlhf_cli.models.seq2seq import end_of_text
+from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
-from rlhf_cli.sharding import IDLE, gathered, in_step
+from rlhf_cli.sharding import IDLE, gathered, in_step, is_sharded
 
 Side = Literal["left", "right"]
 AT_A_TIME = Budget(CPU_TOKENS)
@@ -69,7 +71,13 @@ class RewardModel(RewardSource):
     def score(self, samples: Samples) -> torch.Tensor:
         """Normalized scores, [B] float32 on the CPU, each read at the last token of its response."""
         scores = torch.full((len(samples.responses),), torch.nan)
-        rows, sequences = self._sequences(samples)
+        try:
+            rows, sequences = self._sequences(samples)
+        except RewardError:
+            self.score_nothing()
+            raise
+        if not rows:
+            self.score_nothing()
         if rows:
             found = score_sequences(
                 self.model,
@@ -86,6 +94,11 @@ class RewardModel(RewardSource):
                 self.fail(samples, [row], f"returned {scores[row].item()}, it must be a finite number")
                 scores[row] = torch.nan
         return scores
+
+    def score_nothing(self) -> None:
+        """Make the passes that other processes make if the model is sharded; else nothing."""
+        if is_sharded(self.model):
+            score_sequences(self.model, [], self.precision, self.budget)
 
     def _sequences(self, samples: Samples) -> tuple[list[int], list[list[int]]]:
         """The rows that the model can score, and their token ids."""
@@ -162,20 +175,22 @@ def load_reward_source(
     key: str,
     keep_special: bool = False,
     backbone: Backbone | None = None,
+    divided_by: Stage | None = None,
 ) -> tuple[RewardModel, list[str]]:
     """The reward model at `path`, ready to score, and notes for the user.
 
     It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise. Adapters on
-    `backbone` share its weights.
+    `backbone` share its weights. With `divided_by` the model is divided among the processes as that config says.
     """
     path = model_directory(path)
     on_backbone = backbone.reward_model(path) if backbone is not None else None
-    model = on_backbone or load_reward_model(path, reward.revision)
+    model = on_backbone or load_reward_model(path, reward.revision, deferred=divided_by is not None)
     tokenizer = load_tokenizer(path, reward.revision)
     check_vocabulary(model, tokenizer, path)
     if reward.template == "chat" and not tokenizer.chat_template:
         raise ConfigError(f"{key}.template: is chat, but the tokenizer of {path} has no chat template. Write one")
-    notes = [prepare(model, device)]
+    model.requires_grad_(False)
+    notes = [prepare_for(divided_by, model, device) if divided_by is not None else prepare(model, device)]
     if on_backbone is not None:
         notes.append(f"{path}: shares the policy's frozen weights")
     shares = (

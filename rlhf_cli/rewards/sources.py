@@ -20,6 +20,7 @@ from rlhf_cli.config.rewards import (
     Reward,
     reward_names,
 )
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import DataError
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.rewards.base import RewardSource, Samples, Scores
@@ -27,6 +28,7 @@ from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
 from rlhf_cli.rewards.functions import PythonFunction, load_function_reward
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.rules import Rule
+from rlhf_cli.sharding import first_sharded
 
 
 def load_rewards(
@@ -38,11 +40,13 @@ def load_rewards(
     *,
     keep_special: bool = False,
     backbone: Backbone | None = None,
+    divided_by: Stage | None = None,
 ) -> tuple[list[RewardSource], list[str]]:
     """The sources, ready to score, and notes for the user.
 
     With `keep_special`, reward models that encode text keep special tokens in it (`data.special_tokens`). Reward
-    models that are adapters on `backbone` share its weights.
+    models that are adapters on `backbone` share its weights. With `divided_by` reward models are divided among the
+    processes as that config says.
     """
     sources: list[RewardSource] = []
     notes: list[str] = []
@@ -63,6 +67,7 @@ def load_rewards(
                     key=key,
                     keep_special=keep_special,
                     backbone=backbone,
+                    divided_by=divided_by,
                 )
             case FunctionReward():
                 source = load_function_reward(reward, name, key)
@@ -103,7 +108,8 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     errors: dict[str, int] = {}
     cut: dict[str, int] = {}
     dense: list[list[float]] | None = None
-    for source in sources:
+    # A source that fails on one process must not keep it from the passes of a sharded model.
+    for source in sorted(sources, key=lambda s: first_sharded(s.model if isinstance(s, RewardModel) else None) is None):
         cut_before = source.num_cut if isinstance(source, RewardModel) else 0
         if isinstance(source, PythonFunction) and source.per_token:
             found = source.score_per_token(samples)

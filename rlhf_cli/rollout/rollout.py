@@ -16,7 +16,15 @@ from rlhf_cli.models.forward import autocast, shares_prefixes
 from rlhf_cli.packing import SHORTEST_PREFIX
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values, score_tokens
+from rlhf_cli.rollout.scoring import (
+    IDLE_PROMPT,
+    Models,
+    idle_response,
+    ref_response_logprobs,
+    response_values,
+    score_tokens,
+)
+from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import length_mask, pad_rows
 
 
@@ -66,36 +74,16 @@ def collect(
     Otherwise they are the sampler's, unless the policy's forward pass is needed anyway: for values from a head on its
     hidden states, or for the full KL. Without a value model the values are 0.
     """
-    recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
     device = next(models.policy.parameters()).device
     start = time.monotonic()
     with torch.no_grad(), autocast(device, precision):
-        responses = sample(
-            models.policy, [p.ids for p in prompts], uniforms, sampling, tokenizer, max_live_rows=max_live_rows
-        )
+        policy, ids = models.sampler or models.policy, [p.ids for p in prompts]
+        responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
     lengths = [len(response.ids) for response in responses]
-    # One [tokens of the microbatch] tensor per microbatch.
-    flat: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}
     cut = cut_responses(budget, models.policy, prompts, responses)
-    with torch.no_grad():
-        for rows in cut:
-            mb_prompts, mb_responses = [prompts[i] for i in rows], [responses[i] for i in rows]
-            texts = (mb_prompts, mb_responses)
-            if not with_full_kl:
-                flat["ref_logprobs"].append(ref_response_logprobs(models, *texts, sampling, precision))
-            if recompute:
-                scores = score_tokens(
-                    models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
-                )
-                flat["logprobs"].append(scores.logprobs)
-                if scores.values is not None:
-                    flat["values"].append(scores.values)
-                if scores.kl_full is not None and scores.ref_logprobs is not None:
-                    flat["kl_full"].append(scores.kl_full)
-                    flat["ref_logprobs"].append(scores.ref_logprobs)
-            elif with_values and models.value_model is not None:
-                flat["values"].append(response_values(models.value_model, *texts, precision))
+    choices = {"recompute": recompute, "with_values": with_values, "with_full_kl": with_full_kl}
+    flat = _passes(models, prompts, responses, cut, sampling, precision, **choices)
     padded = {key: padded_rows(parts, cut, lengths) for key, parts in flat.items() if parts}  # [B, R] each
     drawn = torch.tensor([x for response in responses for x in response.logprobs], device=device)
     sampled_logprobs = pad_rows(drawn, lengths)
@@ -111,6 +99,54 @@ def collect(
         sample_s=sampled - start,
         score_s=time.monotonic() - sampled,
     )
+
+
+def collect_nothing(models: Models, sampling: Sampling, precision: str, **choices: bool) -> None:
+    """Make the passes of a `collect` without prompts, because other processes with sharded models have some.
+
+    `choices` are `recompute`, `with_values` and `with_full_kl` as there.
+    """
+    _passes(models, [], [], [], sampling, precision, **choices)
+
+
+@torch.no_grad()
+def _passes(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    cut: Sequence[list[int]],
+    sampling: Sampling,
+    precision: str,
+    *,
+    recompute: bool,
+    with_values: bool = True,
+    with_full_kl: bool = False,
+) -> dict[str, list[Tensor]]:
+    """The passes over each microbatch of `cut`: one [tokens of the microbatch] tensor for each, by name."""
+    recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
+    flat: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}
+
+    def make(mb_prompts: list[PromptRow], mb_responses: list[Response], into: dict[str, list[Tensor]]) -> None:
+        texts = (mb_prompts, mb_responses)
+        if not with_full_kl:
+            into["ref_logprobs"].append(ref_response_logprobs(models, *texts, sampling, precision))
+        if recompute:
+            scores = score_tokens(
+                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+            )
+            into["logprobs"].append(scores.logprobs)
+            if scores.values is not None:
+                into["values"].append(scores.values)
+            if scores.kl_full is not None and scores.ref_logprobs is not None:
+                into["kl_full"].append(scores.kl_full)
+                into["ref_logprobs"].append(scores.ref_logprobs)
+        elif with_values and models.value_model is not None:
+            into["values"].append(response_values(models.value_model, *texts, precision))
+
+    unused: dict[str, list[Tensor]] = {name: [] for name in flat}
+    for rows in in_step(models.first_sharded, cut, lambda: make([IDLE_PROMPT], [idle_response(sampling)], unused)):
+        make([prompts[i] for i in rows], [responses[i] for i in rows], flat)
+    return flat
 
 
 # ------------------------------------------------------------------------------------- microbatches

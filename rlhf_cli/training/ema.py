@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from rlhf_cli.sharding import like, local
 from rlhf_cli.training.checkpoint import State
+from rlhf_cli.training.checkpoint_shards import restored
 
 
 def ema(average: torch.Tensor, value: torch.Tensor, *, decay: float) -> torch.Tensor:
@@ -46,17 +48,17 @@ class WeightAverage:
 
     def __init__(self, model: torch.nn.Module, *, decay: float):
         self.model, self.decay = model, decay
-        self.weights = {name: p.detach().float().cpu().clone() for name, p in self._trained()}
+        self.weights = {name: local(p.detach()).float().cpu().clone() for name, p in self._trained()}
 
     def update(self) -> None:
         """Move the average towards the current weights."""
         for name, p in self._trained():
-            self.weights[name] = ema(self.weights[name], p.detach().float().cpu(), decay=self.decay)
+            self.weights[name] = ema(self.weights[name], local(p.detach()).float().cpu(), decay=self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Give the model the averaged weights inside the context."""
-        own = {name: p.detach().clone() for name, p in self._trained()}
+        own = {name: local(p.detach()).clone() for name, p in self._trained()}
         self._set(self.weights)
         try:
             yield
@@ -66,15 +68,15 @@ class WeightAverage:
     @torch.no_grad()
     def _set(self, weights: dict[str, torch.Tensor]) -> None:
         for name, p in self._trained():
-            p.copy_(weights[name])
+            local(p).copy_(weights[name])
 
     def state(self) -> State:
         """The average, for a checkpoint."""
-        return dict(self.weights), {}
+        return {name: like(p, self.weights[name].to(local(p).device)) for name, p in self._trained()}, {}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Take the average from a checkpoint."""
-        self.weights = {name: tensors[name].clone() for name in self.weights}
+        self.weights = {name: local(restored(tensors, name, p)).float().cpu().clone() for name, p in self._trained()}
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

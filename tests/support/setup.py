@@ -55,6 +55,7 @@ def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None
         stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE)),
         tokenizer=None,
         models=models,
+        sampler=None,
         policy_base=BaseModel("base"),
         value_base=None,
         rewards=rewards,

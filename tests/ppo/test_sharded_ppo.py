@@ -1,0 +1,75 @@
+"""PPO with sharded models (`distributed.shard`) is the PPO of one process: the same responses, losses and weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_cli.metrics import OF_THE_MACHINE
+from support.compare import same_weights
+from support.runs import run_forked
+from support.tiny import merged, read_jsonl
+
+SHARDED = {"distributed": {"shard": True}}
+LEARNS = {
+    "ppo": {"num_iterations": 3, "rollout_batch_size": 6, "minibatch_size": 3, "microbatch_size": 2},
+    "optimizer": {"eps": 1e-3},
+    "num_logged_samples": 6,
+    "evaluation": {"num_prompts": 5, "num_examples": 5},
+}
+"""Three rows a minibatch on two processes: one makes two passes, the other one."""
+
+
+@pytest.fixture
+def compare(pipeline, write_config, run_stage, tmp_path):
+    """A function: run PPO whole on one process, and sharded on `count`; compare everything that they write."""
+
+    def run(changes, count=2, sharded=None):
+        root = pipeline("llama")
+        changes = merged(
+            {
+                "policy": {"path": str(root / "sft")},
+                "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
+                **LEARNS,
+            },
+            changes,
+        )
+        run_stage("ppo", tmp_path / "one", **changes)
+        config = write_config("ppo", tmp_path / "two", **merged(changes, sharded or SHARDED))
+        run_forked(count, "ppo", config)
+        one, two = tmp_path / "one/ppo", tmp_path / "two/ppo"
+        for a, b in zip(*(read_jsonl(root / "samples.jsonl") for root in (one, two)), strict=True):
+            assert (a["prompt"], a["response"]) == (b["prompt"], b["response"])
+        for a, b in zip(*(read_jsonl(root / "metrics.jsonl") for root in (one, two)), strict=True):
+            common = {key: value for key, value in a.items() if not key.startswith((*OF_THE_MACHINE, "policy/sampler"))}
+            assert {key: b[key] for key in common} == pytest.approx(common, rel=1e-5, abs=1e-5)
+        same_weights(one, two)
+        return one, two
+
+    return run
+
+
+def test_sharded_ppo_is_the_ppo_of_one_process(compare):
+    """Policy, reference, value model and reward model are divided; scores are normalised by 17 samples in two chunks
+    on one process and one on the other."""
+    compare({"ppo": {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}})
+
+
+CASES = {
+    "lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, SHARDED),
+    "replay": ({"ppo": {"num_rollouts_per_update": 2, "kl_in": "loss", "entropy_coef": 0.01}}, SHARDED),
+    "grpo": ({"rollout": {"samples_per_prompt": 3, "top_k": 20}, "ppo": {"advantage_estimator": "grpo"}}, SHARDED),
+    "some whole": ({}, {"distributed": {"shard": True, "keep_whole": ["policy", "rewards"]}}),
+    "policy alone": ({}, {"distributed": {"shard": True, "keep_whole": ["ref_policy", "value_model", "rewards"]}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_ppo_is_the_ppo_of_one_process_with(name, compare):
+    changes, sharded = CASES[name]
+    compare(changes, sharded=sharded)
+
+
+@pytest.mark.slow
+def test_four_processes_two_of_which_have_no_row_of_a_minibatch(compare):
+    compare({"ppo": {"rollout_batch_size": 8, "minibatch_size": 4, "microbatch_size": 1}}, count=4)
