@@ -29,7 +29,7 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import Figure, Figures, rate_figure
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.rewards.models import cut_all, length_limit
+from rlhf_cli.rewards.texts import cut_all, length_limit
 
 TIES = "ties"
 RESAMPLES = 2000

@@ -25,7 +25,8 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import is_language_model, load_policy, load_tokenizer, same_tokenizer
 from rlhf_cli.models.shard import divides
-from rlhf_cli.rewards.models import closed, cut_all, encode_texts, length_limit, score_sequences
+from rlhf_cli.rewards.models import score_sequences
+from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
 from rlhf_cli.training.stage_run import StageRun
 
 SMALLEST_STD = 1e-6

@@ -73,3 +73,56 @@ def test_sharded_ppo_is_the_ppo_of_one_process_with(name, compare):
 @pytest.mark.slow
 def test_four_processes_two_of_which_have_no_row_of_a_minibatch(compare):
     compare({"ppo": {"rollout_batch_size": 8, "minibatch_size": 4, "microbatch_size": 1}}, count=4)
+
+
+FAILS = """
+import os
+calls = 0
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1
+    if os.path.exists("{flag}") and calls == 4:  # one evaluation and two iterations were scored
+        raise ValueError("no more")
+    return [len(response) / 10 for response in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_sharded_run_of_two_processes_resumes_on_another_number(pipeline, write_config, run_stage, tmp_path, count):
+    """With moments, the moving average, recent rollouts and score statistics."""
+    root, flag = pipeline("llama"), tmp_path / "flag"
+    (tmp_path / "reward.py").write_text(FAILS.format(flag=flag))
+    changes = merged(
+        {
+            "policy": {"path": str(root / "sft")},
+            "rewards": [
+                {"type": "reward_model", "path": str(root / "rm")},
+                {"type": "function", "function": f"{tmp_path}/reward.py:score"},
+            ],
+            **LEARNS,
+        },
+        {
+            "ppo": {
+                "rollout_batch_size": 8,
+                "minibatch_size": 4,
+                "ema_decay": 0.9,
+                "num_rollouts_per_update": 2,
+                "score_normalization": "running",
+            },
+            "checkpoints": {"every_steps": 1},
+        },
+    )
+    run_stage("ppo", tmp_path / "one", **changes)
+    flag.touch()
+    config = write_config("ppo", tmp_path / "two", **merged(changes, SHARDED))
+    with pytest.raises(AssertionError, match="no more"):
+        run_forked(2, "ppo", config)
+    flag.unlink()
+    [*_, newest] = sorted((tmp_path / "two/.ppo.checkpoints").glob("step-*"))
+    assert newest.name == "step-00000002"
+    assert len(list(newest.glob("state-*-of-00002.safetensors"))) == 2
+    run_forked(count, "ppo", config)
+    assert len(read_jsonl(tmp_path / "two/ppo/metrics.jsonl")) == 3
+    same_weights(tmp_path / "one/ppo", tmp_path / "two/ppo")

@@ -33,7 +33,8 @@ from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.rewards.functions import load_function
-from rlhf_cli.rewards.models import encode_texts, score_sequences
+from rlhf_cli.rewards.models import score_sequences
+from rlhf_cli.rewards.texts import encode_texts
 from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 from support.compare import same_weights, weights_of
