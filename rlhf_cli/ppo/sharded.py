@@ -18,9 +18,14 @@ from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.forward import choose_attention
+from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.sharding import whole
+
+COMPARED = 2
+"""The copy is float32 until the decoders have been compared with its forward pass: while the run is set up, and in the
+first sampling."""
 
 
 def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
@@ -44,11 +49,11 @@ def require_dividable(config: PPOConfig) -> None:
 class Sampler:
     """A whole copy of a sharded policy, from which a process samples.
 
-    Create it before the policy is sharded. Each process holds it, in float32.
+    Create it before the policy is sharded. Each process holds it in the precision of the passes.
     """
 
-    def __init__(self, policy: PreTrainedModel, device: torch.device):
-        self.policy, self._is_compared = policy, False
+    def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
+        self.policy, self.precision, self._num_copied = policy, precision, 0
         with torch.device(device):
             empty = {id(p): nn.Parameter(torch.empty(p.shape), requires_grad=False) for p in policy.parameters()}
         self.model: PreTrainedModel = copy.deepcopy(policy, dict(empty))
@@ -56,11 +61,13 @@ class Sampler:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the policy's weights, one at a time. All processes must call this."""
+        if self._num_copied == COMPARED:
+            hold_frozen(self.model, self.precision, exact=False)
         for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):
             mine.copy_(whole(weight.detach()))
-        if not self._is_compared:  # this needs real weights
+        if not self._num_copied:  # this needs real weights
             choose_attention(self.model)
-            self._is_compared = True
+        self._num_copied += 1
 
 
 def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tuple[Sampler | None, list[str | None]]:
@@ -68,7 +75,7 @@ def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tup
 
     Returns the copy of the policy that samples, and notes for the user.
     """
-    sampler = Sampler(models.policy, device) if to_divide(config, "policy") else None
+    sampler = Sampler(models.policy, device, config.precision) if to_divide(config, "policy") else None
     notes: list[str | None] = []
     named: dict[PPOModelName, PreTrainedModel | None] = {
         "policy": models.policy,

@@ -17,6 +17,7 @@ LEARNS = {
     "evaluation": {"num_prompts": 5, "num_examples": 5},
 }
 """Three rows a minibatch on two processes: one makes two passes, the other one."""
+ONE_ITERATION = {"ppo": {"num_iterations": 1, "rollout_batch_size": 6, "minibatch_size": 6}}
 
 
 @pytest.fixture
@@ -68,6 +69,19 @@ CASES = {
 def test_sharded_ppo_is_the_ppo_of_one_process_with(name, compare):
     changes, sharded = CASES[name]
     compare(changes, sharded=sharded)
+
+
+@pytest.mark.slow
+def test_the_copy_that_samples_is_exact_in_bfloat16(pipeline, write_config, run_stage, tmp_path):
+    """Its weights are bfloat16 numbers in the first rollout: the evaluation before it has sampled already."""
+    root = pipeline("llama")
+    changes = merged(LEARNS, {"policy": {"path": str(root / "sft")}, "precision": "bfloat16"})
+    changes = merged(changes, {"rewards": [{"type": "reward_model", "path": str(root / "rm")}], **ONE_ITERATION})
+    run_stage("ppo", tmp_path / "one", **changes)
+    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **merged(changes, SHARDED)))
+    one, two = (read_jsonl(tmp_path / name / "ppo/samples.jsonl") for name in ("one", "two"))
+    assert len(one) == 6
+    assert [row["response"] for row in one] == [row["response"] for row in two]
 
 
 @pytest.mark.slow
