@@ -182,9 +182,9 @@ class PPOConfig(Stage):
     samples_every: PositiveInt | None = None
     """Print the first response of every so many iterations, with its score and KL. Null prints none until the end."""
     evaluation: PPOEvaluation = PPOEvaluation()
+    """SFT compared with PPO on held-out prompts."""
     distributed: PPODistributed = PPODistributed()
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
-    """SFT compared with PPO on held-out prompts."""
     require: dict[FigureName, Requirement] = {}
     """Held-out figures of the earlier stages and their limits: `rm/accuracy: {above: 0.6, interval: lower}`. PPO does
     not start unless all hold. A name is `sft/` or `rm/` and a figure that the stage prints, without `eval/`:

@@ -208,6 +208,9 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # After a restart torchrun gives the processes the same store, with addresses of those that have ended.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
         )

@@ -171,3 +171,34 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
     rows = [json.loads(line) for line in (tmp_path / ".sft.partial/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] >= 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_go_on_from_the_last_checkpoint(write_config, make_model, run_stage, tmp_path, rank):
+    """A worker is killed after a checkpoint. The weights are those of a run without interruption."""
+    changes = {
+        "model": {"path": str(make_model("llama"))},
+        "training": {"num_steps": 60},
+        "optimizer": {"eps": 1e-3},
+        "checkpoints": {"every_steps": 5},
+    }
+    run_stage("sft", tmp_path / "one", **changes)
+    config = write_config("sft", tmp_path / "two", **changes)
+    command = [*WITH_TORCHRUN[:3], "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command += ["-m", "stages.sft", "--config", str(config)]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    checkpoints = tmp_path / "two/.sft.checkpoints"
+    wait_until(lambda: process.poll() is not None or list(checkpoints.glob("step-*")))
+    killed = pids_of(tmp_path)[rank]
+    os.kill(killed, signal.SIGKILL)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        for pid in pids_of(tmp_path).values():
+            os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    assert "resuming after step" in output
+    same_weights(tmp_path / "one/sft", tmp_path / "two/sft")
