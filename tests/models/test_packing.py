@@ -28,6 +28,7 @@ from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
 from rlhf_cli.training.distributed import World
 from stages import rm as rm_stage
+from support.worlds import in_each_process
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -481,13 +482,6 @@ def test_rm_metrics_are_the_same_on_one_and_two_processes(write_config, tmp_path
     budget = Budget(20)
     alone = scores_of_rows(model, rows, budget, config.precision, World(0, 1, CPU))
     close(alone, score_sequences(model, [answer for row in rows for answer in row], "float32"))
-    shards = []
-
-    class Two(World):
-        def gather(self, item):
-            shards.append(item)
-            return shards if len(shards) == 2 else [item, item[:-1]]  # The first process's result is not looked at.
-
-    scores_of_rows(model, rows, budget, config.precision, Two(0, 2, CPU))
-    close(scores_of_rows(model, rows, budget, config.precision, Two(1, 2, CPU)), alone)
+    for shared in in_each_process(2, lambda world: scores_of_rows(model, rows, budget, config.precision, world)):
+        close(shared, alone)
     assert scores_of_rows(model, [], budget, config.precision, World(0, 1, CPU)).tolist() == []
