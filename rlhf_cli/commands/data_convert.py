@@ -200,6 +200,7 @@ def _writer(out: Path) -> Iterator[Write]:
     """A function that writes a row, given its place and the row. The file appears as `out` if the block succeeds."""
     beside = out.with_name(f".{out.name}.writing")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             beside.unlink()
         # O_EXCL: a link with this name, which would lead elsewhere, is not followed.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import signal
 import socket
@@ -51,7 +52,9 @@ class Page:
         try:
             self.listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
-            raise ConfigError(f"--port {port}: cannot be bound ({error.strerror}). Choose another") from None
+            raise ConfigError(
+                f"--port {port}: cannot be bound ({os.strerror(error.errno or 0)}). Choose another"
+            ) from None
         self.port = self.listener.getsockname()[1]
         self.hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
         self.ended = threading.Event()

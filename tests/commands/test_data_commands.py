@@ -796,8 +796,10 @@ def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     assert not elsewhere.exists()
     assert (tmp_path / "new.jsonl").is_file()
     assert "must end in" in rlhf("convert", source, "--for", "sft", "--out", tmp_path / "a.csv", code=2).stderr
-    nowhere = tmp_path / "no" / "a.jsonl"
-    assert "cannot be written" in rlhf("convert", source, "--for", "sft", "--out", nowhere, code=2).stderr
+    below_a_file = out / "a.jsonl"
+    assert "cannot be written" in rlhf("convert", source, "--for", "sft", "--out", below_a_file, code=2).stderr
+    rlhf("convert", source, "--for", "sft", "--out", tmp_path / "new" / "folder" / "a.jsonl")
+    assert (tmp_path / "new" / "folder" / "a.jsonl").is_file()
 
 
 def test_compressed_files_are_reproducible(tmp_path: Path) -> None:
