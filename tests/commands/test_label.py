@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import pty
+import subprocess
+import sys
 import termios
 import threading
 import time
@@ -27,6 +29,7 @@ from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
 
@@ -235,6 +238,23 @@ def ask_and_read_stderr(ask: Ask, *arguments: Any, **options: Any) -> str:
     with contextlib.redirect_stderr(errors):
         ask(*arguments, **options)
     return errors.getvalue()
+
+
+def test_a_program_answers_through_a_pipe(tmp_path: Path) -> None:
+    """docs/gold_labeller.py: a process that waits for each pair before it sends a key."""
+    rows = read_jsonl(ROOT / "data/support/pref_test.jsonl")[:6]
+    replies = [{"prompt": row["prompt"], "responses": [row["rejected"], row["chosen"]]} for row in rows]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", replies)
+    command = [sys.executable, str(ROOT / "docs/gold_labeller.py"), str(pairs)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6 pairs" in done.stderr
+    gold = {row["prompt"]: row["chosen" if row["gold_chosen"] > row["gold_rejected"] else "rejected"] for row in rows}
+    labelled = {row["prompt"]: row["chosen"] for row in read_jsonl(tmp_path / "pairs.labels.jsonl")}
+    assert len(labelled) > 3
+    assert labelled.items() <= gold.items()
 
 
 def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:
