@@ -1,0 +1,140 @@
+"""Two hosts, as network namespaces with a link between them: `torchrun` on each, and the link is cut for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.training import checkpoint_files
+from support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+NAMES = [f"rlhf{os.getpid()}{side}" for side in "ab"]
+LINKS = [f"v{os.getpid()}{side}" for side in "ab"]
+ADDRESSES = ["10.213.7.1", "10.213.7.2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def set_link(state: str) -> None:
+    ip("-n", NAMES[1], "link", "set", LINKS[1], state)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Two namespaces, each with one end of a link."""
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip("link", "add", LINKS[0], "netns", NAMES[0], "type", "veth", "peer", "name", LINKS[1], "netns", NAMES[1])
+        for name, link, address in zip(NAMES, LINKS, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", link, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove()
+        pytest.skip(f"this machine does not allow network namespaces ({getattr(error, 'stderr', error)})")
+    yield
+    _remove()
+
+
+def _remove() -> None:
+    for name in NAMES:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            ip("netns", "del", name)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.1)
+
+
+class Job:
+    """`torchrun` with two processes on each host."""
+
+    def __init__(self, config: Path, folder: Path, *more: str):
+        self.logs = [folder / f"host{rank}.log" for rank in range(2)]
+        self.processes = [self._start(rank, config, more) for rank in range(2)]
+
+    def _start(self, rank: int, config: Path, more: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        command = [
+            *("ip", "netns", "exec", NAMES[rank], sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank)),
+            *("--master-addr", ADDRESSES[0], "--master-port", "29500"),
+            *("-m", "stages.sft", "--config", str(config), *more),
+        ]
+        environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": LINKS[rank], "TP_SOCKET_IFNAME": LINKS[rank]}
+        with self.logs[rank].open("wb") as log:
+            return subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> list[int]:
+        wait_until(lambda: all(process.poll() is not None for process in self.processes))
+        return [process.returncode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(write_config, make_model, tmp_path):
+    config = write_config(
+        "sft",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        training={"num_steps": 100_000},
+        checkpoints={"every_steps": 20, "every_minutes": None},
+        distributed={"timeout_s": 15},
+    )
+    metrics = tmp_path / ".sft.partial/metrics.jsonl"
+
+    def num_rows() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    job = Job(config, tmp_path)
+    try:
+        wait_until(lambda: num_rows() > 25 or any(process.poll() is not None for process in job.processes))
+        assert all(process.poll() is None for process in job.processes), job.text()
+
+        set_link("down")
+        time.sleep(3)
+        set_link("up")
+        at = num_rows()
+        wait_until(lambda: num_rows() > at + 25 or any(process.poll() is not None for process in job.processes))
+        assert all(process.poll() is None for process in job.processes), job.text()
+
+        set_link("down")
+        assert 0 not in job.wait()
+        assert re.search(r"process \d waited 15 s for [\w ]+ of all 4 processes", job.text()), job.text()
+    finally:
+        set_link("up")
+        job.kill()
+    step = checkpoint_files.last_step(str(tmp_path), "sft")
+    assert step is not None
+    again = Job(config, tmp_path, "--set", f"training.num_steps={step + 5}")
+    try:
+        assert again.wait() == [0, 0], again.text()
+        assert f"resuming after step {step} of {step + 5}" in again.text()
+    finally:
+        again.kill()
