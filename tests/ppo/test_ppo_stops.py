@@ -138,7 +138,7 @@ def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch)
     """[14] The config of GPT-2 enables dropout. This test keeps it on, with the policy in train mode."""
     monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
     monkeypatch.setattr(
-        "rlhf_cli.ppo.setup.load_policy", lambda path, revision=None: load_policy(path, revision).train()
+        "rlhf_cli.ppo.setup.load_policy", lambda path, revision, **more: load_policy(path, revision, **more).train()
     )
     with pytest.raises(RunError, match=r"ppo iteration 1: ratio_not_one: .*[Dd]ropout"):
         watch(policy={"path": str(make_model("gpt2"))}, rollout={"stop_tokens": []})

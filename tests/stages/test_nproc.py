@@ -202,3 +202,26 @@ def test_torchrun_restarts_go_on_from_the_last_checkpoint(write_config, make_mod
     assert process.returncode == 0, output
     assert "resuming after step" in output
     same_weights(tmp_path / "one/sft", tmp_path / "two/sft")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank):
+    """It computes a tenth of the time. No step takes longer than `distributed.timeout_s`."""
+    process = begin(*WITH_NPROC)
+    path, pid = tmp_path / ".sft.partial/metrics.jsonl", pids_of(tmp_path)[rank]
+    before = len(path.read_text().splitlines())
+    for _ in range(12):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.45)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+    assert process.poll() is None
+    rows = [json.loads(line) for line in path.read_text().splitlines()[before:-1]]
+    waited = dict.fromkeys((0.0, 1.0), 0.0)
+    for row in rows:
+        if "time/waited_s" in row:
+            waited[row["speed/slowest_process"]] += row["time/waited_s"]
+    assert waited[float(rank)] > 4 * waited[float(1 - rank)], waited
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
