@@ -110,7 +110,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def merge_in_place(model: PreTrainedModel) -> None:
+def merge_in_place(model: torch.nn.Module) -> None:
     """Add the adapters to the weights of the model and remove them. Quantized weights are dequantized first.
 
     peft would round the sum to 4 bits again, which is up to 1.1 nats off.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels.linear import FastLinear
+from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.program import install_extra
 
 BLOCK = 64
@@ -51,6 +52,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
 
 def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: str) -> nn.Module:
     """A layer that computes with the rounded weight."""
+    read_deferred(layer)
     # Under autocast the product is in bfloat16 all the same.
     quantized = library.nn.Linear4bit(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     quantized.in_features, quantized.out_features = layer.in_features, layer.out_features
@@ -95,6 +97,25 @@ def _weight_of(layer: Any) -> torch.Tensor:
 
     weight: torch.Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     return weight
+
+
+def quantized_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
+    state: Any = getattr(weight, "quant_state", None)
+    return weight.shape if state is None else torch.Size(state.shape)
+
+
+@torch.no_grad()
+def divisible(module: nn.Module) -> list[Any]:
+    """Make the quantized weights of a module plain bytes, which can be divided. Returns their layers.
+
+    A layer keeps the scales of all blocks, which are an eighth of the bytes, and bitsandbytes reads them from there.
+    """
+    layers = [layer for _, _, layer in quantized_layers(module)]
+    for layer in layers:
+        layer.quant_state = layer.weight.quant_state
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(torch.Tensor), requires_grad=False)
+    return layers
 
 
 def quiet_bitsandbytes() -> None:

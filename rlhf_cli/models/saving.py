@@ -48,8 +48,6 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
                 f"{key}.save: adapter: {base.path} has no padding token, so the model gets an embedding that its base "
                 "lacks. Set save: merged"
             )
-    if lora.quantize is not None and divides(config):
-        raise ConfigError(f"{key}.quantize: 4-bit weights cannot be divided yet. Remove it or distributed.shard")
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
     return add_lora(model, lora, key, seed=config.seed)

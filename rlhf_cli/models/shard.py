@@ -20,6 +20,7 @@ from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
 from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
+from rlhf_cli.models.nf4 import divisible
 from rlhf_cli.sharding import first_row, local, run_gathered
 
 
@@ -119,7 +120,11 @@ def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> 
             deferred.append((name, place))
             # Memory that is never written takes no room, and most of this is freed by the next call.
             weight.data = torch.empty(weight.shape, device=mesh.device_type)
+    quantized = divisible(module)
     fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+    for layer in quantized:
+        layer.quant_state.to(torch.device(mesh.device_type))
+        layer.weight.quant_state = layer.quant_state
     assert isinstance(module, FSDPModule)
     # Losses are divided by counts over all processes, so gradients are summed.
     module.set_gradient_divide_factor(1.0)

@@ -19,7 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.adapters import adapted_layers
+from rlhf_cli.models.adapters import adapted_layers, merge_in_place
+from rlhf_cli.models.nf4 import quantized_shape
 from rlhf_cli.sharding import plain_class, whole
 from rlhf_cli.tensor_ops import num_weights
 
@@ -68,10 +69,13 @@ def plain_weights(model: PreTrainedModel) -> dict[str, tuple[torch.Size, Callabl
     adapted = adapted_layers(model)
     for name, weight in model.named_parameters():
         layer = name.removesuffix(".base_layer.weight")
+        shape = quantized_shape(weight)
         if layer in adapted:
-            found[f"{layer}.weight"] = weight.shape, partial(_merged, model.get_submodule(layer))
+            found[f"{layer}.weight"] = shape, partial(_merged, model.get_submodule(layer))
+        elif not weight.is_floating_point():
+            found[name] = shape, partial(_merged, model.get_submodule(name.removesuffix(".weight")))
         elif ".lora_" not in name:
-            found[name.replace(".base_layer.", ".")] = weight.shape, partial(_gathered, weight)
+            found[name.replace(".base_layer.", ".")] = shape, partial(_gathered, weight)
     kept = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in kept:
@@ -85,12 +89,15 @@ def _gathered(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """The weight of an adapted layer with its adapters added."""
+    """The weight of a layer, dequantized, and with its adapters added."""
     # The copy gets whole weights in the place of the sharded ones.
-    weights = {id(weight): nn.Parameter(whole(weight).float(), requires_grad=False) for weight in layer.parameters()}
-    plain = copy.deepcopy(layer, weights)
-    plain.merge()
-    merged: Tensor = plain.get_base_layer().weight.detach()
+    weights: dict[int, Any] = {}
+    for weight in layer.parameters():
+        weights[id(weight)] = nn.Parameter(whole(weight), requires_grad=False)
+        vars(weights[id(weight)]).update(vars(weight))
+    holder: Any = nn.ModuleDict({"layer": copy.deepcopy(layer, weights)})
+    merge_in_place(holder)
+    merged: Tensor = holder["layer"].weight.detach().float()
     return merged
 
 

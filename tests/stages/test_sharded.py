@@ -30,6 +30,7 @@ def test_a_sharded_run_is_the_run_of_one_process(make_model, write_config, run_s
     assert read_manifest(tmp_path / "two" / "sft").num_processes == 2
 
 
+@pytest.mark.slow
 def test_a_sharded_reward_model_has_the_scores_and_the_normalisation_of_one_process(
     pipeline, write_config, run_stage, tmp_path
 ):

@@ -24,6 +24,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.models import load, sharded_files
 from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.sharding import is_first_process, local, plain_class, whole
 from rlhf_cli.training import distributed
@@ -48,6 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llama reward": {"reward": True},
     "llama bfloat16": {"precision": "bfloat16"},
     "gpt2 bfloat16": {"family": "gpt2", "tied": True, "precision": "bfloat16"},
+    "llama hybrid": {"tied": True, "per_node": 2},
+    "llama nf4": {"lora": True, "quantize": "nf4", "wide": True},
+    "llama nf4_double": {"lora": True, "quantize": "nf4_double", "wide": True, "tied": True},
     "gpt2 reward lora": {"family": "gpt2", "reward": True, "lora": True},
 }
 PLANTED: dict[str, dict[str, Any]] = {
@@ -61,7 +65,8 @@ def make_models(folder: Path) -> None:
     """Write the model of each case."""
     for name, case in (CASES | PLANTED).items():
         family = case.get("family", "llama")
-        settings = SETTINGS[family] | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
+        wide = {"hidden_size": 64, "intermediate_size": 128} if case.get("wide") else {}
+        settings = SETTINGS[family] | wide | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
         config = AutoConfig.for_model(family, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
@@ -86,9 +91,11 @@ class Trained:
             self.model = load.load_policy(str(folder), deferred=is_sharded)
         load.prepare(self.model, world.device)
         if case.get("lora"):
+            if "quantize" in case:
+                quantize(self.model, case["quantize"], "model.lora.quantize")
             add_lora(self.model, LORA, "model.lora", seed=0)
         if is_sharded:
-            shard_model(self.model, world.device, self.precision)
+            shard_model(self.model, world.device, self.precision, per_node=case.get("per_node"))
         self.model.train()
         if defect == "doubled":
             self.model.set_gradient_divide_factor(0.5)  # type: ignore[operator]
@@ -184,14 +191,10 @@ def saved_gap(folder: Path, sharded: PreTrainedModel, plain: PreTrainedModel) ->
     return gap(load_file(whole_folder / "model.safetensors"), written)
 
 
-RESUMED = {"tied": True}
-"""The case whose training is interrupted after three of its six steps."""
-
-
-def interrupted(folder: str) -> None:
-    """The program of each process of a run that saves a checkpoint after three steps."""
+def interrupted(folder: str, case: str) -> None:
+    """The program of each process of a run that saves a checkpoint after three of its six steps."""
     world = distributed.start("cpu")
-    run = Trained(Path(folder, "llama tied"), RESUMED, world)
+    run = Trained(Path(folder, case), CASES[case], world)
     for ids in batches()[:3]:
         run.step(ids)
     store = checkpoints_of(run, Path(folder))
@@ -200,10 +203,10 @@ def interrupted(folder: str) -> None:
     distributed.stop()
 
 
-def resumed(folder: str) -> None:
+def resumed(folder: str, case: str) -> None:
     """The program of each process of a run that resumes from that checkpoint. Writes the difference to one process."""
     world = distributed.start("cpu")
-    run = Trained(Path(folder, "llama tied"), RESUMED, world)
+    run = Trained(Path(folder, case), CASES[case], world)
     store = checkpoints_of(run, Path(folder))
     path, rejected = store.newest(lambda _: None)
     assert path is not None
@@ -211,7 +214,7 @@ def resumed(folder: str) -> None:
     assert store.restore(path) == 3
     for ids in batches()[3:]:
         run.step(ids)
-    alone = Trained(Path(folder, "llama tied"), RESUMED, World(0, 1, world.device))
+    alone = Trained(Path(folder, case), CASES[case], World(0, 1, world.device))
     for ids in batches():
         alone.step(ids)
     difference = gap(alone.weights(), run.weights())
