@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.kernels.linear import linear
+from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
-from rlhf_cli.sharding import gathered, local
+from rlhf_cli.sharding import gathered, is_sharded, local
 from rlhf_cli.tensor_ops import num_weights
 
 CPU_TOKENS = 2048
@@ -91,13 +92,24 @@ def static_bytes(trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrained
 
     The bytes of each weight, and 12 more for each trained number: its gradient and the two moments of AdamW. Weights
     that several models share count once. A model that is given twice counts twice, for a copy of its weights. Of a
-    sharded model the rows of this process count.
+    sharded model the rows of this process count, and what it gathers at a time.
     """
     moments = sum(12 * local(p).numel() for m in trained for p in m.parameters() if p.requires_grad)
     models = [*trained, *frozen]
     once = {id(p): local(p).nbytes for m in models for p in m.parameters()}
     copies = [m for number, m in enumerate(models) if m in models[:number]]
-    return moments + sum(once.values()) + sum(local(p).nbytes for m in copies for p in m.parameters())
+    exchanged = max((exchanged_bytes(m) for m in models if is_sharded(m)), default=0)
+    return exchanged + moments + sum(once.values()) + sum(local(p).nbytes for m in copies for p in m.parameters())
+
+
+def exchanged_bytes(model: PreTrainedModel) -> int:
+    """The most bytes of a sharded model's weights that a process has gathered at a time, with their gradients.
+
+    The weights outside of the blocks, and two blocks: one computes while the next arrives.
+    """
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    return 8 * outside + 12 * max(sizes)
 
 
 def token_bytes(

@@ -33,9 +33,11 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
     """`shard_model` as the config says; None if the run does not divide its models."""
     if not divides(config):
         return None
+    note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was divided"
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
-    return shard_model(model, device, config.precision, per_node=per_node)
+    line = shard_model(model, device, config.precision, per_node=per_node)
+    return "\n".join(filter(None, [note, line])) or None
 
 
 def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:

@@ -26,7 +26,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import read_text
 from rlhf_cli.sharding import local
 from rlhf_cli.training.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old, step_of
-from rlhf_cli.training.checkpoint_shards import SavedTensors, restored, save_rows
+from rlhf_cli.training.checkpoint_shards import SavedTensors, apart, restored, save_rows
 from rlhf_cli.training.distributed import ALONE, World
 from rlhf_cli.training.memory import is_out_of_memory
 
@@ -99,7 +99,7 @@ class CheckpointStore:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._write(step, {name: tensor.contiguous() for name, tensor in live.items()}, numbers)
+                self._write(step, apart(live), numbers)
                 self.wait()
             else:
                 self._writer = writer

@@ -114,13 +114,22 @@ def save_rows(tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, n
         return None
     first_rows = {name: first_row(t) for name, t in mine.items() if isinstance(t, DTensor)}
     path = directory / f"state-{rank + 1:05}-of-{num_processes:05}.safetensors"
-    values = {name: local(t).detach().cpu().contiguous() for name, t in mine.items()}
-    save_file(
-        {name: value for name, value in values.items() if value.numel() or name not in first_rows},
-        path,
-        metadata={FIRST_ROWS: json.dumps(first_rows)},
-    )
+    values = {name: local(t).detach().cpu() for name, t in mine.items()}
+    values = {name: value for name, value in values.items() if value.numel() or name not in first_rows}
+    save_file(apart(values), path, metadata={FIRST_ROWS: json.dumps(first_rows)})
     return path
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as safetensors takes them: contiguous, and a copy of each that shares memory with an earlier one."""
+    found: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.contiguous()
+        address = plain.untyped_storage().data_ptr()
+        found[name] = plain.clone() if address in known else plain
+        known.add(address)
+    return found
 
 
 def _is_first_copy(tensor: DTensor) -> bool:

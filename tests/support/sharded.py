@@ -39,12 +39,18 @@ VOCABULARY = 97
 STEPS = 6
 LEARNING = Optimizer(learning_rate=3e-3, eps=1e-3, schedule="constant", weight_decay=0.1, max_grad_norm=0.5)
 LORA = Lora(r=4, alpha=8)
+EXPERTS = SETTINGS["llama"] | {"num_local_experts": 4, "num_experts_per_tok": 2}
+"""transformers joins the experts of the files to one weight, so these weights cannot be deferred."""
 CASES: dict[str, dict[str, Any]] = {
     "llama tied": {"tied": True},
     "llama": {},
     "qwen2 tied": {"family": "qwen2", "tied": True},
     "gpt2": {"family": "gpt2", "tied": True},
     "gpt_neox": {"family": "gpt_neox"},
+    "bloom": {"family": "bloom", "tied": True},
+    "gemma2": {"family": "gemma2", "tied": True},
+    "opt": {"family": "opt", "tied": True},
+    "mixtral": {"family": "mixtral"},
     "llama lora": {"lora": True, "tied": True},
     "llama reward": {"reward": True},
     "llama bfloat16": {"precision": "bfloat16"},
@@ -66,7 +72,11 @@ def make_models(folder: Path) -> None:
     for name, case in (CASES | PLANTED).items():
         family = case.get("family", "llama")
         wide = {"hidden_size": 64, "intermediate_size": 128} if case.get("wide") else {}
-        settings = SETTINGS[family] | wide | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
+        settings = (
+            (SETTINGS | {"mixtral": EXPERTS})[family]
+            | wide
+            | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
+        )
         config = AutoConfig.for_model(family, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
