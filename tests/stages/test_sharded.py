@@ -11,33 +11,46 @@ from support.tiny import read_jsonl
 
 SHARDED = {"distributed": {"shard": True}}
 STEPS = {"training": {"minibatch_size": 5, "num_steps": 5}, "optimizer": {"eps": 1e-3}}
+BEST = {"evaluation": {"every_steps": 2, "keep_best": True}}
 
 
-def same_run(one, two, stage, tolerance=1e-5):
-    """Assert that two runs have the same losses and figures in each row, and the same weights."""
-    same_weights(one / stage / "model", two / stage / "model", tolerance)
-    for a, b in zip(*(read_jsonl(root / stage / "metrics.jsonl") for root in (one, two)), strict=True):
+def same_runs(stage, changes, write_config, run_stage, root, tolerance=1e-5):
+    """Run a stage on one process and sharded on two; assert the same figures in each row, files and weights."""
+    run_stage(stage, root / "one", **changes)
+    run_forked(2, stage, write_config(stage, root / "two", **changes, **SHARDED))
+    one, two = root / "one" / stage, root / "two" / stage
+    same_weights(one, two, tolerance)
+    files = [{str(path.relative_to(place)) for path in place.rglob("*")} for place in (one, two)]
+    assert files[0] == files[1]
+    for a, b in zip(*(read_jsonl(place / "metrics.jsonl") for place in (one, two)), strict=True):
         for key in a:
             if key.startswith(("loss/", f"{stage}/", "eval/")):
                 assert b[key] == pytest.approx(a[key], rel=tolerance, abs=tolerance), key
+    first, second = read_manifest(one), read_manifest(two)
+    assert first is not None
+    assert second is not None
+    assert second.num_processes == 2
+    assert second.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-5)
 
 
 def test_a_sharded_run_is_the_run_of_one_process(make_model, write_config, run_stage, tmp_path):
-    changes = {"model": {"path": str(make_model("llama"))}, **STEPS}
-    run_stage("sft", tmp_path / "one", **changes)
-    run_forked(2, "sft", write_config("sft", tmp_path / "two", **changes, **SHARDED))
-    same_run(tmp_path / "one", tmp_path / "two", "sft")
-    assert read_manifest(tmp_path / "two" / "sft").num_processes == 2
+    """With layers that are recomputed in the backward pass."""
+    changes = {"model": {"path": str(make_model("llama"))}, "gradient_checkpointing": True, **STEPS}
+    same_runs("sft", changes, write_config, run_stage, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [{"r": 4}, {"r": 4, "save": "adapter", "dora": True}], ids=["merged", "adapter"])
+def test_sharded_adapters_are_those_of_one_process(lora, make_model, write_config, run_stage, tmp_path):
+    changes = {"model": {"path": str(make_model("llama")), "lora": lora}, **STEPS, **BEST}
+    same_runs("sft", changes, write_config, run_stage, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "lora"), [("llama", None), ("gpt2", None), ("llama", {"r": 4})])
 def test_a_sharded_reward_model_has_the_scores_and_the_normalisation_of_one_process(
-    pipeline, write_config, run_stage, tmp_path
+    architecture, lora, pipeline, write_config, run_stage, tmp_path
 ):
-    """The rows of a step and the held-out rows don't divide evenly, and the SFT model is sampled from."""
-    changes = {"model": {"path": str(pipeline("llama") / "sft")}, **STEPS}
-    run_stage("rm", tmp_path / "one", **changes)
-    run_forked(2, "rm", write_config("rm", tmp_path / "two", **changes, **SHARDED))
-    same_run(tmp_path / "one", tmp_path / "two", "rm")
-    one, two = (read_manifest(tmp_path / name / "rm").metrics for name in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+    """The held-out rows don't divide evenly, and the SFT model is sampled from. GPT-2 gets a padding token."""
+    changes = {"model": {"path": str(pipeline(architecture) / "sft"), "lora": lora}, **STEPS, **BEST}
+    same_runs("rm", changes, write_config, run_stage, tmp_path)
