@@ -13,6 +13,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import save
 from rlhf_cli.models.nf4 import quantize, quantized_layers
@@ -50,6 +51,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
             )
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
+    if lora.dora:
+        read_deferred(model)  # its norms are those of the weights
     return add_lora(model, lora, key, seed=config.seed)
 
 

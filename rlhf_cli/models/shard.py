@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
-from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16
+from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16, is_packed
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.nf4 import divisible
@@ -87,7 +87,8 @@ def shard_model(
     _refuse(bad)
     # Blocks in bfloat16 compute in nothing else.
     precisions = ["float32"] if lower is None else ["bfloat16"]
-    line = choose_attention(model, precisions) if was_deferred else None
+    # A model whose weights were not deferred has chosen before, unless adapters needed them.
+    line = choose_attention(model, precisions) if was_deferred or not is_packed(model) else None
     with autocast(device, precisions[0]):
         check_head(model)
     return line

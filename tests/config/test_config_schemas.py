@@ -202,7 +202,6 @@ PPO: dict[str, Any] = {
         ("ppo", PPO, ["evaluation.best_metric=gold"], "needs every_iterations"),
         ("ppo", PPO, ["ptx={train: d.jsonl, coef: 1.5, mode: convex}"], "coef is 1.5"),
         ("sft", SFT, ["compile=true", "distributed.shard=true"], "compile and distributed.shard exclude each other"),
-        ("ppo", PPO, ["distributed.shard=true"], "PPO holds whole models"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(

@@ -26,7 +26,6 @@ from rlhf_cli.models import load, sharded_files
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.shard import shard_model
-from rlhf_cli.models.whole_copy import whole_copy
 from rlhf_cli.sharding import is_first_process, local, plain_class, whole
 from rlhf_cli.training import distributed
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
@@ -179,8 +178,6 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         "moved": gap(alone.weights(), moved),
     }
     if "defect" not in case:
-        copied = whole_copy(together.model, world.device)
-        found["copied"] = gap(dict(merged(alone.model).named_parameters()), dict(copied.named_parameters()))
         found["saved"] = saved_gap(folder / f"{name} saved", together.model, alone.model)
     return found
 
