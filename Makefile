@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LLAMA_CPP := $(VENV)/llama.cpp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/support
 BENCH ?= artifacts/bench
@@ -68,9 +69,19 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
-# lm-evaluation-harness and what it needs, 0.35 GB: only the slow tests use it.
-$(VENV)/.installed-slow: $(VENV)/.installed-dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,lm-eval]'
+# Only the slow tests use these: lm-evaluation-harness and what it needs (0.35 GB), torchao, and what llama.cpp's
+# converter imports.
+$(VENV)/.installed-slow: $(VENV)/.installed-dev $(LLAMA_CPP)/convert_hf_to_gguf.py
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,lm-eval,torchao,gguf]'
+	touch $@
+
+# llama.cpp's converter. Of the package indexes only the source package of llama-cpp-python (77 MB) has it.
+$(LLAMA_CPP)/convert_hf_to_gguf.py: | $(BIN)/python
+	mkdir -p $(LLAMA_CPP)
+	$(PIP) download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
+	cd $(LLAMA_CPP) && tar -xzf llama_cpp_python-0.3.36.tar.gz --strip-components 3 $(addprefix \
+		llama_cpp_python-0.3.36/vendor/llama.cpp/,convert_hf_to_gguf.py conversion gguf-py)
+	rm $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz
 	touch $@
 
 clean:

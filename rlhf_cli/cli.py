@@ -16,6 +16,7 @@ import typer.core
 
 from rlhf_cli.cli_data import data_app
 from rlhf_cli.cli_label import add_label
+from rlhf_cli.cli_export import export
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings=HELP_NAMES,
 )
 config_app = typer.Typer(help="Check, show and explain config files.", no_args_is_help=True)
+app.command()(export)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(rm_app, name="rm")

@@ -30,6 +30,7 @@ ORDER = (
     "generate",
     "label",
     "merge",
+    "export",
     "doctor",
     "init",
     "data",

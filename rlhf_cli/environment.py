@@ -7,6 +7,7 @@ set keeps your value.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -37,6 +38,9 @@ def set_up_process() -> None:
     # OMP_WAIT_POLICY is the other way to choose how threads wait; a spin count would override it.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    # transformers imports torchao wherever it finds it, and then both log that kernels of other GPUs do not load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.update(torchrun_variables(os.environ))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.new_folder import new_folder, require_new
 from rlhf_cli.printing import say
 
 
@@ -20,17 +20,15 @@ def merge(directory: str, out: Path) -> None:
         raise ArtifactError(
             f"{path}: has no adapters (adapter_config.json) to merge. If it is a model, use it as it is"
         )
-    if out.exists():
-        raise ArtifactError(f"{out}: exists, and is not overwritten. Name another folder")
+    require_new(out)
 
     from rlhf_cli.models.adapter_files import read_adapter
-    from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, save
+    from rlhf_cli.models.exporting import load_model
+    from rlhf_cli.models.load import load_tokenizer, save
 
     adapter = read_adapter(path)
     assert adapter is not None
-    model = load_reward_model(path) if adapter.is_classifier else load_policy(path)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save(model, load_tokenizer(path), partial)
-    partial.rename(out)
+    model = load_model(path)
+    with new_folder(out) as folder:
+        save(model, load_tokenizer(path), folder)
     say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters")

@@ -12,9 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.data.encode import Example
-from rlhf_cli.data.encoders import DemonstrationEncoder, PromptRow
-from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import sft_rows
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import language_model, policy
@@ -27,7 +25,6 @@ from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
-from rlhf_cli.models.limits import positions
 from rlhf_cli.training.distributed import start
 from rlhf_cli.training.progress import Display
 
@@ -105,7 +102,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
     config = run.sft
     assert config is not None
     model, tokenizer = run.load(run.model_path("sft"))
-    rows = _demonstrations(run, model, tokenizer)
+    rows = run.demonstrations(model, tokenizer)
     if not rows:
         display.warn("sft: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
         return {}
@@ -137,13 +134,6 @@ def _replies(
         return [], {}
     found = [{"prompt": prompt, "reply": text} for prompt, text in zip(prompts, texts, strict=True)]
     return found, language_model.reply_figures(texts, lengths, ended, seed=run.seed)
-
-
-def _demonstrations(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
-    """The held-out rows of the sft stage."""
-    assert run.sft is not None
-    data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft)), longest=positions(model))
-    return data.test[: run.sft.evaluation.max_rows]
 
 
 # ---------------------------------------------------------------------------------------------- PPO
@@ -191,7 +181,7 @@ def _alignment_tax(
     run: Run, reference: PreTrainedModel, trained: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Figure | None:
     """The loss of PPO on SFT's held-out rows minus that of SFT; None without such rows."""
-    if run.sft is None or not (rows := _demonstrations(run, reference, tokenizer)):
+    if run.sft is None or not (rows := run.demonstrations(reference, tokenizer)):
         return None
     precision = run.sft.precision
     before, after = (

@@ -64,12 +64,8 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
     config = run.rm
     assert config is not None
     path = run.model_path("rm")
-    model, tokenizer = load_reward_model(path), load_tokenizer(path)
-    prepare(model, run.device)
-    encoder = answer_encoder(tokenizer, rm_rows(config), reads_last_token=reads_last_token(model))
-    budget = run.budget(model, config.precision)
-    scorer = Scorer(config, model, tokenizer, encoder, budget, World(0, 1, run.device))
-    rows = _held_out_rows(scorer)
+    scorer = scorer_of(run, config, load_reward_model(path), load_tokenizer(path))
+    rows = held_out_rows(scorer)
     report: dict[str, Any] = {}
     sentences = Sentences(display)
     if not rows:
@@ -83,7 +79,14 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
     return report | {"sentences": sentences.texts} if report else {}
 
 
-def _held_out_rows(scorer: Scorer) -> Sequence[Any]:
+def scorer_of(run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+    """A reward model on the run's device, ready to score."""
+    prepare(model, run.device)
+    encoder = answer_encoder(tokenizer, rm_rows(config), reads_last_token=reads_last_token(model))
+    return Scorer(config, model, tokenizer, encoder, run.budget(model, config.precision), World(0, 1, run.device))
+
+
+def held_out_rows(scorer: Scorer) -> Sequence[Any]:
     """The held-out rankings, pairs of labelled texts, or scored answers, as the stage evaluated them."""
     config, encoder = scorer.config, scorer.encoder
     table = tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer)).test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,14 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Example
+from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
+from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 
 
@@ -57,6 +63,13 @@ class Run:
     def budget(self, model: PreTrainedModel, precision: str) -> Budget:
         """How many tokens the model takes in one pass without gradients."""
         return Budget(token_budget([model], [], self.device, precision, 1), padded=not is_packed(model))
+
+    def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
+        """The held-out rows of the sft stage, encoded for a model; empty without that stage."""
+        if self.sft is None:
+            return []
+        data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(self.sft)), longest=positions(model))
+        return data.test[: self.sft.evaluation.max_rows]
 
 
 def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:

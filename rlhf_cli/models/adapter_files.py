@@ -85,15 +85,11 @@ def save_adapter(
     }
     if is_sharded(model) and not is_first_process():
         return
-    local = Path(base.path).is_dir()
-    path = str(Path(base.path).resolve()) if local else base.path
-    lora = {**lora_of(model).to_dict(), "base_model_name_or_path": path, "revision": base.revision}
+    # From the final place of the stage, whose name has the same number of parts as the place where it is built.
+    about = _about(base, directory, quantization)
+    lora = {**lora_of(model).to_dict(), "base_model_name_or_path": about["path"], "revision": base.revision}
     lora |= {"modules_to_save": heads or None, "inference_mode": True}
     model.config.architectures = [plain_class(model).__name__]
-    # From the final place of the stage, whose name has the same number of parts as the place where it is built.
-    relative = os.path.relpath(path, directory.resolve()) if local else None
-    about = {"path": path, "relative_path": relative, "revision": base.revision, "digest": base.digest()}
-    about["quantize"] = quantization
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
@@ -102,6 +98,24 @@ def save_adapter(
         _write_json(directory / MODEL_CONFIG, model.config.to_diff_dict())
     except (OSError, SafetensorError) as error:
         raise _unwritable(directory, error) from None
+
+
+def copy_adapter(adapter: AdapterDirectory, directory: Path, final: Path) -> None:
+    """Write everything about adapters but their weights into another directory, which will be moved to `final`."""
+    about = _about(adapter.base, final, adapter.quantization)
+    _write_json(directory / ADAPTER_CONFIG, {**adapter.lora, "base_model_name_or_path": about["path"]})
+    _write_json(directory / BASE_MODEL, about)
+    if adapter.model_config:
+        _write_json(directory / MODEL_CONFIG, adapter.model_config)
+
+
+def _about(base: BaseModel, directory: Path, quantization: Quantization | None) -> dict[str, Any]:
+    """The content of BASE_MODEL for adapters in `directory`."""
+    local = Path(base.path).is_dir()
+    path = str(Path(base.path).resolve()) if local else base.path
+    relative = os.path.relpath(path, directory.resolve()) if local else None
+    about = {"path": path, "relative_path": relative, "revision": base.revision, "digest": base.digest()}
+    return {**about, "quantize": quantization}
 
 
 def _name_in_file(name: str) -> str:

@@ -259,7 +259,9 @@ def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, *, max_shard_size: str = "50GB"
+) -> None:
     """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config.
 
     All processes must call this for a sharded model; the first one writes.
@@ -270,7 +272,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: 
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(directory)
     except Exception as error:
         # safetensors and tokenizers write from Rust and report a full disk by their own errors.

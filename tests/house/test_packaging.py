@@ -82,8 +82,8 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
 
 
 NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}
-USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic"}
-"""Packages that torch.utils.tensorboard and MLflow's default database import."""
+USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic", "gguf", "sentencepiece"}
+"""Packages that torch.utils.tensorboard, MLflow's default database and llama.cpp's converter import."""
 COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 

@@ -1,0 +1,285 @@
+"""`rlhf export`: a trained model as a folder for other programs, with what the export cost in quality beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_cli.artifacts import (
+    MANIFEST,
+    model_directory,
+    stage_directory,
+)
+from rlhf_cli.digests import digest_file
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.evaluation.locate import StageModel, locate
+from rlhf_cli.new_folder import new_folder, require_new
+from rlhf_cli.training.progress import Display
+
+if TYPE_CHECKING:
+    from rlhf_cli.evaluation.fidelity import Check, Comparison
+    from rlhf_cli.models.exporting import Dtype
+
+Format = Literal["safetensors", "adapter", "gguf"]
+Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
+TORCHAO = ("int8", "int4")
+FILE = "export.json"
+"""What was exported, from what, and the figures of both models."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is written."""
+
+    format: Format = "safetensors"
+    dtype: Dtype | None = None
+    """None: that of the base model of the run, or as saved."""
+    quantize: Quantization | None = None
+    max_shard_size: str = "5GB"
+    check: bool = True
+    """Measure what the export cost."""
+    device: str = "auto"
+    seed: int = 0
+
+    def require_fitting(self) -> None:
+        """Raise ConfigError for options that exclude each other."""
+        from huggingface_hub.serialization._base import parse_size_to_int
+
+        kind = self.quantize
+        if self.format == "adapter" and kind is not None:
+            raise ConfigError("--quantize: adapters are not quantized. Remove one of --quantize and --format adapter")
+        if self.format == "gguf" and kind in TORCHAO:
+            raise ConfigError(f"--quantize {kind}: is a format of torchao. For GGUF give q8_0 or q4_k_m")
+        if self.format == "safetensors" and kind is not None and kind not in TORCHAO:
+            raise ConfigError(f"--quantize {kind}: is a format of GGUF files. Add --format gguf, or give int8")
+        if self.format == "gguf" and kind is not None and self.dtype is not None:
+            raise ConfigError("--dtype: does nothing with --quantize in a GGUF file. Remove one of them")
+        try:
+            parse_size_to_int(self.max_shard_size)
+        except ValueError:
+            raise ConfigError(
+                f"--max-shard-size: {self.max_shard_size}, must be a number of bytes such as 500MB or 5GB"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model to export."""
+
+    path: str
+    """Its directory or hub id."""
+    located: StageModel | None = None
+    """The stage that it belongs to; None for a model of no run."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model in cards and files."""
+        if self.located is None:
+            return Path(self.path).absolute().name
+        return f"{self.located.root.absolute().name}-{self.located.name.replace('/', '-')}"
+
+
+def export(directory: str, out: Path, stage: str | None, options: Options, *, quiet: bool = False) -> None:
+    """Write the model of a stage, or any model, as the folder `out`, which is complete or does not exist.
+
+    Raises ConfigError for options that do not fit together or need a program that is not installed, ArtifactError for
+    a stage that is not finished, and for an `out` that exists or cannot be written.
+    """
+    options.require_fitting()
+    source = source_of(directory, stage)
+    require_new(out)
+    display = Display("export", quiet=quiet)
+
+    from rlhf_cli.models.exporting import adapter_directory
+
+    if options.format == "adapter":
+        adapter_directory(source.path)
+    _require_programs(options)
+    check = _check(source, options, display)
+    with new_folder(out) as folder:
+        dtype, note = _dtype(source, options)
+        about = _write(source, folder, out, options, dtype)
+        if check is not None:
+            display.note(f"comparing {source.name} on {check.about}")
+        found = _compare(check, folder, about)
+        facts = _facts(source, options, about, dtype, check, found)
+        text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        (folder / FILE).write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, options, facts, found), encoding="utf-8")
+    if check is not None and found is not None:
+        from rlhf_cli.evaluation.fidelity import COLUMNS
+
+        display.table(f"{source.name}, as trained and as {facts['written_as']}: {check.about}", COLUMNS, found.rows())
+    size = sum(file.stat().st_size for file in out.iterdir())
+    display.note(f"{out}: {source.name} as {facts['written_as']}{note}, {size / 1e6:,.1f} MB")
+
+
+def source_of(directory: str, stage: str | None) -> Source:
+    """The model of `stage` of a run, or of the last finished one of ppo, sft and rm; a model directory as it is.
+
+    Raises ArtifactError if the stage is not finished.
+    """
+    located = locate(directory, stage, default=("ppo", "sft", "rm"))
+    if located is not None:
+        return Source(located.path, located)
+    if stage is not None:
+        raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
+    return Source(model_directory(directory))
+
+
+def _require_programs(options: Options) -> None:
+    """Raise ConfigError for a program or package that this format needs and that is not installed."""
+    if options.format == "gguf":
+        from rlhf_cli.models.gguf import require_llama_cpp
+
+        require_llama_cpp(options.quantize)
+    elif options.quantize is not None:
+        from rlhf_cli.models.exporting import require_torchao
+
+        assert options.quantize in ("int8", "int4")
+        require_torchao(options.quantize)
+
+
+def _check(source: Source, options: Options, display: Display) -> Check | None:
+    """The comparison with the original, with its data read; None without a run or with --no-check."""
+    if not options.check:
+        return None
+    located = source.located
+    if located is None or located.folder == "value_model":
+        display.note(f"{source.path} is not compared: it is no language model or reward model of a run")
+        return None
+    from rlhf_cli.evaluation.fidelity import check_of
+    from rlhf_cli.evaluation.run import open_run
+    from rlhf_cli.training.distributed import start
+
+    try:
+        run = open_run(located.root, stage=None, device=start(options.device).device, seed=options.seed)
+        check = check_of(run, located)
+    except (ArtifactError, DataError) as error:
+        if type(error) not in (ArtifactError, DataError):  # Those about a stage say themselves what to do.
+            raise
+        raise type(error)(f"{error}. Or export without figures: --no-check") from None
+    if not check.about:
+        display.note(f"{source.path} is not compared: the run has no held-out rows")
+    return check if check.about else None
+
+
+def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
+    """The number format to write, and a remark where it was not chosen."""
+    from rlhf_cli.models.exporting import dtype_of
+
+    if options.dtype is not None:
+        return options.dtype, ""
+    if options.format == "gguf" and options.quantize is not None:
+        return "float32", ""  # llama.cpp rounds once
+    if source.located is not None:
+        from rlhf_cli.config.by_stage import load_stage_config
+        from rlhf_cli.training.base_model import base_model
+
+        root, stage = source.located.root, source.located.stage
+        file = stage_directory(root, stage) / "config.yaml"
+        config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
+        base = base_model(config, root)
+        if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
+            return dtype, " as its base model"
+    return dtype_of(source.path) or "float32", ""
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in the folder."""
+
+    parameters: int
+    gguf_file: str | None = None
+    """The name of a GGUF file."""
+
+
+def _write(source: Source, folder: Path, out: Path, options: Options, dtype: Dtype) -> Written:
+    """Write the weights and everything that belongs to them, but no card."""
+    from rlhf_cli.models import exporting
+
+    if options.format == "adapter":
+        return Written(exporting.write_adapter(source.path, folder, options.dtype, out))
+    if options.format == "gguf":
+        return _write_gguf(source, folder, options, dtype)
+    if options.quantize is not None:
+        assert options.quantize in ("int8", "int4")
+        return Written(exporting.write_quantized(source.path, folder, dtype, options.quantize, options.max_shard_size))
+    return Written(exporting.write_model(source.path, folder, dtype, options.max_shard_size))
+
+
+def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype) -> Written:
+    from rlhf_cli.models.exporting import write_model
+    from rlhf_cli.models.gguf import TYPES, convert
+    from rlhf_cli.models.load import load_tokenizer
+
+    kind = options.quantize or dtype
+    name = f"{source.name}-{TYPES.get(kind, kind).upper()}.gguf"
+    with tempfile.TemporaryDirectory(dir=folder) as plain:
+        parameters = write_model(source.path, Path(plain), dtype, "50GB")
+        card = Path(source.path) / "README.md"
+        if card.is_file():  # The converter copies its licence and base model.
+            shutil.copyfile(card, Path(plain) / card.name)
+        convert(Path(plain), folder / name, kind, source.name, load_tokenizer(plain))
+    return Written(parameters, name)
+
+
+# ------------------------------------------------------------------------------------------- what it cost
+
+
+def _compare(check: Check | None, folder: Path, about: Written) -> Comparison | None:
+    if check is None:
+        return None
+    from rlhf_cli.models.exporting import load_exported
+
+    return check.compare(load_exported(folder, check.model, gguf_file=about.gguf_file))
+
+
+def _facts(
+    source: Source, options: Options, about: Written, dtype: Dtype, check: Check | None, found: Comparison | None
+) -> dict[str, Any]:
+    """The content of export.json."""
+    from rlhf_cli.evaluation.tables import as_json
+    from rlhf_cli.training.model_card import library_versions
+
+    written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]
+    if options.format != "adapter":
+        written_as += options.quantize or dtype
+    if options.quantize in TORCHAO:
+        written_as += f" with {dtype}"
+    facts: dict[str, Any] = {"model": source.name, "written_as": written_as, "parameters": about.parameters}
+    written = options.dtype if options.format == "adapter" else dtype
+    facts |= {"format": options.format, "dtype": written, "quantize": options.quantize}
+    if source.located is not None:
+        manifest = digest_file(stage_directory(source.located.root, source.located.stage) / MANIFEST)
+        facts |= {"stage": source.located.stage, "manifest": manifest}
+    if check is not None and found is not None:
+        sides = {"original": found.original, "exported": found.exported, "difference": found.difference}
+        facts |= {"compared_on": check.about, "seed": options.seed}
+        facts |= {name: as_json(side) for name, side in sides.items()}
+    return {**facts, "versions": library_versions()}
+
+
+def _card(source: Source, options: Options, facts: dict[str, Any], found: Comparison | None) -> str:
+    """The model card of the stage, with a section about the export."""
+    card = Path(source.path) / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {source.name}\n"
+    if options.format == "adapter":
+        text = text.replace("library_name: transformers", "library_name: peft", 1)
+        text = text.replace("base_model_relation: finetune", "base_model_relation: adapter", 1)
+    lines = [f"## Export\n\nWritten by `rlhf export` as {facts['written_as']}."]
+    if found is not None:
+        lines[0] += (
+            f" Compared with the model as it was trained on {facts['compared_on']}, both computed in float32. KL is "
+            "that of the original to the export, in nats."
+        )
+        rows = ["| | original | exported | difference |", "|---|---|---|---|"]
+        lines.append("\n".join([*rows, *(f"| {' | '.join(row)} |" for row in found.rows())]))
+    return text.rstrip("\n") + "\n\n" + "\n\n".join(lines) + "\n"

@@ -1,0 +1,260 @@
+"""What an export cost: the same held-out figures of the exported model and of the model that it was made from.
+
+Both compute in float32, so the figures show what changed in the weights. A program that computes in bfloat16 adds its
+own rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.algorithms.comparison import wins
+from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.config.ppo import Rollout
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.encoders import PromptEncoder, PromptRow
+from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import ppo_rows
+from rlhf_cli.evaluation.figures import Figure, Figures, difference_figure, mean_figure, ratio_figure, share_figure
+from rlhf_cli.evaluation.language_model import MAX_LOGITS, loss_difference, row_sums
+from rlhf_cli.evaluation.locate import StageModel
+from rlhf_cli.evaluation.reward_model import Scorer, held_out_rows, scorer_of
+from rlhf_cli.evaluation.run import Run
+from rlhf_cli.evaluation.trained import samples_of
+from rlhf_cli.models.forward import target_logits, vocabulary_rows
+from rlhf_cli.models.limits import positions
+from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
+from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, sampling_of
+
+PROMPTS = 256
+"""Held-out prompts that a language model responds to."""
+PRECISION = "float32"
+
+
+@dataclass
+class Comparison:
+    """Figures of both models, and figures of what differs between them."""
+
+    original: Figures = field(default_factory=dict)
+    exported: Figures = field(default_factory=dict)
+    difference: Figures = field(default_factory=dict)
+    """Exported minus original, and distances."""
+
+    def add(self, name: str, sides: Sequence[Figure], difference: Figure) -> None:
+        """Add a figure that both models have: that of the original, that of the exported one, and the difference."""
+        self.original[name], self.exported[name] = sides
+        self.difference[name] = difference
+
+    def rows(self) -> list[list[str]]:
+        """The cells of a table: name, original, exported, difference. A distance has only the last."""
+        names = list(dict.fromkeys([*self.original, *self.difference]))
+        return [
+            [
+                name.replace("_", " "),
+                *(str(side[name]) if name in side else "" for side in (self.original, self.exported)),
+                _small(self.difference[name]),
+            ]
+            for name in names
+        ]
+
+
+COLUMNS = ["", "original", "exported", "difference"]
+
+
+def _small(figure: Figure) -> str:
+    """A figure with two significant digits, which may be far below one."""
+    if math.isnan(figure.low):
+        return f"{figure.value:.2g}"
+    return f"{figure.value:.2g} [{figure.low:.2g}, {figure.high:.2g}]"
+
+
+class Check(ABC):
+    """A model of a run with its held-out rows, to compare an exported one with."""
+
+    model: PreTrainedModel
+    """The model as it was trained."""
+    about: str
+    """What the figures are computed on; "" without held-out rows."""
+
+    @abstractmethod
+    def compare(self, exported: PreTrainedModel) -> Comparison:
+        """The figures of both models. `exported` is on the CPU, as it was loaded."""
+
+
+def check_of(run: Run, located: StageModel) -> Check:
+    """The comparison for a model. Raises DataError or ArtifactError if rows or the reward model cannot be read."""
+    return RewardModelCheck(run, located.path) if located.stage == "rm" else PolicyCheck(run, located.path)
+
+
+# ------------------------------------------------------------------------------------------- language models
+
+
+class PolicyCheck(Check):
+    """Loss on SFT's held-out rows; exact KL and reward on responses to held-out prompts."""
+
+    def __init__(self, run: Run, path: str):
+        self.run = run
+        self.model, self.tokenizer = run.load(path)
+        self.rows = run.demonstrations(self.model, self.tokenizer)
+        rollout, self.prompts = _prompts(run, self.model, self.tokenizer, self.rows)
+        self.longest, self.sampling = rollout.max_new_tokens, sampling_of(rollout, self.model, self.tokenizer)
+        rewards = [reward for reward in run.ppo.rewards if isinstance(reward, ModelReward)] if run.ppo else []
+        if not rewards and run.rm is not None:
+            rewards = [ModelReward(type="reward_model")]
+        self.rewards = load_rewards(rewards, str(run.root), self.tokenizer, run.device, PRECISION)[0]
+        rows = [f"{len(self.rows):,} held-out rows"] if self.rows else []
+        prompts = [f"responses to {len(self.prompts):,} held-out prompts"] if self.prompts else []
+        self.about = ", ".join(rows + prompts)
+
+    def compare(self, exported: PreTrainedModel) -> Comparison:
+        """Loss, KL and reward."""
+        prepare(exported, self.run.device)
+        found, seed = Comparison(), self.run.seed
+        if self.rows:
+            before, after = (
+                row_sums(model, self.rows, self.run.budget(model, PRECISION), PRECISION)
+                for model in (self.model, exported)
+            )
+            losses = [ratio_figure(sums.nll, sums.tokens, seed=seed) for sums in (before, after)]
+            found.add("loss", losses, loss_difference(after, before, seed=seed))
+        if self.prompts:
+            responses = self._respond(self.model)
+            found.difference |= self._distance(exported, responses)
+            if self.rewards:
+                scores = [self._score(one) for one in (responses, self._respond(exported))]
+                means = [mean_figure(score, seed=seed) for score in scores]
+                found.add("score", means, mean_figure(scores[1] - scores[0], seed=seed))
+        return found
+
+    def _respond(self, model: PreTrainedModel) -> list[Response]:
+        """A response of a model to each prompt. Both models use the same uniforms."""
+        uniforms = draw_uniforms(self.run.seed, "export", 0, len(self.prompts), self.longest)
+        return sample(model, [prompt.ids for prompt in self.prompts], uniforms, self.sampling, self.tokenizer)
+
+    def _score(self, responses: Sequence[Response]) -> Tensor:
+        samples = samples_of(self.tokenizer, self.sampling, self.prompts, responses, self.rewards)
+        return total_score(self.rewards, samples).total.double()
+
+    def _distance(self, exported: PreTrainedModel, responses: Sequence[Response]) -> Figures:
+        """How far the next token's distribution is from the original's, at each token of the original's responses."""
+        ids = [prompt.ids + response.ids for prompt, response in zip(self.prompts, responses, strict=True)]
+        masks = [[i >= len(prompt.ids) for i in range(len(row))] for prompt, row in zip(self.prompts, ids, strict=True)]
+        kl, other = token_distances(self.model, exported, ids, masks, self.run)
+        tokens = torch.tensor([float(len(response.ids)) for response in responses])
+        sums = [torch.stack([row.sum() for row in rows]) for rows in (kl, other)]
+        return {
+            "kl_per_token": ratio_figure(sums[0], tokens, seed=self.run.seed),
+            "kl_of_the_worst_token": Figure(torch.cat(kl).max().item()),
+            "other_likeliest_token": ratio_figure(sums[1], tokens, seed=self.run.seed),
+        }
+
+
+@torch.no_grad()
+def token_distances(
+    original: PreTrainedModel,
+    exported: PreTrainedModel,
+    ids: Sequence[list[int]],
+    masks: Sequence[list[bool]],
+    run: Run,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For the targets of each sequence: exact KL(original, exported) in nats, and 1 where the likeliest tokens differ.
+
+    One [targets of the sequence] float64 tensor per sequence.
+    """
+    kl: dict[int, Tensor] = {}
+    other: dict[int, Tensor] = {}
+    budget = run.budget(original, PRECISION)
+    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(original))))
+    for part in budget.cut([len(row) for row in ids]):
+        some = [ids[i] for i in part], [masks[i] for i in part]
+        before, after = target_logits(original, *some)[0], target_logits(exported, *some)[0]  # [N, V] each
+        lengths = [sum(masks[i]) for i in part]
+        is_other = (before.argmax(-1) != after.argmax(-1)).double().cpu()
+        kl |= dict(zip(part, kl_full(before, after).double().cpu().split(lengths), strict=True))
+        other |= dict(zip(part, is_other.split(lengths), strict=True))
+    return [kl[i] for i in range(len(ids))], [other[i] for i in range(len(ids))]
+
+
+def _prompts(
+    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any]
+) -> tuple[Rollout, list[PromptRow]]:
+    """The held-out prompts, and how the run draws responses: PPO's, or those of SFT's rows where PPO has not run."""
+    if run.ppo is not None:
+        rollout = run.ppo.rollout
+        room = positions(model) - rollout.max_new_tokens
+        table = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo)), longest=room).test
+        return rollout, list(table[:PROMPTS])
+    if run.sft is None:
+        return Rollout(), []
+    evaluation = run.sft.evaluation
+    rollout = Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
+    found = []
+    for row in rows[:PROMPTS]:
+        ids = row.ids[: row.loss_mask.index(True)]
+        if ids and len(ids) + rollout.max_new_tokens <= positions(model):
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
+            found.append(PromptRow(text, ids, Prompt(text, row.where)))
+    return rollout, found
+
+
+# ------------------------------------------------------------------------------------------- reward models
+
+
+class RewardModelCheck(Check):
+    """Scores of the held-out answers, and which of two answers they prefer."""
+
+    def __init__(self, run: Run, path: str):
+        assert run.rm is not None
+        self.run, self.config = run, run.rm.model_copy(update={"precision": PRECISION})
+        self.model = load_reward_model(path)
+        self.tokenizer = load_tokenizer(path)
+        self.scorer = self._scorer(self.model)
+        self.rows = list(held_out_rows(self.scorer))
+        self.about = f"{len(self.rows):,} held-out {'pairs' if self.config.is_pairwise else 'answers'}"
+        if not self.rows:
+            self.about = ""
+
+    def _scorer(self, model: PreTrainedModel) -> Scorer:
+        return scorer_of(self.run, self.config, model, self.tokenizer)
+
+    def compare(self, exported: PreTrainedModel) -> Comparison:
+        """Accuracy and margin of pairs, or the squared error of scored answers; how far the scores moved."""
+        found, seed = Comparison(), self.run.seed
+        pairs = [row for row in self.rows if isinstance(row, RankedIds)]
+        texts = [[row.answers[0], row.answers[-1]] for row in pairs] or [[row.ids] for row in self.rows]
+        before, after = (scorer.score(texts).double() for scorer in (self.scorer, self._scorer(exported)))
+        if pairs:
+            right = [wins(score[0::2], score[1::2]) for score in (before, after)]
+            accuracies = [share_figure(one) for one in right]
+            found.add("accuracy", accuracies, difference_figure(right[1], right[0], seed=seed))
+            margins = [score[0::2] - score[1::2] for score in (before, after)]
+            means = [mean_figure(one, seed=seed) for one in margins]
+            found.add("margin", means, mean_figure(margins[1] - margins[0], seed=seed))
+            found.difference["other_preference"] = share_figure((margins[0].sign() != margins[1].sign()).double())
+        else:
+            settings = self.model.config
+            std, mean = (float(getattr(settings, key, x)) for key, x in (("target_std", 1.0), ("target_mean", 0.0)))
+            target = torch.tensor([row.score for row in self.rows], dtype=torch.float64)
+            stated = [score * std + mean for score in (before, after)]
+            if self.config.loss == "bce":
+                stated = [score.sigmoid() for score in stated]
+            errors = [(score - target).square() for score in stated]
+            means = [mean_figure(one, seed=seed) for one in errors]
+            found.add("squared_error", means, mean_figure(errors[1] - errors[0], seed=seed))
+        scale = float(getattr(self.model.config, "score_std", None) or 1.0)
+        moved = (after - before).abs() / scale
+        found.difference["change_of_a_score"] = mean_figure(moved, seed=seed)
+        found.difference["largest_change"] = Figure(moved.max().item())
+        return found

@@ -1,0 +1,204 @@
+"""Write a trained model for other programs: in another number format, in shards, quantized, or as adapters alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    TorchAoConfig,
+)
+
+from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
+from rlhf_cli.models.adapters import head_names, merge_in_place
+from rlhf_cli.models.checks import check_weights
+from rlhf_cli.models.heads import offer_classifier
+from rlhf_cli.models.load import (
+    is_language_model,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    save,
+    set_dropout_off,
+)
+from rlhf_cli.models.loading import no_progress_bar
+from rlhf_cli.models.refusals import check_directory, reason_of
+from rlhf_cli.models.seq2seq import is_seq2seq, is_seq2seq_config
+from rlhf_cli.program import install_extra
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+INT4_GROUP = 128
+"""Weights that share a scale in torchao's int4."""
+
+
+def load_model(path: str, revision: str | None = None) -> PreTrainedModel:
+    """A language model or a sequence classifier, whichever was saved, in float32 with its adapters merged."""
+    check_directory(path, revision, weights=True)
+    return load_policy(path, revision) if is_language_model(path, revision) else load_reward_model(path, revision)
+
+
+def dtype_of(path: str, revision: str | None = None) -> Dtype | None:
+    """The number format that a model's config.json names; that of the base for adapters. None if it is unknown."""
+    path = model_directory(path)
+    while (adapter := read_adapter(path)) is not None:
+        path, revision = adapter.base.path, adapter.base.revision
+    try:
+        dtype = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).dtype
+    except (OSError, ValueError):
+        return None
+    return next((name for name in get_args(Dtype) if dtype is getattr(torch, name)), None)
+
+
+def write_model(path: str, folder: Path, dtype: Dtype, max_shard_size: str) -> int:
+    """Write the model at `path` in this number format, and its tokenizer; returns its number of parameters.
+
+    Adapters are merged in float32. Raises ConfigError if a weight is too large for float16.
+    """
+    model = load_model(path)
+    model.to(getattr(torch, dtype))
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ConfigError(f"--dtype: weight {name} of {path} is too large for {dtype}. Give bfloat16 or float32")
+    save(model, load_tokenizer(path), folder, max_shard_size=max_shard_size)
+    return model.num_parameters()
+
+
+# ------------------------------------------------------------------------------------------- torchao
+
+
+def require_torchao(kind: Literal["int8", "int4"]) -> None:
+    """Raise ConfigError if torchao cannot quantize to this format here."""
+    if importlib.util.find_spec("torchao") is None:
+        install = install_extra("torchao", "torchao")
+        raise ConfigError(f"--quantize {kind}: needs the package torchao (extra torchao). Install it: {install}")
+    if kind == "int4" and not (torch.cuda.is_available() and importlib.util.find_spec("mslk")):
+        raise ConfigError(
+            "--quantize int4: torchao's kernels for it need a CUDA GPU and the package mslk. Give --quantize int8, or "
+            "--format gguf --quantize q4_k_m"
+        )
+
+
+def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8", "int4"], max_shard_size: str) -> int:
+    """Write the model with the weights of its linear layers as integers of torchao; returns the parameters.
+
+    Embeddings, norms and heads keep `dtype`. Raises ConfigError if no layer can be quantized.
+    """
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    config: Any = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=INT4_GROUP)
+    with tempfile.TemporaryDirectory(dir=folder) as plain:
+        number = write_model(path, Path(plain), dtype, "50GB")
+        auto, heads = _auto_of(plain)
+        try:
+            with no_progress_bar():
+                settings = TorchAoConfig(config, modules_to_not_convert=heads)
+                model = auto.from_pretrained(plain, quantization_config=settings, use_safetensors=True)
+        except (RuntimeError, ImportError, AssertionError) as error:
+            raise ConfigError(f"--quantize {kind}: torchao cannot quantize this model ({reason_of(error)})") from None
+        if not _quantized(model):
+            raise ConfigError(
+                f"--quantize {kind}: torchao quantizes nn.Linear layers, and this {type(model).__name__} has none. "
+                "Give --format gguf"
+            )
+        save(model, load_tokenizer(plain), folder, max_shard_size=max_shard_size)
+    return number
+
+
+def _auto_of(path: str) -> tuple[Any, list[str] | None]:
+    """transformers' class that loads a directory, and the modules of a classifier's head."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if is_language_model(path):
+        return AutoModelForSeq2SeqLM if is_seq2seq_config(config) else AutoModelForCausalLM, None
+    offer_classifier(type(config))
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification, head_names(AutoModelForSequenceClassification.from_config(config))
+
+
+def _quantized(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """(layer, name of the parameter) of every weight that is an integer tensor of torchao."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if type(weight).__module__.startswith("torchao.") or type(weight.data).__module__.startswith("torchao.")
+    ]
+
+
+# ------------------------------------------------------------------------------------------- adapters
+
+
+def adapter_directory(path: str) -> str:
+    """The adapters of a model that was trained with them: its own directory, or `adapter/` inside it."""
+    if is_adapter(path):
+        return path
+    inner = Path(path) / "adapter"
+    if not (inner / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"--format adapter: {path} was trained without LoRA, so it has no adapters")
+    return str(inner)
+
+
+def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> int:
+    """Copy the adapters of a model in PEFT's format, in `dtype` if one is given; returns their number of weights.
+
+    `final` is where the folder will be: the path of the base model is written relative to it.
+    """
+    source = adapter_directory(path)
+    adapter = read_adapter(source)
+    assert adapter is not None
+    copy_adapter(adapter, folder, final)
+    tensors = load_file(Path(source) / WEIGHTS)
+    if dtype is not None:
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    load_tokenizer(path).save_pretrained(folder)
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+# ------------------------------------------------------------------------------------------- reading back
+
+
+def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | None = None) -> PreTrainedModel:
+    """An exported model as transformers alone reads it, with plain float32 weights: adapters merged, integers
+    dequantized.
+
+    Raises ArtifactError if transformers cannot read it.
+    """
+    writes: Any = AutoModelForSeq2SeqLM if is_seq2seq(original) else AutoModelForCausalLM
+    auto = writes if original.can_generate() else AutoModelForSequenceClassification
+    settings: dict[str, Any] = {"gguf_file": gguf_file, "dtype": torch.float32} if gguf_file else {}
+    if is_adapter(folder) and not original.can_generate():
+        settings["num_labels"] = original.config.num_labels
+    try:
+        with no_progress_bar(), contextlib.redirect_stderr(io.StringIO()):  # A GGUF file has a bar of its own.
+            model, info = auto.from_pretrained(
+                folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **settings
+            )
+    except Exception as error:
+        raise ArtifactError(f"{folder.name}: transformers cannot load it ({reason_of(error)})") from None
+    for module, name in _quantized(model):
+        weight: Any = getattr(module, name)
+        setattr(module, name, torch.nn.Parameter(weight.dequantize().float(), requires_grad=False))
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer.remove_quantization_config(model)  # transformers casts no quantized model
+    if not is_adapter(folder):
+        check_weights(model, info, str(folder), new_head=False)
+    merge_in_place(model)
+    set_dropout_off(model)
+    return model.float().eval()

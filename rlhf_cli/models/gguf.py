@@ -1,0 +1,101 @@
+"""GGUF files by llama.cpp's own programs, `convert_hf_to_gguf.py` and `llama-quantize`, where they are on the PATH."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models import gguf_converter
+from rlhf_cli.program import install_extra
+
+CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
+"""What the converter calls the number formats that it writes. QUANTIZER writes the others."""
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+"""Pre-tokenizers in a tokenizer.json."""
+
+
+def require_llama_cpp(quantize: str | None) -> None:
+    """Raise ConfigError if a program or a package that writes such a file is missing."""
+    programs = [CONVERTER] if quantize is None or quantize in TYPES else [CONVERTER, QUANTIZER]
+    for program in programs:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"--format gguf: {program} of llama.cpp is not on the PATH. Install llama.cpp, or clone it and add its "
+                "folder (for llama-quantize its build/bin) to the PATH"
+            )
+    missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
+        install = install_extra("gguf", " ".join(missing))
+        raise ConfigError(
+            f"--format gguf: llama.cpp's converter needs the package {' and '.join(missing)} (extra gguf). Install it: "
+            f"{install}"
+        )
+
+
+def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Convert a model directory to the file `out`.
+
+    Raises ConfigError, with llama.cpp's own reason, if it refuses the model.
+
+    Args:
+        folder: a Hugging Face model directory.
+        out: the file to write.
+        kind: a key of `TYPES`, or another type of `llama-quantize`.
+        name: the model's name in the file.
+        tokenizer: that of the folder.
+    """
+    first = out if kind in TYPES else out.with_suffix(".first")
+    script = shutil.which(CONVERTER)
+    assert script is not None
+    runner = [sys.executable, str(Path(gguf_converter.__file__)), pre_tokenizer(tokenizer) or "", script]
+    options = ["--outfile", str(first), "--outtype", TYPES.get(kind, "f32"), "--model-name", name]
+    _run(CONVERTER, [*runner, str(folder), *options])
+    if first != out:
+        _run(QUANTIZER, [QUANTIZER, str(first), str(out), kind.upper()])
+        first.unlink()
+
+
+def _run(program: str, command: list[str]) -> None:
+    """Run `program` of llama.cpp silently; raise ConfigError with the last line of its output if it fails."""
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    if done.returncode == 0:
+        return
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    reason = lines[-1].removeprefix("ERROR:hf-to-gguf:")[:300] if lines else f"exit code {done.returncode}"
+    raise ConfigError(f"--format gguf: {program} of llama.cpp failed ({reason})")
+
+
+def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """llama.cpp's name of a byte-level BPE's pre-tokenizer; None for one that only its converter may know.
+
+    The converter recognizes tokenizers by the ids of a test sentence, so it knows no tokenizer that was trained on your
+    own texts. llama.cpp splits text for `gpt-2` as ByteLevel does, and for `smollm` as Digits and ByteLevel do
+    (src/llama-vocab.cpp).
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    model, splitter = parts["model"], parts["pre_tokenizer"] or {}
+    if parts["normalizer"] is not None or model.get("type") != "BPE" or model.get("ignore_merges"):
+        return None
+    steps = splitter.get("pretokenizers", [splitter])
+    names = [_name(step) for step in steps]
+    return {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}.get(tuple(names))
+
+
+def _name(step: dict[str, Any]) -> str:
+    """The type of a pre-tokenizer, or "" if its settings are not those that llama.cpp implements."""
+    return next((str(known["type"]) for known in (DIGITS, BYTE_LEVEL) if known.items() <= step.items()), "")

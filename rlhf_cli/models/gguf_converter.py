@@ -1,0 +1,45 @@
+"""A program that runs llama.cpp's `convert_hf_to_gguf.py` and names the pre-tokenizer of a tokenizer it does not list.
+
+``python gguf_converter.py NAME PATH/convert_hf_to_gguf.py ARGUMENTS...``, where NAME is "" for the converter's own
+choice. The converter would refuse such a tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Run the converter with the arguments of the command line."""
+    name, script, *arguments = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))  # noqa: PTH120  # as where the script itself is run
+    sys.argv = [script, *arguments]
+    converter = importlib.import_module("convert_hf_to_gguf")
+    if name:
+        _name_unknown_pre_tokenizers(converter, name)
+    converter.main()
+
+
+def _name_unknown_pre_tokenizers(converter: Any, name: str) -> None:
+    """Let the converter write `name` where it would refuse the tokenizer."""
+    try:
+        classes: Any = importlib.import_module("conversion.base")
+    except ModuleNotFoundError:
+        classes = converter  # Older ones are a single file.
+    recognize = classes.TextModel.get_vocab_base_pre
+
+    def recognize_or_name(model: Any, tokenizer: Any) -> str:
+        try:
+            known: str = recognize(model, tokenizer)
+        except NotImplementedError:
+            return name
+        return known
+
+    classes.TextModel.get_vocab_base_pre = recognize_or_name
+
+
+if __name__ == "__main__":
+    main()

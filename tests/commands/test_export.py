@@ -1,0 +1,335 @@
+"""`rlhf export`: what it writes, that others can read it, what it says that it cost, and that nothing half written
+remains.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.evaluation.fidelity import PolicyCheck, token_distances
+from rlhf_cli.evaluation.run import open_run
+from rlhf_cli.models.gguf import pre_tokenizer
+from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from support.tiny import CPU, random_ids
+
+IDS = torch.tensor(random_ids(11))
+
+
+@pytest.fixture(scope="module")
+def run(pipeline: Any) -> Path:
+    root: Path = pipeline("llama")
+    return root
+
+
+@pytest.fixture(scope="module")
+def lora_run(run_stage: Any, make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SFT stage saved merged and a reward model saved as adapters, with learning rates that change something."""
+    root: Path = tmp_path_factory.mktemp("lora_run")
+    fast = {"optimizer": {"learning_rate": 3e-2}}
+    run_stage("sft", root, model={"path": str(make_model("llama")), "lora": {"r": 2}}, **fast)
+    base = {"path": str(make_model("llama")), "lora": {"r": 2, "save": "adapter"}}
+    run_stage("rm", root, model=base, **fast)
+    return root
+
+
+def export(directory: Path, out: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["export", str(directory), "--out", str(out), *options])
+
+
+def done(directory: Path, out: Path, *options: str) -> dict[str, Any]:
+    """The content of export.json."""
+    result = export(directory, out, *options)
+    assert result.exit_code == 0, result.output
+    facts: dict[str, Any] = json.loads((out / "export.json").read_text())
+    return facts
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
+    return result
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
+
+
+# ------------------------------------------------------------------------------------------- weights and figures
+
+
+def test_an_export_in_float32_is_the_model_itself_and_costs_nothing(run: Path, tmp_path: Path) -> None:
+    facts = done(run, tmp_path / "out", "--max-shard-size", "40KB")
+    assert (facts["model"], facts["stage"], facts["written_as"]) == (f"{run.name}-ppo", "ppo", "float32")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    difference = facts["difference"]
+    assert difference["kl_per_token"]["value"] == difference["loss"]["value"] == difference["score"]["value"] == 0.0
+    assert facts["original"] == facts["exported"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(plain), logits(AutoModelForCausalLM.from_pretrained(run / "ppo" / "model")))
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "out" / "README.md").stat().st_mode & 0o777}, "a server of another user reads all"
+    assert "## Export" in (tmp_path / "out" / "README.md").read_text()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_model: Any, tmp_path: Path) -> None:
+    """Its weights are those of the artifact, rounded once, and the figures are those of exactly these weights."""
+    base = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    load_tokenizer(str(make_model("llama"))).save_pretrained(tmp_path / "base")
+    stage = run_stage("sft", tmp_path / "run", model={"path": str(tmp_path / "base")})
+    facts = done(tmp_path / "run", tmp_path / "out")
+    assert facts["dtype"] == AutoConfig.from_pretrained(tmp_path / "out").to_dict()["dtype"] == "bfloat16"
+    weights, before = load_file(tmp_path / "out/model.safetensors"), load_file(stage / "model/model.safetensors")
+    assert {name: weight.dtype for name, weight in weights.items()} == dict.fromkeys(weights, torch.bfloat16)
+    assert all(torch.equal(weights[name], before[name].to(torch.bfloat16)) for name in before)
+
+    check = PolicyCheck(open_run(tmp_path / "run", stage=None, device=CPU, seed=0), str(stage / "model"))
+    ids = [
+        prompt.ids + response.ids for prompt, response in zip(check.prompts, check._respond(check.model), strict=True)
+    ]
+    starts = [len(prompt.ids) for prompt in check.prompts]
+    models = [load_policy(str(path)).double() for path in (stage / "model", tmp_path / "out")]
+    total = sum(kl_by_hand(*models, row, start).sum().item() for row, start in zip(ids, starts, strict=True))
+    kl = facts["difference"]["kl_per_token"]
+    assert kl["value"] == pytest.approx(total / sum(len(i) - n for i, n in zip(ids, starts, strict=True)), rel=0.05)
+    assert kl["low"] <= kl["value"] <= kl["high"]
+    assert 0 < kl["value"] < facts["difference"]["kl_of_the_worst_token"]["value"]
+
+
+@torch.no_grad()
+def kl_by_hand(original: Any, exported: Any, ids: list[int], start: int) -> torch.Tensor:
+    """KL(original, exported) of the token after each of ids[start - 1], ..., ids[-2], in float64, one sequence."""
+    p, q = (
+        model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1) for model in (original, exported)
+    )
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def test_distances_of_tokens_equal_those_of_one_sequence_at_a_time(make_model: Any, run: Path) -> None:
+    models = [load_policy(str(make_model("llama"))) for _ in range(2)]
+    with torch.no_grad():
+        for weight in models[1].parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    ids, starts = random_ids(9, 23, 4), [3, 1, 2]
+    masks = [[i >= start for i in range(len(row))] for row, start in zip(ids, starts, strict=True)]
+    expected = [kl_by_hand(*models, row, start) for row, start in zip(ids, starts, strict=True)]
+    for model in models:
+        prepare(model, CPU)
+    kl, other = token_distances(*models, ids, masks, open_run(run, stage=None, device=CPU, seed=0))
+    for a, b, differs in zip(kl, expected, other, strict=True):
+        close(a, b.double())
+        assert a.min() > 0
+        assert set(differs.tolist()) <= {0.0, 1.0}
+    assert 0 < torch.cat(other).mean() < 1
+
+
+def test_a_reward_model_keeps_what_belongs_to_its_head(run: Path, tmp_path: Path) -> None:
+    facts = done(run / "rm", tmp_path / "out", "--dtype", "bfloat16")
+    assert set(facts["original"]) == {"accuracy", "margin"}
+    assert 0 < facts["difference"]["change_of_a_score"]["value"] < facts["difference"]["largest_change"]["value"] < 0.2
+    before, after = (
+        json.loads((path / "config.json").read_text()) for path in (run / "rm" / "model", tmp_path / "out")
+    )
+    assert after.pop("dtype") == "bfloat16"
+    assert {key: value for key, value in before.items() if key != "dtype"} == after
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    original = AutoModelForSequenceClassification.from_pretrained(run / "rm" / "model")
+    assert (logits(model) - logits(original)).abs().max() < 0.1
+    assert model.config.score_std == original.config.score_std
+
+
+def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run: Path, tmp_path: Path) -> None:
+    for stage, auto in (("sft", AutoModelForCausalLM), ("rm", AutoModelForSequenceClassification)):
+        labels = {"num_labels": 1} if stage == "rm" else {}
+        whole, alone = tmp_path / f"{stage}-whole", tmp_path / f"{stage}-alone"
+        done(lora_run, whole, "--stage", stage)
+        facts = done(lora_run, alone, "--stage", stage, "--format", "adapter")
+        figures = facts["difference"]["margin" if stage == "rm" else "kl_per_token"]
+        assert abs(figures["value"]) < 1e-5
+        assert not (alone / "config.json").exists()
+        assert "library_name: peft" in (alone / "README.md").read_text()
+        expected = logits(auto.from_pretrained(lora_run / stage / "model", **labels))
+        close(logits(auto.from_pretrained(whole)), expected)
+        close(logits(auto.from_pretrained(alone, **labels)), expected)
+        assert load_tokenizer(str(alone)).get_vocab() == load_tokenizer(str(whole)).get_vocab()
+    # What rlhf itself reads: the base is found, and belongs to these adapters.
+    close(logits(load_policy(str(tmp_path / "sft-alone"))), logits(load_policy(str(tmp_path / "sft-whole"))))
+    about = json.loads((tmp_path / "sft-alone" / "base_model.json").read_text())
+    assert (tmp_path / "sft-alone" / about["relative_path"]).resolve() == Path(about["path"])
+
+
+def test_a_model_of_no_run_is_exported_without_figures(make_model: Any, tmp_path: Path) -> None:
+    facts = done(make_model("gpt2"), tmp_path / "out", "--dtype", "float16")
+    assert "difference" not in facts
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    close(logits(plain), logits(load_policy(str(make_model("gpt2"))).half().float()))
+
+
+def test_no_check_reads_no_data(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    for config in copy.glob("*/config.yaml"):
+        config.write_text(config.read_text().replace(".jsonl", ".gone"))
+    refused = export(copy, tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "no such file" in refused.stderr
+    assert refused.stderr.endswith("Or export without figures: --no-check\n")
+    assert "difference" not in done(copy, tmp_path / "out", "--no-check")
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stage", "rm", "--format", "adapter"], "was trained without LoRA"),
+        (["--format", "adapter", "--quantize", "int8"], "adapters are not quantized"),
+        (["--quantize", "q8_0"], "Add --format gguf, or give int8"),
+        (["--format", "gguf", "--quantize", "int8"], "For GGUF give q8_0"),
+        (["--format", "gguf", "--quantize", "q8_0", "--dtype", "float16"], "--dtype: does nothing with --quantize"),
+        (["--max-shard-size", "much"], "--max-shard-size: much, must be a number of bytes"),
+        (["--quantize", "int8"], "needs the package torchao (extra torchao)"),
+        (["--format", "gguf"], "convert_hf_to_gguf.py of llama.cpp is not on the PATH"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = export(run, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_or_stage_that_cannot_be_exported_is_named(run: Path, make_model: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "ppo")
+    cases = [
+        (copy, ["--stage", "ppo"], "stage ppo is not finished"),
+        (tmp_path, [], "no stage is finished"),
+        (make_model("llama"), ["--stage", "sft"], "is a model and not a run"),
+        (tmp_path / "none" / "there", [], "no such directory"),
+    ]
+    for directory, options, message in cases:
+        result = export(directory, tmp_path / "out", *options)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+        assert message in result.stderr
+    (copy / "sft" / "model" / "model.safetensors").write_bytes(b"")
+    damaged = export(copy, tmp_path / "out")
+    assert "was modified after the stage was finished" in damaged.stderr
+    (tmp_path / "out").mkdir()
+    assert "exists, and is not overwritten" in export(run, tmp_path / "out").stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_weight_beyond_float16_is_refused(make_model: Any, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_model("llama"))
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    model.save_pretrained(tmp_path / "large")
+    load_tokenizer(str(make_model("llama"))).save_pretrained(tmp_path / "large")
+    result = export(tmp_path / "large", tmp_path / "out", "--dtype", "float16")
+    assert result.exit_code == 2
+    assert "weight model.norm.weight" in result.stderr
+    assert "too large for float16" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("writes", ["transformers.modeling_utils.safe_save_file", "rlhf_cli.commands.export._card"])
+def test_a_full_disk_gets_one_line_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """In the middle of the weights, and in the last file."""
+
+    def full(*arguments: Any, **_: Any) -> None:
+        for path in arguments:
+            if isinstance(path, str | Path):
+                Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writes, full)
+        result = export(run, tmp_path / "out", "--no-check")
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.splitlines()
+    assert "cannot be written" in line
+    assert "No space left on device" in line
+    assert list(tmp_path.iterdir()) == []
+    done(run, tmp_path / "out", "--no-check")
+
+
+# ------------------------------------------------------------------------------------------- llama.cpp
+
+CONVERTER = """#!/usr/bin/env python3
+import json, sys
+class TextModel:
+    def get_vocab_base_pre(self, tokenizer):
+        raise NotImplementedError("BPE pre-tokenizer was not recognized")
+def main():
+    if REFUSES:
+        raise NotImplementedError("no such architecture")
+    name = TextModel().get_vocab_base_pre(None)
+    open(sys.argv[sys.argv.index("--outfile") + 1], "w").write(json.dumps([name, sys.path[0], *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: put a converter on the PATH that writes its arguments, or refuses every model."""
+
+    def install(*, refuses: bool = False) -> Path:
+        folder = tmp_path / "llama.cpp"
+        folder.mkdir(exist_ok=True)
+        script = folder / "convert_hf_to_gguf.py"
+        script.write_text(CONVERTER.replace("REFUSES", str(refuses)))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+        return folder
+
+    return install
+
+
+def test_the_converter_of_llama_cpp_gets_the_model_and_the_name_of_its_pre_tokenizer(
+    run: Path, tmp_path: Path, llama_cpp: Any
+) -> None:
+    folder = llama_cpp()
+    facts = done(run, tmp_path / "out", "--format", "gguf", "--dtype", "bfloat16", "--no-check")
+    assert facts["written_as"] == "GGUF bfloat16"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "export.json",
+        f"{run.name}-ppo-BF16.gguf",
+    ]
+    name, path, source, *options = json.loads((tmp_path / "out" / f"{run.name}-ppo-BF16.gguf").read_text())
+    assert (name, path) == ("smollm", str(folder))
+    assert not Path(source).exists(), "the intermediate model is removed"
+    assert options[2:] == ["--outtype", "bf16", "--model-name", f"{run.name}-ppo"]
+    llama_cpp(refuses=True)
+    result = export(run, tmp_path / "other", "--format", "gguf", "--no-check")
+    assert result.exit_code == 2
+    assert "of llama.cpp failed (NotImplementedError: no such architecture)" in result.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_pre_tokenizers_that_llama_cpp_has_are_named(tokenizer: Any, eos_only_tokenizer: Any, word_piece: Any) -> None:
+    assert pre_tokenizer(tokenizer) == "smollm"
+    assert pre_tokenizer(eos_only_tokenizer) == "gpt-2"
+    assert pre_tokenizer(word_piece) is None
