@@ -15,8 +15,8 @@ import typer
 import typer.core
 
 from rlhf_cli.cli_data import data_app
-from rlhf_cli.cli_label import add_label
 from rlhf_cli.cli_export import export
+from rlhf_cli.cli_label import add_label
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands

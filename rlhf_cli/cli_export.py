@@ -31,8 +31,8 @@ def export(
         typer.Option("--quantize", help="int8 and int4 by torchao, the others for GGUF.", show_default=False),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights.")
-    ] = "5GB",
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights; 5GB by default.")
+    ] = None,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not compare the result with the original on held-out rows.")
     ] = False,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.artifacts import (
-    MANIFEST,
-    model_directory,
-    stage_directory,
-)
+from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation.locate import StageModel, locate
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 Format = Literal["safetensors", "adapter", "gguf"]
 Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 TORCHAO = ("int8", "int4")
+SHARD_SIZE = "5GB"
 FILE = "export.json"
 """What was exported, from what, and the figures of both models."""
 
@@ -39,7 +37,8 @@ class Options:
     dtype: Dtype | None = None
     """None: that of the base model of the run, or as saved."""
     quantize: Quantization | None = None
-    max_shard_size: str = "5GB"
+    max_shard_size: str | None = None
+    """Of the files of a Hugging Face model; None: `SHARD_SIZE`."""
     check: bool = True
     """Measure what the export cost."""
     device: str = "auto"
@@ -47,8 +46,6 @@ class Options:
 
     def require_fitting(self) -> None:
         """Raise ConfigError for options that exclude each other."""
-        from huggingface_hub.serialization._base import parse_size_to_int
-
         kind = self.quantize
         if self.format == "adapter" and kind is not None:
             raise ConfigError("--quantize: adapters are not quantized. Remove one of --quantize and --format adapter")
@@ -58,12 +55,12 @@ class Options:
             raise ConfigError(f"--quantize {kind}: is a format of GGUF files. Add --format gguf, or give int8")
         if self.format == "gguf" and kind is not None and self.dtype is not None:
             raise ConfigError("--dtype: does nothing with --quantize in a GGUF file. Remove one of them")
-        try:
-            parse_size_to_int(self.max_shard_size)
-        except ValueError:
-            raise ConfigError(
-                f"--max-shard-size: {self.max_shard_size}, must be a number of bytes such as 500MB or 5GB"
-            ) from None
+        if self.max_shard_size is None:
+            return
+        if self.format != "safetensors":
+            raise ConfigError(f"--max-shard-size: does nothing with --format {self.format}. Remove one of them")
+        if re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size) is None:
+            raise ConfigError(f"--max-shard-size: {self.max_shard_size}, must be a size such as 500MB or 5GB")
 
 
 @dataclass(frozen=True)
@@ -172,8 +169,8 @@ def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
     """The number format to write, and a remark where it was not chosen."""
     from rlhf_cli.models.exporting import dtype_of
 
-    if options.dtype is not None:
-        return options.dtype, ""
+    if options.dtype is not None or options.format == "adapter":
+        return options.dtype or "float32", ""
     if options.format == "gguf" and options.quantize is not None:
         return "float32", ""  # llama.cpp rounds once
     if source.located is not None:
@@ -185,7 +182,7 @@ def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
         config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
         base = base_model(config, root)
         if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
-            return dtype, " as its base model"
+            return dtype, ", like its base model"
     return dtype_of(source.path) or "float32", ""
 
 
@@ -209,10 +206,11 @@ def _write(source: Source, folder: Path, out: Path, options: Options, dtype: Dty
         return Written(exporting.write_adapter(source.path, folder, options.dtype, out))
     if options.format == "gguf":
         return _write_gguf(source, folder, options, dtype)
+    size = options.max_shard_size or SHARD_SIZE
     if options.quantize is not None:
         assert options.quantize in ("int8", "int4")
-        return Written(exporting.write_quantized(source.path, folder, dtype, options.quantize, options.max_shard_size))
-    return Written(exporting.write_model(source.path, folder, dtype, options.max_shard_size))
+        return Written(exporting.write_quantized(source.path, folder, dtype, options.quantize, size))
+    return Written(exporting.write_model(source.path, folder, dtype, size))
 
 
 def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype) -> Written:
@@ -270,7 +268,7 @@ def _facts(
 def _card(source: Source, options: Options, facts: dict[str, Any], found: Comparison | None) -> str:
     """The model card of the stage, with a section about the export."""
     card = Path(source.path) / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {source.name}\n"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {source.name}\n"
     if options.format == "adapter":
         text = text.replace("library_name: transformers", "library_name: peft", 1)
         text = text.replace("base_model_relation: finetune", "base_model_relation: adapter", 1)

@@ -57,8 +57,9 @@ def dtype_of(path: str, revision: str | None = None) -> Dtype | None:
     while (adapter := read_adapter(path)) is not None:
         path, revision = adapter.base.path, adapter.base.revision
     try:
+        check_directory(path, revision, weights=False)
         dtype = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).dtype
-    except (OSError, ValueError):
+    except (ArtifactError, OSError, ValueError):
         return None
     return next((name for name in get_args(Dtype) if dtype is getattr(torch, name)), None)
 

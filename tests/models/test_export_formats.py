@@ -1,0 +1,150 @@
+"""Exports that other libraries write: int8 by torchao, and GGUF by llama.cpp's converter. `make test-slow` has both."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.models.load import save
+from rlhf_cli.models.scratch import new_model
+from support.tiny import SETTINGS, random_ids
+
+pytestmark = pytest.mark.slow
+IDS = torch.tensor(random_ids(11))
+LLAMA_CPP = Path(sys.executable).parent.parent / "llama.cpp"
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+needs_llama_cpp = pytest.mark.skipif(
+    not (LLAMA_CPP / "convert_hf_to_gguf.py").is_file() or importlib.util.find_spec("gguf") is None,
+    reason="llama.cpp's converter is not installed",
+)
+
+
+def export(directory: Path, out: Path, *options: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["export", str(directory), "--out", str(out), *options])
+    assert result.exit_code == 0, result.output
+    facts: dict[str, Any] = json.loads((out / "export.json").read_text())
+    return facts
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
+    return result
+
+
+@needs_torchao
+def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline: Any, tmp_path: Path) -> None:
+    """A policy, and a reward model in several files. Every linear layer but the heads has integers, off by half a step
+    at most."""
+    root = pipeline("llama")
+    facts = export(root, tmp_path / "ppo", "--quantize", "int8")
+    assert facts["written_as"] == "int8 with float32"
+    assert 0 < facts["difference"]["kl_per_token"]["value"] < 1e-3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo")
+    original = AutoModelForCausalLM.from_pretrained(root / "ppo" / "model")
+    weights = dict(original.named_parameters())
+    quantized = {name for name, weight in model.named_parameters() if type(weight).__name__ == "Int8Tensor"}
+    assert quantized == {f"model.layers.{i}.{part}.weight" for i in range(2) for part in LINEAR}
+    for name in quantized:
+        step = weights[name].abs().amax(1, keepdim=True) / 127
+        assert ((model.get_parameter(name).dequantize() - weights[name]).abs() <= 0.51 * step).all()
+    gap = (logits(model) - logits(original)).abs().max()
+    assert 0 < gap < 0.1
+    export(root, tmp_path / "rm", "--stage", "rm", "--quantize", "int8", "--max-shard-size", "20KB")
+    assert len(list((tmp_path / "rm").glob("model-*.safetensors"))) > 1
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    original = AutoModelForSequenceClassification.from_pretrained(root / "rm" / "model")
+    assert torch.equal(model.score.weight, original.score.weight)
+    assert model.config.score_std == original.config.score_std
+    assert 0 < (logits(model) - logits(original)).abs().max() < 0.1
+
+
+LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+@needs_torchao
+def test_int8_and_int4_are_refused_where_torchao_cannot_write_them(make_model: Any, tmp_path: Path) -> None:
+    cases = [("gpt2", "int8", "this GPT2LMHeadModel has none")]
+    if not torch.cuda.is_available():
+        cases.append(("llama", "int4", "need a CUDA GPU and the package mslk"))
+    for architecture, kind, message in cases:
+        command = ["export", str(make_model(architecture)), "--out", str(tmp_path / "out"), "--quantize", kind]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr.splitlines()[-1]
+        assert not (tmp_path / "out").exists()
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt2", True), ("gpt2", False)]
+)
+def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
+    architecture: str, tied: bool, tokenizer: Any, eos_only_tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """By the converter itself, read with the package gguf, and with transformers, whose logits are equal."""
+    import gguf
+
+    monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
+    own = eos_only_tokenizer if architecture == "gpt2" else tokenizer
+    config = {**SETTINGS[architecture], "tie_word_embeddings": tied}
+    save(new_model(ScratchModel(architecture=architecture, config=config), own, seed=4), own, tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", "--format", "gguf")
+    [path] = (tmp_path / "out").glob("*.gguf")
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == architecture
+    assert fields["tokenizer.ggml.pre"] == ("gpt-2" if architecture == "gpt2" else "smollm")
+    assert fields["tokenizer.ggml.eos_token_id"] == own.eos_token_id
+    assert fields["tokenizer.ggml.tokens"] == own.convert_ids_to_tokens(range(len(own)))
+    if architecture != "gpt2":
+        assert fields["tokenizer.ggml.add_bos_token"] is True
+    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+    tensors = {name: tensor.numpy() for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items()}
+    gpt2 = architecture == "gpt2"
+    same = {
+        "token_embd.weight": tensors["transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"],
+        "output_norm.weight": tensors["transformer.ln_f.weight" if gpt2 else "model.norm.weight"],
+        "blk.1.ffn_down.weight": (
+            tensors["transformer.h.1.mlp.c_proj.weight"].T if gpt2 else tensors["model.layers.1.mlp.down_proj.weight"]
+        ),
+    }
+    if not tied:
+        same["output.weight"] = tensors["lm_head.weight"]
+    assert len(found) >= len(tensors)
+    assert ("output.weight" in found) == (not tied or "output.weight" in same or gpt2)
+    for name, tensor in same.items():
+        assert np.array_equal(found[name], tensor), name
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=path.name, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (logits(read) - logits(plain)).abs().max() < 1e-5
+
+
+@needs_llama_cpp
+def test_a_model_that_llama_cpp_has_not_is_refused_with_its_reason(
+    pipeline: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A reward model; and a policy in q8_0, whose cost is measured through transformers' reader."""
+    root = pipeline("llama")
+    monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
+    command = ["export", str(root), "--stage", "rm", "--out", str(tmp_path / "rm"), "--format", "gguf"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "failed (Model LlamaForSequenceClassification is not supported)" in result.stderr
+    facts = export(root, tmp_path / "ppo", "--format", "gguf", "--quantize", "q8_0")
+    assert facts["written_as"] == "GGUF q8_0"
+    assert 0 < facts["difference"]["kl_per_token"]["value"] < 1e-3
+    assert sorted(path.suffix for path in (tmp_path / "ppo").iterdir()) == [".gguf", ".json", ".md"]
