@@ -97,6 +97,7 @@ class Pulse(threading.Thread):
         arrival = _Arrival(self._meetings, number, self.size)
         arrival.start()
         look_every = max(EVERY_S, self.timeout_s / 4)
+        patience = max(self.timeout_s, 3 * EVERY_S)  # a sign comes every two seconds, or later on a busy machine
         known: dict[int, object] = {}
         heard = {rank: time.monotonic() for rank in range(self.size)}
         next_look = began + look_every
@@ -111,7 +112,7 @@ class Pulse(threading.Thread):
             for rank, sign in self._signs().items():
                 if sign.get("number") != known.get(rank) or int(str(sign.get("met", 0))) >= number:
                     known[rank], heard[rank] = sign.get("number"), time.monotonic()
-            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > self.timeout_s]
+            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > patience]
             if silent:
                 raise self._explained(what, now - began, silent)
         if arrival.error is not None:

@@ -15,6 +15,7 @@ import pytest
 
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.training import checkpoint_files
+from rlhf_cli.training.processes import run_processes
 from support.compare import same_weights
 from support.paths import ROOT
 from support.tiny import read_jsonl
@@ -225,3 +226,31 @@ def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
+
+
+HUNGRY = """
+import os, torch
+from rlhf_cli.training import launch
+from stages import sft
+accumulate, calls = sft._accumulate, []
+def hungry(*given):
+    calls.append(given)
+    if os.environ["RANK"] == "{rank}" and len(calls) == 3:
+        torch.empty(10**15)
+    return accumulate(*given)
+sft._accumulate = hungry
+launch.main("sft", sft.run)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_without_memory_ends_all_with_one_line(write_config, make_model, tmp_path, monkeypatch, capfd, rank):
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, ENVIRONMENT[name])
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))}, training={"num_steps": 6})
+    command = [sys.executable, "-c", HUNGRY.format(rank=rank), "--config", str(config), "--quiet"]
+    assert run_processes(command, 2, "again") == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: sft: out of memory"), error
+    assert len(error.splitlines()) == 1, error
+    assert error.endswith("(process 1 of 2)\n") == (rank == 1)
