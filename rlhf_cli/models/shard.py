@@ -53,7 +53,7 @@ def shard_model(
 
     Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Deferred weights are
     read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
-    and the rows that a process keeps stay in float32.
+    and the rows that a process keeps stay in float32, but for the rows of a frozen block.
 
     Args:
         model: on the CPU or on the device.
@@ -118,11 +118,16 @@ def _is_encoder(model: PreTrainedModel) -> bool:
 def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> list[str]:
     """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite."""
     deferred: list[tuple[str, Place]] = []
+    is_frozen = not any(weight.requires_grad for weight in module.parameters())
+    # A frozen weight is only ever used in the precision in which it is exchanged.
+    kept = mixed.param_dtype if is_frozen and mixed.param_dtype is not None else torch.float32
     for name, weight in module.named_parameters():
         if (place := place_of(weight)) is not None:
             deferred.append((name, place))
             # Memory that is never written takes no room, and most of this is freed by the next call.
-            weight.data = torch.empty(weight.shape, device=mesh.device_type)
+            weight.data = torch.empty(weight.shape, device=mesh.device_type, dtype=kept)
+        elif weight.dtype == torch.float32:
+            weight.data = weight.data.to(kept)
     quantized = divisible(module)
     fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
     for layer in quantized:

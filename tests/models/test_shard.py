@@ -68,3 +68,11 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resume
     else:
         run("resumed", resumes, tmp_path, case)
     assert json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8")) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_path):
+    make_models(tmp_path)
+    figures = run("frozen", 2, tmp_path, "llama tied")
+    assert figures["difference"] == 0.0
+    assert figures["bytes"][1] == figures["bytes"][0] / 2

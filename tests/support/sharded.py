@@ -24,6 +24,8 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.models import load, sharded_files
 from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.deferred import blocks
+from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.sharding import is_first_process, local, plain_class, whole
@@ -230,6 +232,24 @@ def resumed(folder: str, case: str) -> None:
     difference = gap(alone.weights(), run.weights())
     if world.is_main:
         Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
+    distributed.stop()
+
+
+def frozen(folder: str, case: str) -> None:
+    """The program of each process that compares a frozen model in bfloat16 with the same one with gradients."""
+    world = distributed.start("cpu")
+    ids = batches()[0]
+    scores, kept = [], []
+    for requires_grad in (True, False):
+        model = load.load_policy(str(Path(folder, case)), deferred=True).requires_grad_(requires_grad)
+        load.prepare(model, world.device)
+        shard_model(model, world.device, "bfloat16")
+        kept.append(sum(local(p).nbytes for p in blocks(model)[0].parameters()))
+        with torch.no_grad(), autocast(world.device, "bfloat16"):
+            scores.append(target_logprobs(model, ids, [[False] + [True] * (len(row) - 1) for row in ids]))
+    if world.is_main:
+        figures = {"bytes": kept, "difference": (scores[0] - scores[1]).abs().max().item()}
+        Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
     distributed.stop()
 
 
