@@ -18,6 +18,7 @@ from rlhf_cli.cli_data import data_app
 from rlhf_cli.cli_export import export
 from rlhf_cli.cli_label import add_label
 from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
+from rlhf_cli.cli_plan import add_plan_command
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
 from rlhf_cli.environment import set_up_process
@@ -147,6 +148,7 @@ def status(
 
 add_run_commands(app)
 add_label(app)
+add_plan_command(app)
 
 
 @app.command()

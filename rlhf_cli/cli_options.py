@@ -18,6 +18,7 @@ ORDER = (
     "sft",
     "rm",
     "ppo",
+    "plan",
     "pipeline",
     "sweep",
     "status",

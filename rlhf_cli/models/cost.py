@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +82,17 @@ def token_budget(
     static = static_bytes(trained, frozen)
     per_token = token_bytes(trained, precision, checkpointing=checkpointing, logits_copies=logits_copies)
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
+    return budget_within(total, static, per_token, device.type)
+
+
+def budget_within(total: float, static: float, per_token: float, device: str) -> int:
+    """`token_budget` of a process with `total` bytes, of which the models take `static`.
+
+    >>> [budget_within(8e9, 2e9, 1e6, device) for device in ("cuda", "cpu")], budget_within(4e9, 4e9, 1e6, "cuda")
+    ([3600, 1024], 256)
+    """
     fitting = int(SHARE * (total - static) / per_token)
-    most = GPU_TOKENS if device.type == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / per_token)))
+    most = GPU_TOKENS if device == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / per_token)))
     return max(FEWEST_TOKENS, min(fitting, most))
 
 
@@ -167,25 +176,27 @@ def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
 
 @gathered
 def _kept_bytes(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
-    """Bytes of the storages that autograd keeps for a forward pass; each storage counts once."""
+    """`kept_bytes` of a forward pass over one sequence."""
+    device = next(model.parameters()).device
+    ids = (torch.arange(num_tokens, device=device) * 7 + 3) % vocabulary_rows(model)
+    with autocast(device, precision) if device.type != "meta" else contextlib.nullcontext():
+        inputs = {"decoder_input_ids": ids[None]} if model.config.is_encoder_decoder else {}
+        return kept_bytes(lambda: model.base_model(input_ids=ids[None], **inputs))
+
+
+def kept_bytes(compute: Callable[[], object]) -> int:
+    """Bytes of the storages that autograd keeps for a computation. Each storage counts once."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # The address of the storage object: data_ptr() is 0 for every tensor on the meta device.
+        # The address of the storage object: data_ptr() is 0 for every tensor without numbers (meta, fake).
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    device = next(model.parameters()).device
-    ids = (torch.arange(num_tokens, device=device) * 7 + 3) % vocabulary_rows(model)
-    with (
-        torch.enable_grad(),
-        autocast(device, precision) if device.type != "meta" else contextlib.nullcontext(),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         # All storages live as long as the output, so no two of them have the same address.
-        inputs = {"decoder_input_ids": ids[None]} if model.config.is_encoder_decoder else {}
-        output = model.base_model(input_ids=ids[None], **inputs)
+        output = compute()
     del output
     return sum(kept.values())
 

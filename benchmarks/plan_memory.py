@@ -1,0 +1,293 @@
+"""Measure the peak memory of real runs, and compare it with what `rlhf plan` computes from their configs.
+
+    python benchmarks/plan_memory.py --work DIR
+    python benchmarks/plan_memory.py --work DIR --sizes 1M 25M --stages rm --kinds lora --processes 1
+    python benchmarks/plan_memory.py --work DIR --table      # only the table, of the runs that DIR already has
+
+Each run is one stage of two optimizer steps in processes of its own: Llamas with random weights, rows of exactly 128
+tokens (64 of prompt, 64 of response), microbatches chosen by `auto`. The peak is the process's largest resident memory
+(VmHWM of /proc/self/status) above what is resident after all imports. A resident page of a file counts, and so does
+memory that the allocator has not returned to the system. With two processes the larger peak counts. While the run
+goes on, a thread reads the resident memory every 5 ms and notes which function of the stage was at work, so that the
+peak of each phase is known as well.
+
+Linux only. DIR needs 4 GB. All runs together take about an hour on one core; a finished run is not repeated.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from speed_inputs import EOS, Size, write_config, write_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {
+    "1M": Size(128, 344, 4, 4, 2048, ppo_batch=32, steps=0, learning_rate=0),
+    "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=32, steps=0, learning_rate=0),
+    "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=16, steps=0, learning_rate=0),
+    "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
+}
+STAGES = ("sft", "rm", "ppo")
+KINDS = ("float32", "bfloat16", "lora", "nf4")
+PROCESSES = (1, 2)
+PROMPT, RESPONSE = 64, 64
+EVERY_S = 0.005
+PHASES = {
+    # The innermost function of the table that is at work gives the phase.
+    "load_setup": "load",
+    "_model_and_tokenizer": "load",
+    "_samples": "normalisation",
+    "collect": "scoring",
+    "sample": "rollout",
+    "_iterate": "scoring",
+    "_update": "update",
+    "_accumulate": "update",
+    "update": "update",
+    "save_models": "save",
+    "finish": "save",
+    "evaluate": "evaluation",
+    "_normalize": "normalisation",
+    "finish_step": "checkpoint",
+    "_write": "checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    size: str
+    stage: str
+    kind: str
+    processes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.stage}-{self.kind}-{self.processes}"
+
+
+def main() -> None:
+    """Make the runs that are missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "25M", "100M"])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--processes", nargs="+", type=int, choices=PROCESSES, default=list(PROCESSES))
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    if args.child:
+        run_child(args.child.split(":")[0], Path(args.child.partition(":")[2]))
+        return
+    cases = [Case(*x) for x in product_of(args.sizes, args.stages, args.kinds, args.processes)]
+    for case in cases:
+        result = args.work / "results" / f"{case.name}.json"
+        if not args.table and not result.is_file():
+            make_inputs(args.work, case.size)
+            measure(args.work, case, result)
+    print_table(args.work, cases)
+
+
+def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
+    return [(z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds]
+
+
+# --------------------------------------------------------------------------------------------- inputs
+
+
+def make_inputs(work: Path, name: str) -> None:
+    """Write the base model, a reward model and the rows of one size."""
+    folder, size = work / name, SIZES[name]
+    if (folder / "finished").is_file():
+        return
+    from speed_inputs import word_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        num_labels=1,
+    )
+    tokenizer = word_tokenizer(size.vocabulary)
+    for kind, build in (("base", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        build(config).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    draws = (7919 * i % (size.vocabulary - 4) + 4 for i in range(10**9))
+
+    def words(n: int) -> str:
+        return " ".join(f"w{next(draws)}" for _ in range(n))
+
+    rows = range(64)
+    write_lines(folder / "sft.jsonl", [{"prompt": words(PROMPT), "response": " " + words(RESPONSE - 1)} for _ in rows])
+    pairs = [
+        {"prompt": words(PROMPT), "chosen": " " + words(RESPONSE - 1), "rejected": " " + words(RESPONSE - 1)}
+        for _ in rows
+    ]
+    write_lines(folder / "rm.jsonl", pairs)
+    write_lines(folder / "prompts.jsonl", [{"prompt": words(PROMPT)} for _ in rows])
+    (folder / "finished").touch()
+
+
+def config_of(work: Path, case: Case) -> Path:
+    """Write the config of a run."""
+    folder, batch = work / case.size, SIZES[case.size].ppo_batch
+    lora = {"lora": {"r": 16, **({"quantize": "nf4"} if case.kind == "nf4" else {})}}
+    adapters: dict[str, Any] = lora if case.kind in ("lora", "nf4") else {}
+    config: dict[str, Any] = {
+        "artifacts": str(work / "artifacts" / case.name),
+        "device": "cpu",
+        "precision": "bfloat16" if case.kind == "bfloat16" else "float32",
+        "optimizer": {"learning_rate": 1e-5},
+        "checkpoints": {"every_minutes": None},
+    }
+    data: dict[str, Any] = {"test_fraction": 0}
+    if case.stage == "ppo":
+        config |= {
+            "policy": {"path": str(folder / "base"), **adapters},
+            "rewards": [{"type": "reward_model", "path": str(folder / "reward")}],
+            "value_model": adapters,
+            "data": data | {"train": str(folder / "prompts.jsonl"), "max_prompt_length": PROMPT},
+            "rollout": {"max_new_tokens": RESPONSE},
+            "ppo": {
+                "num_iterations": 2,
+                "rollout_batch_size": batch,
+                "minibatch_size": batch,
+                "ppo_epochs": 1,
+                "kl_coef": 0.05,
+            },
+        }
+    else:
+        config |= {
+            "model": {"path": str(folder / "base"), **adapters},
+            "data": data | {"train": str(folder / f"{case.stage}.jsonl"), "max_length": PROMPT + RESPONSE},
+            "training": {"num_steps": 2, "minibatch_size": batch if case.stage == "sft" else batch // 2},
+        }
+        if case.stage == "sft":
+            config["data"]["loss_on"] = "all"
+        else:
+            config["evaluation"] = {"num_normalization_samples": 32, "max_new_tokens": RESPONSE}
+    return write_config(work / "configs" / f"{case.name}" / f"{case.stage}.yaml", config)
+
+
+# ------------------------------------------------------------------------------------------ measuring
+
+
+def measure(work: Path, case: Case, result: Path) -> None:
+    """Run a case in processes of its own, and write what they measured."""
+    path = config_of(work, case)
+    began = time.monotonic()
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(case.processes):
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+        environment |= {"RLHF_CACHE": str(work / "cache"), "RANK": str(rank), "WORLD_SIZE": str(case.processes)}
+        environment |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        command = [sys.executable, __file__, "--work", str(work), "--child", f"{case.stage}:{path}"]
+        children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        print(f"{case.name}: failed", flush=True)
+        return
+    rows = [json.loads(output.splitlines()[-1]) for output in outputs]
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text(json.dumps({"case": asdict(case), "processes": rows}, indent=1) + "\n")
+    peak = max(row["peak"] for row in rows)
+    print(f"{case.name}: {peak / 1e6:,.0f} MB, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run_child(stage: str, path: Path) -> None:
+    """Run a stage in this process, and print its memory as JSON."""
+    from rlhf_cli.environment import set_up_process
+
+    set_up_process()
+    import importlib
+    import shutil
+
+    import torch
+
+    from rlhf_cli.config.by_stage import load_stage_config
+    from rlhf_cli.models.nf4 import quiet_bitsandbytes
+
+    torch.set_num_threads(1)
+    quiet_bitsandbytes()
+    for name in ("peft", "bitsandbytes", "transformers.models.llama.modeling_llama", "torch._dynamo"):
+        importlib.import_module(name)
+    module = importlib.import_module(f"stages.{stage}")
+    config = load_stage_config(stage, path)
+    if os.environ["RANK"] == "0":
+        shutil.rmtree(config.artifacts, ignore_errors=True)
+    before = status()["VmRSS"]
+    phases: dict[str, int] = {}
+    peak_at: list[Any] = [0, []]
+    main_thread = threading.main_thread().ident
+    running = True
+
+    def watch() -> None:
+        while running:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            names = functions(main_thread)
+            phase = next((PHASES[name] for name in names if name in PHASES), "start")
+            phases[phase] = max(phases.get(phase, 0), resident - before)
+            if resident > peak_at[0]:
+                peak_at[:] = [resident, names[:8]]
+            time.sleep(EVERY_S)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    module.run(config, quiet=True)
+    running = False
+    watcher.join()
+    after = status()
+    shutil.rmtree(config.artifacts, ignore_errors=True)
+    report = {"peak": after["VmHWM"] - before, "imports": before, "phases": phases, "at": peak_at[1]}
+    print(json.dumps(report))
+
+
+def functions(thread: int | None) -> list[str]:
+    """The functions of the package that a thread is in, the innermost first."""
+    frame = sys._current_frames().get(thread or 0)
+    names = []
+    while frame is not None:
+        if "/rlhf_cli/" in frame.f_code.co_filename or "/stages/" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+def status() -> dict[str, int]:
+    """The lines of /proc/self/status that are sizes, in bytes."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+
+
+def print_table(work: Path, cases: list[Case]) -> None:
+    for case in cases:
+        path = work / "results" / f"{case.name}.json"
+        if path.is_file():
+            rows = json.loads(path.read_text())["processes"]
+            row = max(rows, key=lambda row: row["peak"])
+            print(case.name, f"{row['peak'] / 1e6:,.0f}", {k: round(v / 1e6) for k, v in row["phases"].items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""`rlhf plan`: print what a run needs in memory and time before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import say
+from rlhf_cli.program import set_options
+
+if TYPE_CHECKING:
+    from rlhf_cli.plan.memory import Phase
+    from rlhf_cli.plan.plan import Planned
+    from rlhf_cli.plan.stages import Machine
+
+UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
+WIDTH = 51
+"""Columns for the parts of a phase, so that a line has at most 80."""
+ROOM = 0.9
+"""Share of the memory that a run may use. The rest is for CUDA and NCCL, for gaps between the allocator's blocks, and
+for the error of this computation."""
+
+
+def plan(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    stage: str | None = None,
+    gpus: int | None = None,
+    gpu_memory: str | None = None,
+    processes: int | None = None,
+    per_node: int = 8,
+    tokens_per_s: float | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the plan of a config file or of a folder of stages."""
+    memory = None if gpu_memory is None else size_of(gpu_memory)
+    from rlhf_cli.plan.plan import machine_of, plan_of
+
+    machine = machine_of(gpus, memory, processes, per_node)
+    planned = plan_of(path, overrides, stage, machine, ROOM * machine.memory, tokens_per_s)
+    if as_json:
+        say(json.dumps({"machine": machine.name, "stages": [as_dict(one, machine) for one in planned]}, indent=2))
+        return
+    for number, one in enumerate(planned):
+        if number:
+            say("")
+        for line in lines_of(one, machine):
+            say(line)
+
+
+def size_of(text: str) -> float:
+    """The bytes of a size with its unit.
+
+    >>> size_of("80GB"), size_of("24 GiB")
+    (80000000000.0, 25769803776.0)
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
+    unit = UNITS.get(match[2].upper()) if match else None
+    try:
+        size = float(match[1]) * unit if match and unit else 0.0
+    except ValueError:
+        size = 0.0
+    if size <= 0:
+        raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB")
+    return size
+
+
+def lines_of(one: Planned, machine: Machine) -> list[str]:
+    """The plan of a stage for an 80-column terminal."""
+    plan, peak, batch = one.plan, one.plan.peak, one.plan.batch
+    unit = unit_of(peak.total)
+    verdict = "fits" if one.fits else "does not fit"
+    lines = [
+        f"{plan.stage}: {amount(peak.total, unit)} {unit} in each process, in the phase {peak.name}; {verdict} in",
+        f"{machine.name} (at most {ROOM:.0%} of {amount(machine.memory, 'GB')} GB)",
+        "",
+        f"  {'model':<17}{'parameters':>16}{'trained':>16}{'weights':>9}{'grad':>8}{'AdamW':>8} {unit}",
+    ]
+    for name, weights, trained, *sizes in model_rows(one):
+        held, gradients, moments = (amount(size, unit) for size in sizes)
+        lines.append(f"  {name:<17}{weights:>16,}{trained:>16,}{held:>9}{gradients:>8}{moments:>8}")
+    lines += ["", f"  {'phase':<17}{unit:>8}  its largest parts"]
+    for phase in plan.phases:
+        lines.append(f"  {phase.name:<17}{amount(phase.total, unit):>8}  {parts_of(phase, unit)}")
+    lines += [
+        "",
+        f"  a step: {batch.num} microbatches of {batch.tokens:,} tokens (tokens_per_microbatch "
+        f"{plan.tokens_per_microbatch:,})",
+        f"  {schedule_line(one)}",
+    ]
+    return lines if one.fits else lines + change_lines(one, machine)
+
+
+def model_rows(one: Planned) -> list[tuple[str, int, int, float, float, float]]:
+    """(name, parameters, trained ones, bytes of weights, gradients and moments) of each model."""
+    from rlhf_cli.plan.memory import gradient_bytes, moment_bytes, weight_bytes
+
+    setting = one.plan.setting
+    return [
+        (
+            model.shape.name,
+            model.shape.weights,
+            model.shape.trained,
+            weight_bytes(model, setting),
+            gradient_bytes(model.shape, setting),
+            moment_bytes(model.shape, setting),
+        )
+        for model in one.plan.models
+    ]
+
+
+def parts_of(phase: Phase, unit: str) -> str:
+    """The largest parts of a phase in words, in one line of the terminal."""
+    line = ""
+    for name, size in sorted(phase.parts.items(), key=lambda part: -part[1]):
+        part = f"{', ' if line else ''}{name} {amount(size, unit)}"
+        if len(line) + len(part) > WIDTH or size < 0.01 * phase.total:
+            break
+        line += part
+    return line
+
+
+def schedule_line(one: Planned) -> str:
+    """Steps, tokens and hours."""
+    schedule = one.schedule
+    if schedule.steps is None:
+        return "steps: they follow from the number of training rows (training.num_epochs)"
+    tokens = "" if schedule.tokens is None else f", at most {schedule.tokens:,} tokens"
+    hours = "; give --tokens-per-s for the hours"
+    if schedule.hours is not None:
+        hours = f"; {schedule.hours:.2g} hours ({schedule.basis})"
+    return f"{schedule.steps:,} optimizer steps{tokens}{hours}"
+
+
+def change_lines(one: Planned, machine: Machine) -> list[str]:
+    """The changes, each with its new peak, and what is enough."""
+    room = ROOM * machine.memory
+    lines = ["", f"  What lowers the peak, each by itself ({amount(room, 'GB')} GB fit):"]
+    for change in one.changes:
+        size = f"{amount(change.plan.peak.total, 'GB'):>7} GB"
+        fits = " fits" if change.plan.peak.total <= room else ""
+        lines.append(f"  {size}{fits:<5}  {change.costs}")
+        lines.append(f"  {'':>17}{options(change.overrides)}")
+    if one.enough is None:
+        lines.append("  No combination of these fits. Use a smaller model, or more or larger GPUs.")
+    elif len(one.enough.overrides) > 1:
+        lines += ["", f"  Together these fit, with {amount(one.enough.plan.peak.total, 'GB')} GB:"]
+        lines += [f"    {options([text])}" for text in one.enough.overrides]
+    return lines
+
+
+def options(overrides: Sequence[str]) -> str:
+    """The options of the command line for some overrides."""
+    return " ".join(shlex.quote(word) for word in set_options(overrides))
+
+
+def unit_of(size: float) -> str:
+    """MB below a gigabyte, otherwise GB."""
+    return "MB" if size < 1e9 else "GB"
+
+
+def amount(size: float, unit: str) -> str:
+    """Bytes in a unit with three digits.
+
+    >>> amount(1.2345e10, "GB"), amount(1.5e6, "MB"), amount(2e6, "GB"), amount(0, "GB")
+    ('12.3', '1.5', '0.00', '0')
+    """
+    value = size / UNITS[unit]
+    if value == 0:
+        return "0"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 or unit == "MB" else f"{value:.2f}"
+
+
+def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
+    """The plan of a stage as JSON values, in bytes."""
+    plan = one.plan
+    names = ("name", "parameters", "trained", "weight_bytes", "gradient_bytes", "moment_bytes")
+    return {
+        "stage": plan.stage,
+        "device": plan.setting.device,
+        "processes": plan.setting.processes,
+        "memory_bytes": round(machine.memory),
+        "peak_bytes": round(plan.peak.total),
+        "peak_phase": plan.peak.name,
+        "fits": one.fits,
+        "models": [dict(zip(names, (*row[:3], *map(round, row[3:])), strict=True)) for row in model_rows(one)],
+        "phases": [
+            {"name": phase.name, "bytes": round(phase.total), "parts": {k: round(v) for k, v in phase.parts.items()}}
+            for phase in plan.phases
+        ],
+        "microbatch": {"tokens": plan.batch.tokens, "num_per_step": plan.batch.num},
+        "tokens_per_microbatch": plan.tokens_per_microbatch,
+        "steps": one.schedule.steps,
+        "tokens": one.schedule.tokens,
+        "hours": one.schedule.hours,
+        "changes": [
+            {"set": change.overrides, "peak_bytes": round(change.plan.peak.total), "costs": change.costs}
+            for change in one.changes
+        ],
+        "enough": None if one.enough is None else one.enough.overrides,
+    }

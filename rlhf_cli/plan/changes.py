@@ -1,0 +1,114 @@
+"""What makes a stage need less memory, the cheapest change first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import UserError
+from rlhf_cli.plan.stages import Machine, StagePlan
+
+Plan = Callable[[list[str]], StagePlan]
+"""The plan of the stage with further overrides. Raises UserError if the config refuses them."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides of the config, and the plan with them."""
+
+    overrides: list[str]
+    costs: str
+    """What they cost."""
+    plan: StagePlan
+
+
+def single_changes(config: Stage, plan: StagePlan, machine: Machine, replan: Plan) -> list[Change]:
+    """The changes that lower the peak by at least a hundredth, each by itself."""
+    changes = []
+    for overrides, costs in _candidates(config, plan, machine):
+        try:
+            changed = replan(overrides)
+        except UserError:
+            continue  # the config refuses it beside what it has
+        if changed.peak.total < 0.99 * plan.peak.total:
+            changes.append(Change(overrides, costs, changed))
+    return changes
+
+
+def enough_changes(changes: list[Change], room: float, replan: Plan) -> Change | None:
+    """The first of the changes that fits into `room` bytes by itself, or else the first few together.
+
+    A change that does not lower the peak beside the earlier ones is left out. None if all together do not fit.
+    """
+    alone = next((change for change in changes if change.plan.peak.total <= room), None)
+    chosen: list[str] = []
+    best: StagePlan | None = None
+    for change in changes:
+        kept = [
+            text for text in chosen if text.partition("=")[0] not in {o.partition("=")[0] for o in change.overrides}
+        ]
+        try:
+            changed = replan([*kept, *change.overrides])
+        except UserError:
+            continue
+        if best is not None and changed.peak.total >= 0.99 * best.peak.total:
+            continue
+        chosen, best = [*kept, *change.overrides], changed
+        if changed.peak.total <= room:
+            break
+    if best is None or best.peak.total > room:
+        return alone
+    together = Change(chosen, "", best)
+    return alone if alone is not None and changes.index(alone) <= len(chosen) else together
+
+
+def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[list[str], str]]:
+    """(overrides, what they cost), the cheapest first."""
+    is_ppo = isinstance(config, PPOConfig)
+    section = "ppo" if is_ppo else "training"
+    found: list[tuple[list[str], str]] = []
+    for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
+        if tokens >= 256:
+            found.append(([f"{section}.tokens_per_microbatch={tokens}"], "smaller passes; the same result"))
+    if isinstance(config, PPOConfig):
+        rows = -(-config.ppo.rollout_batch_size // machine.processes)
+        live = min(rows, config.rollout.max_live_rows or rows)
+        found += [([f"rollout.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
+    found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
+    if machine.processes > 1 and plan.setting.divided == 1:
+        found.append((["distributed.shard=true"], "weights cross the network in each pass"))
+    found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
+    if is_ppo:
+        found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
+    found += _adapters(config)
+    found += _shorter(config)
+    return found
+
+
+def _adapters(config: Stage) -> list[tuple[list[str], str]]:
+    if isinstance(config, PPOConfig):
+        keys = ["policy.lora"] + (["value_model.lora"] if config.ppo.has_value_model else [])
+        has = config.policy.lora is not None
+    else:
+        assert isinstance(config, SFTConfig | RMConfig)
+        keys, has = ["model.lora"], config.model.lora is not None
+    if isinstance(config, SFTConfig) and config.model.scratch is not None:
+        return []
+    plain = [] if has else [([f"{key}.r=16" for key in keys], "trains adapters only")]
+    return [*plain, ([f"{key}.quantize=nf4" for key in keys], "frozen weights in 4 bits")]
+
+
+def _shorter(config: Stage) -> list[tuple[list[str], str]]:
+    if isinstance(config, PPOConfig):
+        prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
+        return [
+            (
+                [f"data.max_prompt_length={max(1, prompt // 2)}", f"rollout.max_new_tokens={max(1, response // 2)}"],
+                "shorter texts",
+            )
+        ]
+    assert isinstance(config, SFTConfig | RMConfig)
+    return [([f"data.max_length={max(2, config.data.max_length // 2)}"], "drops longer rows")]

@@ -1,0 +1,217 @@
+"""The memory of a run, phase by phase, computed from the shapes of its models. Bytes, for one process.
+
+What is counted is what lives at the same time. The allocators of torch and of the system take more: docs/scale.md has
+the measured difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhf_cli.config.models import Quantization
+from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
+from rlhf_cli.plan.shapes import Shape
+
+Kept = Literal["float32", "exact", "rounded"]
+"""How frozen weights are held if the passes compute in bfloat16: in float32; in bfloat16 if their file has them so; in
+bfloat16 in any case (`rlhf_cli.models.frozen`)."""
+BYTES_OF_NF4: dict[Quantization, float] = {"nf4": 0.5 + 4 / 64, "nf4_double": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of a number in 4 bits, with the scales of the blocks of 64 and of the 256 blocks of scales."""
+STATES: dict[str, tuple[float, float, float]] = {
+    "float32": (4, 4, 8),
+    "8bit": (4, 4, 2 + 8 / 256),
+    "bfloat16": (2, 2, 4),
+}
+"""Bytes of a trained number by `optimizer.precision`: the weight, its gradient, its two moments."""
+LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
+"""Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
+rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model in memory."""
+
+    shape: Shape
+    kept: Kept = "float32"
+    shares: bool = False
+    """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
+    offloaded: bool = False
+    """Whether it is on the CPU while other models compute."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a process computes."""
+
+    device: str
+    """cpu or cuda."""
+    processes: int = 1
+    divided: int = 1
+    """Processes among which every model is divided (`distributed.shard`)."""
+    half: bool = False
+    """Whether the passes compute in 16 bits."""
+    states: str = "float32"
+    """`optimizer.precision`."""
+    checkpointing: bool = False
+    saves: bool = False
+    """Whether the run writes checkpoints on its way."""
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number that the passes compute."""
+        return 2 if self.half else 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch of full rows."""
+
+    tokens: int
+    targets: int
+    """Tokens whose logits are computed."""
+    num: int
+    """Microbatches for each optimizer step."""
+    logits_copies: float = 2.0
+    """Tensors of the size of the logits that exist together: the logits and their gradient."""
+    is_chunked: bool = True
+    """Whether large logits are computed a chunk at a time (`linear_logprobs`)."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run, and what is in memory at its fullest moment."""
+
+    name: str
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def join(*parts: dict[str, float]) -> dict[str, float]:
+    """The sum of several parts, by name; empty ones are dropped."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    sums = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return {name: size for name, size in sums.items() if size}
+
+
+# ----------------------------------------------------------------------------------- what does not depend on a batch
+
+
+def weight_bytes(model: Held, setting: Setting) -> float:
+    """Bytes of the weights of a model on one process."""
+    counts, shape = model.shape.counts, model.shape
+    trained = counts.trained * STATES[setting.states if shape.lora is None else "float32"][0]
+    if model.shares:
+        return trained / setting.divided
+    quantization = shape.lora.quantize if shape.lora is not None else None
+    four_bit = counts.quantizable if quantization is not None else 0.0
+    is_lossless = model.kept != "float32" and shape.stored == 2
+    of_linear = 2 if setting.half and (model.kept == "rounded" or is_lossless) else 4
+    of_tables = 2 if setting.half and is_lossless else 4
+    rest = counts.frozen - counts.frozen_linear - counts.frozen_tables
+    frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
+    if quantization is not None:
+        frozen += four_bit * BYTES_OF_NF4[quantization]
+    return (trained + frozen) / setting.divided
+
+
+def gradient_bytes(shape: Shape, setting: Setting) -> float:
+    """Bytes of the gradients of a model on one process."""
+    return shape.trained * STATES[setting.states if shape.lora is None else "float32"][1] / setting.divided
+
+
+def moment_bytes(shape: Shape, setting: Setting) -> float:
+    """Bytes of AdamW's moments of a model on one process."""
+    states = "float32" if shape.lora is not None and setting.states == "bfloat16" else setting.states
+    return shape.trained * STATES[states][2] / setting.divided
+
+
+# --------------------------------------------------------------------------------------------- passes
+
+
+def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
+    """What a forward and backward pass over a microbatch adds at its fullest moment.
+
+    Either the logits and their gradient exist beside all activations, and the gradient of the head is computed, or a
+    layer's temporary tensors do.
+    """
+    shape, tokens = model.shape, batch.tokens
+    kept = shape.counts.kept * tokens
+    a_layer = kept / shape.layers
+    if setting.checkpointing:
+        kept = a_layer + tokens * 4 * shape.layers * shape.hidden
+    activations = max(kept, tokens * 16 * shape.hidden)
+    temporary = tokens * 3 * shape.widest * setting.number
+    logits, head = logit_bytes(shape, batch, setting), 0.0
+    if shape.has_head and shape.lora is None:
+        head = shape.vocabulary * shape.hidden * 4.0
+    if logits + head < temporary:
+        logits, head, activations = 0.0, 0.0, activations + temporary
+    return join({"activations": activations, "logits": logits, "gradients": head}, copies_of_weights(model, setting))
+
+
+def logit_bytes(shape: Shape, batch: Batch, setting: Setting) -> float:
+    """Bytes of logits, and of their gradient if `batch.logits_copies` says so."""
+    if not shape.has_head:
+        return 0.0
+    numbers = batch.targets * shape.vocabulary
+    if batch.is_chunked and numbers > MOST_LOGITS:
+        return 3 * 4 * CHUNK
+    return batch.logits_copies * numbers * setting.number
+
+
+def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
+    """What a forward pass without gradients adds."""
+    shape = model.shape
+    one = Batch(batch.tokens, batch.targets, 1, max(1.0, batch.logits_copies - 1), batch.is_chunked)
+    hidden = batch.tokens * (3 * shape.widest + 4 * shape.hidden) * setting.number
+    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, copies_of_weights(model, setting))
+
+
+def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
+    """Weights that exist a second time during a pass.
+
+    Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
+    time. A divided model gathers two blocks of layers, the weights outside of them, and the gradient of a block.
+    """
+    shape, counts = model.shape, model.shape.counts
+    if setting.divided > 1:
+        block = shape.layer * (2 * setting.number + (4 if shape.trained > shape.layer else 0))
+        return {"gathered": block + 4 * shape.ends * (2 if shape.lora is None and shape.trained else 1)}
+    if shape.lora is not None and shape.lora.quantize is not None:
+        return {"dequantized": 4.0 * shape.hidden * shape.widest}
+    if not setting.half:
+        return {}
+    in_float32 = counts.linear
+    if model.kept == "rounded" or (model.kept == "exact" and shape.stored == 2):
+        in_float32 -= counts.frozen_linear
+    if setting.states == "bfloat16" and shape.lora is None:
+        in_float32 = 0.0
+    if setting.checkpointing:
+        in_float32 /= shape.layers
+    return {"16-bit copies": 2 * in_float32}
+
+
+def communication_bytes(shape: Shape, setting: Setting) -> float:
+    """Bytes of the flat copy of all gradients that processes with whole models sum."""
+    return gradient_bytes(shape, setting) if setting.processes > 1 and setting.divided == 1 else 0.0
+
+
+# --------------------------------------------------------------------------------------------- sampling
+
+
+def sampling_bytes(policy: Shape, rows: int, length: int, setting: Setting) -> dict[str, float]:
+    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
+    parts = {
+        "keys and values": rows * length * policy.cache * setting.number,
+        "logits": 3.0 * rows * policy.vocabulary * 4,
+    }
+    if setting.divided > 1:
+        return parts | {"rollout copy": policy.weights * setting.number}
+    if setting.device == "cpu" and not setting.half and policy.lora is None:
+        parts["rollout copy"] = policy.counts.joined * 4
+    return parts

@@ -1,0 +1,140 @@
+"""Where the models of a run come from, found from configs alone: a directory, a hub id in the cache, or `scratch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from rlhf_cli.artifacts import is_adapter, model_directory
+from rlhf_cli.config.models import Lora, Model, ScratchModel
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.models.adapter_files import read_adapter
+from rlhf_cli.models.refusals import reason_of
+from rlhf_cli.plan.shapes import Source
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The configs of a run's stages. A stage that is not among them has finished, or is not needed."""
+
+    configs: Mapping[str, Stage]
+
+    def sft(self, config: SFTConfig) -> Source:
+        """The model that the SFT stage trains."""
+        if config.model.scratch is not None:
+            return from_scratch(config.model.scratch, len(config.model.add_tokens))
+        assert config.model.path is not None
+        return from_path(config.model.path, config.model.revision, "model.path")
+
+    def of_stage(self, stage: str, config: Stage, key: str) -> Source:
+        """The model that a later stage gets from the run's own `stage`.
+
+        It is the model that the stage's config names, or else the finished stage. Raises ConfigError without both.
+        """
+        planned = self.configs.get(stage)
+        if isinstance(planned, SFTConfig):
+            return self.sft(planned)
+        if isinstance(planned, RMConfig):
+            return self.rm(planned)
+        directory = Path(config.artifacts) / stage
+        if directory.is_dir():
+            return from_path(str(directory), None, key)
+        raise ConfigError(
+            f"{key}: is the model of this run's {stage} stage, and there is neither a {stage}.yaml beside the config "
+            f"nor a finished {directory}. Give the folder of all stages, or set {key}"
+        )
+
+    def rm(self, config: RMConfig) -> Source:
+        """The model that the RM stage trains."""
+        return self._given(config.model, config, "sft", "model.path")
+
+    def policy(self, config: PPOConfig) -> Source:
+        """The policy of PPO."""
+        return self._given(config.policy, config, "sft", "policy.path")
+
+    def ref_policy(self, config: PPOConfig) -> Source:
+        """The reference policy of PPO."""
+        if config.ref_policy is None:
+            return self.policy(config)
+        return self._given(config.ref_policy, config, "sft", "ref_policy.path")
+
+    def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> Source:
+        """A reward model of PPO."""
+        if reward.path is not None:
+            return from_path(reward.path, reward.revision, key)
+        return self.of_stage("rm", config, key)
+
+    def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
+        """Whether a reward model is adapters on the policy's weights."""
+        lora, path = config.policy.lora, self._path_of_policy(config)
+        rm = self.configs.get("rm")
+        if lora is None or path is None:
+            return False
+        if reward.path is None and isinstance(rm, RMConfig):
+            adapters = rm.model.lora
+            ours = rm.model.path if rm.model.path is not None else self._path_of_sft()
+            return _are_alone(adapters) and ours == path and adapters is not None and adapters.quantize == lora.quantize
+        directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
+        adapter = read_adapter(directory) if is_adapter(directory) else None
+        return adapter is not None and adapter.base.path == path and adapter.quantization == lora.quantize
+
+    def _given(self, model: Model, config: Stage, stage: str, key: str) -> Source:
+        if model.path is not None:
+            return from_path(model.path, model.revision, key)
+        return self.of_stage(stage, config, key)
+
+    def _path_of_policy(self, config: PPOConfig) -> str | None:
+        return config.policy.path if config.policy.path is not None else self._path_of_sft()
+
+    def _path_of_sft(self) -> str | None:
+        return "the sft stage of this run" if "sft" in self.configs else None
+
+
+def _are_alone(lora: Lora | None) -> bool:
+    return lora is not None and lora.save == "adapter"
+
+
+def from_scratch(scratch: ScratchModel, new_tokens: int) -> Source:
+    """A new model. Its vocabulary is the size that its tokenizer may reach at most."""
+    rows = scratch.tokenizer.vocab_size + new_tokens
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    try:
+        config = AutoConfig.for_model(scratch.architecture, **{**scratch.config, **special, "vocab_size": rows})
+    except Exception as error:
+        raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
+    return _checked(Source(config), "model.scratch")
+
+
+def from_path(path: str, revision: str | None, key: str) -> Source:
+    """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
+    directory = model_directory(path)
+    if is_adapter(directory):
+        adapter = read_adapter(directory)
+        assert adapter is not None
+        return from_path(adapter.base.path, adapter.base.revision, key)
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, revision=revision, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        if not Path(directory).is_dir():
+            raise ArtifactError(
+                f"{key}: {path} is no directory, and its config.json is not in the hub's cache. Download it: "
+                f"hf download {path} config.json"
+            ) from None
+        raise ArtifactError(f"{key}: {path}: cannot read its config.json ({reason_of(error)})") from None
+    stored = getattr(config.dtype, "itemsize", 4) if config.dtype is not None else 4
+    return _checked(Source(config, stored), f"{key}: {path}")
+
+
+def _checked(source: Source, where: str) -> Source:
+    if source.config.is_encoder_decoder:
+        raise ConfigError(f"{where}: is an encoder-decoder, and rlhf plan counts decoders and encoders only")
+    return source
