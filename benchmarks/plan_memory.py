@@ -2,32 +2,44 @@
 
     python benchmarks/plan_memory.py --work DIR
     python benchmarks/plan_memory.py --work DIR --sizes 1M 25M --stages rm --kinds lora --processes 1
-    python benchmarks/plan_memory.py --work DIR --table      # only the table, of the runs that DIR already has
+    python benchmarks/plan_memory.py                         # only the table, of the recorded runs
 
 Each run is one stage of two optimizer steps in processes of its own: Llamas with random weights, rows of exactly 128
 tokens (64 of prompt, 64 of response), microbatches chosen by `auto`. The peak is the process's largest resident memory
-(VmHWM of /proc/self/status) above what is resident after all imports. A resident page of a file counts, and so does
-memory that the allocator has not returned to the system. With two processes the larger peak counts. While the run
-goes on, a thread reads the resident memory every 5 ms and notes which function of the stage was at work, so that the
-peak of each phase is known as well.
+(VmHWM of /proc/self/status) above what is resident after all imports. With two processes the larger peak counts. While
+the run goes on, a thread reads the resident memory every 5 ms and notes which function is at work, so that the peak of
+each phase is known as well.
 
-Linux only. DIR needs 4 GB. All runs together take about an hour on one core; a finished run is not repeated.
+The system's allocator keeps freed memory, and gaps between the pieces that are in use. That made up half of the
+resident memory and more. So the runs are made with MALLOC_MMAP_THRESHOLD_=131072, which returns every large tensor to
+the system when it is freed: what remains is what lives.
+
+Linux only. DIR needs 4 GB. All runs together take about an hour on one core; a finished run is not repeated. The peaks
+are recorded in benchmarks/plan_memory.json, from which a test checks the plan.
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speed_inputs import EOS, Size, write_config, write_lines
+from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from rlhf_cli.plan.memory import Phase
+from rlhf_cli.plan.plan import plan_of
+from rlhf_cli.plan.stages import Machine
+
+RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "1M": Size(128, 344, 4, 4, 2048, ppo_batch=32, steps=0, learning_rate=0),
@@ -77,25 +89,25 @@ class Case:
 def main() -> None:
     """Make the runs that are missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="where the runs are made; without it only the table is printed")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "25M", "100M"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--processes", nargs="+", type=int, choices=PROCESSES, default=list(PROCESSES))
-    parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.work = args.work.resolve()
     if args.child:
         run_child(args.child.split(":")[0], Path(args.child.partition(":")[2]))
         return
-    cases = [Case(*x) for x in product_of(args.sizes, args.stages, args.kinds, args.processes)]
-    for case in cases:
-        result = args.work / "results" / f"{case.name}.json"
-        if not args.table and not result.is_file():
-            make_inputs(args.work, case.size)
-            measure(args.work, case, result)
-    print_table(args.work, cases)
+    if args.work is not None:
+        work = args.work.resolve()
+        for case in [Case(*x) for x in product_of(args.sizes, args.stages, args.kinds, args.processes)]:
+            result = work / "results" / f"{case.name}.json"
+            if not result.is_file():
+                make_inputs(work, case.size)
+                measure(work, case, result)
+        record(work)
+    print_table()
 
 
 def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
@@ -110,22 +122,7 @@ def make_inputs(work: Path, name: str) -> None:
     folder, size = work / name, SIZES[name]
     if (folder / "finished").is_file():
         return
-    from speed_inputs import word_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        num_labels=1,
-    )
+    config = model_config(size)
     tokenizer = word_tokenizer(size.vocabulary)
     for kind, build in (("base", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         build(config).save_pretrained(folder / kind)
@@ -144,6 +141,24 @@ def make_inputs(work: Path, name: str) -> None:
     write_lines(folder / "rm.jsonl", pairs)
     write_lines(folder / "prompts.jsonl", [{"prompt": words(PROMPT)} for _ in rows])
     (folder / "finished").touch()
+
+
+def model_config(size: Size) -> LlamaConfig:
+    """The config of a model of this size."""
+    return LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        num_labels=1,
+        dtype="float32",
+    )
 
 
 def config_of(work: Path, case: Case) -> Path:
@@ -200,7 +215,12 @@ def measure(work: Path, case: Case, result: Path) -> None:
     children = []
     for rank in range(case.processes):
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
-        environment |= {"RLHF_CACHE": str(work / "cache"), "RANK": str(rank), "WORLD_SIZE": str(case.processes)}
+        environment |= {
+            "MALLOC_MMAP_THRESHOLD_": "131072",
+            "RLHF_CACHE": str(work / "cache"),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(case.processes),
+        }
         environment |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         command = [sys.executable, __file__, "--work", str(work), "--child", f"{case.stage}:{path}"]
         children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -280,13 +300,56 @@ def status() -> dict[str, int]:
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
 
 
-def print_table(work: Path, cases: list[Case]) -> None:
-    for case in cases:
-        path = work / "results" / f"{case.name}.json"
-        if path.is_file():
-            rows = json.loads(path.read_text())["processes"]
-            row = max(rows, key=lambda row: row["peak"])
-            print(case.name, f"{row['peak'] / 1e6:,.0f}", {k: round(v / 1e6) for k, v in row["phases"].items()})
+# --------------------------------------------------------------------------------------------- the table
+
+
+def record(work: Path) -> None:
+    """Add the peaks of the finished runs to the record."""
+    peaks = dict(recorded())
+    for path in sorted((work / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        case = Case(**result["case"])
+        peaks[case] = max(row["peak"] for row in result["processes"])
+    order = product_of(list(SIZES), list(STAGES), list(KINDS), list(PROCESSES))
+    rows = [asdict(Case(*x)) | {"peak": peaks[Case(*x)]} for x in order if Case(*x) in peaks]
+    RECORD.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+
+
+def recorded() -> dict[Case, int]:
+    """The peak of each recorded run, in bytes."""
+    if not RECORD.is_file():
+        return {}
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    return {Case(row["size"], row["stage"], row["kind"], row["processes"]): row["peak"] for row in rows}
+
+
+def planned(case: Case, folder: Path) -> Phase:
+    """The fullest phase of a case by `rlhf plan`, from configs that are written to a folder."""
+    for kind in ("base", "reward"):
+        model_config(SIZES[case.size]).save_pretrained(folder / case.size / kind)
+    path = config_of(folder, case)
+    machine = Machine("cpu", 1e12, case.processes)
+    (one,) = plan_of(path, [], case.stage, machine, machine.memory, None)
+    return one.plan.peak
+
+
+def print_table() -> None:
+    """Print measured and planned peaks as Markdown, in MB: a row for each size, stage and number of processes."""
+    peaks = recorded()
+    print(f"| size | stage | processes | {' | '.join(KINDS)} |")
+    print("| --- " * (3 + len(KINDS)) + "|")
+    with tempfile.TemporaryDirectory() as folder:
+        for size, processes, stage in itertools.product(SIZES, PROCESSES, STAGES):
+            cells = []
+            for kind in KINDS:
+                case = Case(size, stage, kind, processes)
+                if case in peaks:
+                    total = planned(case, Path(folder)).total
+                    cells.append(f"{peaks[case] / 1e6:,.0f} / {total / 1e6:,.0f} ({total / peaks[case] - 1:+.0%})")
+                else:
+                    cells.append("")
+            if any(cells):
+                print(f"| {size} | {stage} | {processes} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

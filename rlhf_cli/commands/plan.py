@@ -146,7 +146,7 @@ def change_lines(one: Planned, machine: Machine) -> list[str]:
         size = f"{amount(change.plan.peak.total, 'GB'):>7} GB"
         fits = " fits" if change.plan.peak.total <= room else ""
         lines.append(f"  {size}{fits:<5}  {change.costs}")
-        lines.append(f"  {'':>17}{options(change.overrides)}")
+        lines += [f"      {options([text])}" for text in change.overrides]
     if one.enough is None:
         lines.append("  No combination of these fits. Use a smaller model, or more or larger GPUs.")
     elif len(one.enough.overrides) > 1:

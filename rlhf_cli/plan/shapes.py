@@ -40,6 +40,10 @@ ROW = 16
 """Tokens of each sequence in the pass whose memory is counted."""
 SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the paged decoder copies, to compute them as one product."""
+UNREAD = ("_name_or_path", "transformers_version", "dtype")
+"""Keys of a config that do not change the model."""
+KEY = "model"
+"""The config key in messages, until `shape_of` replaces it."""
 CPU = torch.device("cpu")
 
 
@@ -151,9 +155,14 @@ def shape_of(
     """
     # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
     plain = None if lora is None else lora.model_copy(update={"quantize": None}).model_dump_json()
-    text = json.dumps(source.config.to_dict(), sort_keys=True, default=str)
+    settings = {name: value for name, value in source.config.to_dict().items() if name not in UNREAD}
+    text = json.dumps(settings, sort_keys=True, default=str)
     patterns = None if frozen is None else tuple(frozen)
-    shape = _shape(text, type(source.config), is_classifier, precision, plain, patterns, key)
+    try:
+        kind = type(source.config)
+        shape = _shape(text, kind, is_classifier, precision, plain, patterns)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"{key}{str(error).removeprefix(KEY)}") from None
     return replace(shape, name=name, stored=source.stored, lora=lora)
 
 
@@ -165,12 +174,14 @@ def _shape(
     precision: str,
     lora_text: str | None,
     frozen: tuple[str, ...] | None,
-    key: str,
 ) -> Shape:
     lora = None if lora_text is None else Lora.model_validate_json(lora_text)
 
     def config(layers: int | None = None) -> PreTrainedConfig:
-        read = kind.from_dict(json.loads(text))
+        try:
+            read = kind.from_dict(json.loads(text))
+        except Exception as error:
+            raise ConfigError(f"{KEY}: transformers refuses this config ({reason_of(error)})") from None
         inner = read.get_text_config()
         if layers is not None:
             inner.num_hidden_layers = layers
@@ -179,9 +190,9 @@ def _shape(
         return read
 
     def counts(layers: int) -> Counts:
-        return _counts(_built(config(layers), is_classifier, key), precision, lora, frozen, key)
+        return _counts(_built(config(layers), is_classifier), precision, lora, frozen)
 
-    whole = _built(config(), is_classifier, key)
+    whole = _built(config(), is_classifier)
     inner = whole.config.get_text_config()
     layers: int = inner.num_hidden_layers
     found = None
@@ -209,7 +220,7 @@ def _shape(
     )
 
 
-def _built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrainedModel:
+def _built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
     """A new model on the meta device. Raises ConfigError if transformers cannot build it."""
     if is_classifier:
         offer_classifier(type(config))
@@ -219,21 +230,19 @@ def _built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTraine
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
-        raise ConfigError(f"{key}: transformers cannot build this {config.model_type} ({reason_of(error)})") from None
+        raise ConfigError(f"{KEY}: transformers cannot build this {config.model_type} ({reason_of(error)})") from None
     return model
 
 
-def _counts(
-    model: PreTrainedModel, precision: str, lora: Lora | None, frozen: Sequence[str] | None, key: str
-) -> Counts:
+def _counts(model: PreTrainedModel, precision: str, lora: Lora | None, frozen: Sequence[str] | None) -> Counts:
     """The counts of a model on the meta device. Its layers become those that the stages use."""
     base = model.num_parameters()
     if frozen is None:
         model.requires_grad_(False)
     else:
-        freeze(model, frozen, f"{key}.freeze")
+        freeze(model, frozen, f"{KEY}.freeze")
     if lora is not None:
-        add_lora(model, lora, f"{key}.lora", seed=0)
+        add_lora(model, lora, f"{KEY}.lora", seed=0)
     trained = sum(num_weights(p) for p in model.parameters() if p.requires_grad)
     head = model.get_output_embeddings()
     linear = {

@@ -102,7 +102,7 @@ def _supervised(
     stage: str, config: SFTConfig | RMConfig, sources: Sources, machine: Machine, setting: Setting
 ) -> StagePlan:
     is_rm = isinstance(config, RMConfig)
-    source = sources.rm(config) if is_rm else sources.sft(config)
+    source = sources.rm(config) if isinstance(config, RMConfig) else sources.sft(config)
     shape = shape_of(
         "reward model" if is_rm else "model",
         source,
@@ -115,7 +115,7 @@ def _supervised(
     tokens = config.training.tokens_per_microbatch
     if tokens == "auto":
         tokens = auto_tokens([shape], [], machine, setting, LOGITS_COPIES)
-    sequences = 2 if is_rm and config.is_pairwise else 1
+    sequences = 2 if isinstance(config, RMConfig) and config.is_pairwise else 1
     batch = _rows_batch(
         config.data,
         sequences,
@@ -141,12 +141,11 @@ def _rows_batch(
     *,
     has_targets: bool,
 ) -> Batch:
-    """The microbatches of rows that all have the maximum length, with every token a target."""
+    """The microbatches of rows of the maximum length, with every token a target. Shorter rows fill them as well."""
     longest = data.max_length * sequences
     rows = -(-minibatch // setting.processes)
-    at_once = max(1, min(rows, tokens // longest, most_rows or rows))
-    size = at_once * longest
-    return Batch(size, size if has_targets else 0, -(-rows // at_once))
+    size = min(max(tokens, longest), min(rows, most_rows or rows) * longest)
+    return Batch(size, size if has_targets else 0, -(-rows * longest // size))
 
 
 def _normalisation(config: RMConfig, model: Held, sources: Sources, setting: Setting) -> Phase:
@@ -257,16 +256,12 @@ def _ppo_batch(config: PPOConfig, prompt: int, tokens: int, copies: float, setti
     """The microbatches of prompts and responses that all have the maximum length; equal prompts count once."""
     response = config.rollout.max_new_tokens
     rows = -(-config.ppo.minibatch_size // setting.processes)
-    together = min(config.rollout.samples_per_prompt, rows)
-    group = prompt + together * response
-    if group <= tokens:
-        at_once = min(rows, tokens // group * together)
-    else:
-        at_once, together = min(rows, max(1, (tokens - prompt) // response)), rows
-    at_once = min(at_once, config.ppo.microbatch_size or at_once)
-    size = -(-at_once // max(1, together)) * prompt + at_once * response
+    at_once = min(rows, config.ppo.microbatch_size or rows)
+    together = min(config.rollout.samples_per_prompt, at_once)
+    total = -(-at_once // together) * prompt + at_once * response
+    size = min(max(tokens, prompt + response), total)
     is_plain = copies == Batch.logits_copies
-    return Batch(size, at_once * response, -(-rows // at_once), copies, is_chunked=is_plain)
+    return Batch(size, round(size * at_once * response / total), -(-rows * total // (at_once * size)), copies, is_plain)
 
 
 def _copies_of_logits(config: PPOConfig) -> float:
@@ -281,13 +276,16 @@ def _copies_of_logits(config: PPOConfig) -> float:
 
 
 def _static(models: list[Held], trained: list[Held], config: PPOConfig, setting: Setting) -> dict[str, float]:
-    average = config.ppo.ema_decay is not None and setting.device == "cpu"
+    on_cpu = setting.device == "cpu"
+    average = config.ppo.ema_decay is not None and on_cpu
     return join(
         _libraries(setting),
         {
             "weights": sum(weight_bytes(model, setting) for model in models),
             "optimizer": sum(moment_bytes(model.shape, setting) for model in trained),
             "moving average": 4.0 * models[0].shape.trained if average else 0.0,
+            # Measured: after a pass in bfloat16 on a CPU a copy of the weights stays with each model.
+            "16-bit copies": sum(2 * m.shape.counts.linear for m in models[1:]) if on_cpu and setting.half else 0.0,
         },
     )
 

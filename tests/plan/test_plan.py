@@ -1,0 +1,160 @@
+"""`rlhf plan`: peaks against recorded measurements, what fits, what makes it fit, and its errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.plan import memory
+from support.paths import ROOT
+
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("plan_memory")
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Folders with nothing but the config.json of Llama 3.1 8B and 70B."""
+    folder = tmp_path_factory.mktemp("shapes")
+    for name, size in SHAPES.items():
+        config = LlamaConfig(
+            **size, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16"
+        )
+        config.save_pretrained(folder / name)
+    return folder
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+def plan(*arguments):
+    return json.loads(run(*arguments, "--json").stdout)["stages"]
+
+
+def far_off(benchmark, folder, sizes):
+    """The recorded runs whose planned peak is more than 15 % from the measured one."""
+    found = {}
+    for case, peak in benchmark.recorded().items():
+        if case.size in sizes:
+            ratio = benchmark.planned(case, folder).total / peak
+            if not 0.85 <= ratio <= 1.15:
+                found[case.name] = ratio
+    return found
+
+
+def test_planned_peaks_are_within_15_percent_of_measured_ones(benchmark, tmp_path):
+    assert len(benchmark.recorded()) >= 12
+    assert far_off(benchmark, tmp_path, ["1M", "25M", "100M", "300M"]) == {}
+
+
+@pytest.mark.parametrize("fault", ["moments", "libraries"])
+def test_a_wrong_model_of_memory_misses_the_measured_peaks(benchmark, tmp_path, monkeypatch, fault):
+    if fault == "moments":
+        monkeypatch.setitem(memory.STATES, "float32", (4, 4, 0))
+        assert "25M-sft-float32-1" in far_off(benchmark, tmp_path, ["25M"])
+    else:
+        monkeypatch.setitem(memory.LIBRARIES, "float32", 0)
+        assert "1M-sft-float32-1" in far_off(benchmark, tmp_path, ["1M"])
+
+
+# ------------------------------------------------------------------------------------------ what fits
+
+
+def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_does(shapes):
+    options = ["configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
+    (sft,) = plan(*options)
+    assert not sft["fits"]
+    # 16 bytes a weight before anything else.
+    assert sft["peak_bytes"] > 16 * 8_030_261_248
+    peaks = {" ".join(change["set"]): change["peak_bytes"] for change in sft["changes"]}
+    assert (
+        peaks["model.lora.quantize=nf4"] < peaks["model.lora.r=16"] < 0.9 * 24e9 < peaks["gradient_checkpointing=true"]
+    )
+    assert sft["enough"] == ["model.lora.r=16"]
+    text = run(*options).stdout
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "does not fit in\n1 x 24 GB GPU" in text
+    # The named change is enough.
+    (lora,) = plan(*options, "--set", "model.lora.r=16")
+    assert lora["fits"]
+    assert lora["peak_bytes"] == peaks["model.lora.r=16"]
+
+
+def test_several_changes_together_make_a_run_fit(shapes):
+    size = f"model.path={shapes / '8b'}"
+    (sft,) = plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size)
+    assert len(sft["enough"]) > 1
+    more = [word for text in sft["enough"] for word in ("--set", text)]
+    assert plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size, *more)[0]["fits"]
+
+
+def test_a_shipped_run_fits_this_machine_and_shows_its_length():
+    text = run("configs/support").stdout
+    assert text.count("fits in") == 3
+    assert "1,000 optimizer steps, at most 3,072,000 tokens" in text
+    assert re.search(r"^  update +\d+  .*activations", text, re.MULTILINE)
+
+
+def test_hours_follow_from_a_given_or_a_measured_speed(tmp_path):
+    (sft,) = plan("configs/support/sft.yaml", "--tokens-per-s", 1000)
+    assert sft["hours"] == pytest.approx(3_072_000 / 1000 / 3600)
+    (tmp_path / "sft").mkdir()
+    rows = [{"step": n, "time/step_s": 0.4, "time/data_s": 0.1, "loss/sft": 1.0} for n in (1, 2)]
+    (tmp_path / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    (sft,) = plan("configs/support/sft.yaml", "--set", f"artifacts={tmp_path}")
+    assert sft["hours"] == pytest.approx(1000 * 0.5 / 3600)
+    (sft,) = plan("configs/support/sft.yaml", "--set", "training.num_epochs=2", "--set", "training.num_steps=null")
+    assert sft["steps"] is None
+
+
+# --------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs/support", "--gpu-memory", "much"], "--gpu-memory: found much, must be a size such as 80GB or 24GiB"),
+        (["--config", "missing/sft.yaml"], "missing/sft.yaml: no such file"),
+        (["configs"], "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
+        ([], "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
+        (
+            ["configs/support/sft.yaml", "--set", "model.scratch=null", "--set", "model.path=nobody/nothing"],
+            "model.path: nobody/nothing is no directory, and its config.json is not in the hub's cache. Download it: "
+            "hf download nobody/nothing config.json",
+        ),
+        (
+            ["configs/support/sft.yaml", "--set", "model.scratch.config.num_attention_heads=0"],
+            "model.scratch: cannot build this model (",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(arguments, message):
+    result = run(*arguments, code=2)
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_stage_without_its_earlier_stage_is_an_error(tmp_path):
+    config = (ROOT / "configs/support/rm.yaml").read_text().replace("artifacts/support", str(tmp_path / "run"))
+    (tmp_path / "rm.yaml").write_text(config)
+    result = run(tmp_path / "rm.yaml", code=2)
+    assert "model.path: is the model of this run's sft stage, and there is neither a sft.yaml beside" in result.stderr

@@ -1,0 +1,110 @@
+"""Models without weights: their counts against those of real models, and the bytes that autograd keeps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.cost import kept_bytes
+from rlhf_cli.models.forward import autocast, hidden_at
+from rlhf_cli.models.load import prepare
+from rlhf_cli.packing import pack
+from rlhf_cli.plan.shapes import ROW, Source, shape_of
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
+CONFIGS = {
+    "llama tied": ("llama", {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama": ("llama", {**SMALL, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", {**SMALL, "num_key_value_heads": 2}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0}),
+}
+
+
+def config_of(name):
+    family, settings = CONFIGS[name]
+    return AutoConfig.for_model(family, pad_token_id=0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "is_classifier"),
+    [
+        ("llama tied", None, False),
+        ("llama", Lora(r=4), True),
+        ("qwen2", Lora(r=4), False),
+        ("gpt2", None, True),
+        ("gpt2", Lora(r=4), False),
+    ],
+)
+def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora, is_classifier):
+    if lora is not None:
+        pytest.importorskip("peft")
+    config = config_of(name)
+    config.num_labels = 1
+    build = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    real = build.from_config(config)
+    base = real.num_parameters()
+    assert prepare(real, torch.device("cpu")) is None
+    if lora is not None:
+        add_lora(real, lora, "model.lora", seed=0)
+    for precision in ("float32", "bfloat16"):
+        shape = shape_of("model", Source(config_of(name)), is_classifier=is_classifier, precision=precision, lora=lora)
+        assert shape.counts.base == base
+        assert shape.trained == sum(p.numel() for p in real.parameters() if p.requires_grad)
+        assert shape.weights == sum(p.numel() for p in real.parameters())
+        assert shape.largest == max(p.numel() for p in build.from_config(config).parameters())
+
+        def kept(rows, precision=precision):
+            batch = pack([[1] * ROW] * rows)
+
+            def compute():
+                with autocast(torch.device("cpu"), precision):
+                    return hidden_at(real, batch, torch.arange(len(batch.ids)))
+
+            return kept_bytes(compute)
+
+        assert shape.counts.kept == (kept(8) - kept(4)) / (4 * ROW)
+
+
+def test_frozen_weights_are_counted_by_what_can_hold_them():
+    shape = shape_of(
+        "model", Source(config_of("llama")), is_classifier=False, precision="float32", frozen=["layers.0-1"]
+    )
+    a_layer = 4 * 64 * 64 + 3 * 64 * 96
+    assert shape.counts.frozen == 2 * (a_layer + 2 * 64)
+    assert shape.counts.frozen_linear == 2 * a_layer
+    tables = shape_of("model", Source(config_of("llama")), is_classifier=False, precision="float32", frozen=None).counts
+    assert tables.frozen_tables == 97 * 64
+    assert tables.kept == 0
+    tied = shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32", frozen=None)
+    assert tied.counts.frozen_tables == 0
+
+
+def test_llama_70b_has_its_published_size_and_takes_seconds():
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    began = time.process_time()
+    shape = shape_of("model", Source(config), is_classifier=False, precision="bfloat16")
+    assert time.process_time() - began < 10
+    assert shape.weights == shape.trained == 70_553_706_496
+    assert shape.cache == 2 * 80 * 8 * 128
+    # Bytes of a layer and token in bfloat16, by hand: norms, projections, the rotation, attention and the gate.
+    assert 25 * 8192 < shape.counts.kept / 80 < 60 * 8192
+
+
+def test_a_config_that_transformers_cannot_build_is_an_error():
+    config = config_of("llama")
+    config.num_attention_heads = 3
+    with pytest.raises(ConfigError, match=r"^policy: transformers refuses this config \("):
+        shape_of("policy", Source(config), is_classifier=False, precision="float32", key="policy")
