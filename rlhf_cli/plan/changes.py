@@ -77,6 +77,8 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
         rows = -(-config.ppo.rollout_batch_size // machine.processes)
         live = min(rows, config.rollout.max_live_rows or rows)
         found += [([f"rollout.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
+    if isinstance(config, RMConfig) and (samples := config.evaluation.num_normalization_samples) >= 64:
+        found.append(([f"evaluation.num_normalization_samples={samples // 4}"], "a rougher scale of the scores"))
     found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
     if machine.processes > 1 and plan.setting.divided == 1:
         found.append((["distributed.shard=true"], "weights cross the network in each pass"))

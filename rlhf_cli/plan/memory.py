@@ -208,14 +208,21 @@ def communication_bytes(shape: Shape, setting: Setting) -> float:
 # --------------------------------------------------------------------------------------------- sampling
 
 
-def sampling_bytes(policy: Shape, rows: int, length: int, setting: Setting) -> dict[str, float]:
-    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
+def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting, *, copies: bool = True) -> dict[str, float]:
+    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights.
+
+    With `copies` each process samples by itself from a divided model, and holds all of it in the precision of the
+    passes. Otherwise all processes sample together and gather a block at a time.
+    """
+    shape = policy.shape
     parts = {
-        "keys and values": rows * length * policy.cache * setting.number,
-        "logits": 3.0 * rows * policy.vocabulary * 4,
+        "keys and values": rows * length * shape.cache * setting.number,
+        "logits": 3.0 * rows * shape.vocabulary * 4,
     }
+    if setting.divided > 1 and copies:
+        return parts | {"rollout copy": shape.weights * setting.number}
     if setting.divided > 1:
-        return parts | {"rollout copy": policy.weights * setting.number}
-    if setting.device == "cpu" and not setting.half and policy.lora is None:
-        parts["rollout copy"] = policy.counts.joined * 4
+        return parts | copies_of_weights(policy, setting)
+    if setting.device == "cpu" and not setting.half and shape.lora is None:
+        parts["rollout copy"] = shape.counts.joined * 4
     return parts

@@ -81,7 +81,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
     """How a process of this machine computes the stage."""
     device = machine.device if config.device == "auto" else config.device
     half = config.precision == "bfloat16" or (config.precision == "auto" and device == "cuda")
-    shard = getattr(config.distributed, "shard", False)
+    shard = config.distributed.shard
     divided = min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     return Setting(
@@ -160,7 +160,7 @@ def _normalisation(config: RMConfig, model: Held, sources: Sources, setting: Set
         join(
             _libraries(setting),
             {"weights": weight_bytes(model, setting) + weight_bytes(policy, setting)},
-            sampling_bytes(shape, rows, length, setting),
+            sampling_bytes(policy, rows, length, setting, copies=False),
         ),
     )
 
@@ -183,7 +183,7 @@ def _ppo(config: PPOConfig, sources: Sources, machine: Machine, setting: Setting
     live = min(rows, config.rollout.max_live_rows or rows)
     length = prompt + config.rollout.max_new_tokens
     static = _static(models, trained, config, setting)
-    rollout = sampling_bytes(policy.shape, live, length, setting)
+    rollout = sampling_bytes(policy, live, length, setting)
     scoring = max((forward_bytes(m, batch, setting) for m in models), key=lambda parts: sum(parts.values()))
     phases = [
         _load(models, setting),

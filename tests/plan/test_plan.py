@@ -107,6 +107,26 @@ def test_several_changes_together_make_a_run_fit(shapes):
     assert plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size, *more)[0]["fits"]
 
 
+RECIPES = {
+    "hh-8b-qlora": ("8b", 1, "24GB"),
+    "hh-8b-lora": ("8b", 1, "24GB"),
+    "hh-8b": ("8b", 8, "80GB"),
+    "hh-70b": ("70b", 64, "80GB"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
+    size, gpus, memory = RECIPES[recipe]
+    text = (ROOT / f"configs/{recipe}/sft.yaml").read_text(encoding="utf-8")
+    assert f"rlhf plan configs/{recipe} --gpus {gpus} --gpu-memory {memory}" in text
+    machine = ["--gpus", gpus, "--gpu-memory", memory, "--set", f"sft:model.path={shapes / size}"]
+    for stage in plan(f"configs/{recipe}", *machine):
+        assert stage["fits"], stage["stage"]
+        # Not by a wide margin: the recipe uses the machine, and a smaller one would not do for all of its stages.
+        assert stage["peak_bytes"] > 7e9
+
+
 def test_a_shipped_run_fits_this_machine_and_shows_its_length():
     text = run("configs/support").stdout
     assert text.count("fits in") == 3
