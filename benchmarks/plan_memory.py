@@ -36,8 +36,8 @@ from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_cli.plan.memory import Phase
+from rlhf_cli.plan.parts import Machine
 from rlhf_cli.plan.plan import plan_of
-from rlhf_cli.plan.stages import Machine
 
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent

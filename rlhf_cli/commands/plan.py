@@ -15,8 +15,8 @@ from rlhf_cli.program import set_options
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.memory import Phase
+    from rlhf_cli.plan.parts import Machine
     from rlhf_cli.plan.plan import Planned
-    from rlhf_cli.plan.stages import Machine
 
 UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51
@@ -108,8 +108,8 @@ def model_rows(one: Planned) -> list[tuple[str, int, int, float, float, float]]:
             model.shape.weights,
             model.shape.trained,
             weight_bytes(model, setting),
-            gradient_bytes(model.shape, setting),
-            moment_bytes(model.shape, setting),
+            gradient_bytes(model, setting),
+            moment_bytes(model, setting),
         )
         for model in one.plan.models
     ]

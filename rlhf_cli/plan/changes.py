@@ -9,7 +9,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import UserError
-from rlhf_cli.plan.stages import Machine, StagePlan
+from rlhf_cli.plan.parts import Machine, StagePlan
 
 Plan = Callable[[list[str]], StagePlan]
 """The plan of the stage with further overrides. Raises UserError if the config refuses them."""

@@ -37,8 +37,12 @@ class Held:
     kept: Kept = "float32"
     shares: bool = False
     """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
-    offloaded: bool = False
-    """Whether it is on the CPU while other models compute."""
+    whole: bool = False
+    """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
+
+    def among(self, setting: Setting) -> int:
+        """The processes among which it is divided."""
+        return 1 if self.whole else setting.divided
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,9 @@ def join(*parts: dict[str, float]) -> dict[str, float]:
 def weight_bytes(model: Held, setting: Setting) -> float:
     """Bytes of the weights of a model on one process."""
     counts, shape = model.shape.counts, model.shape
-    trained = counts.trained * STATES[setting.states if shape.lora is None else "float32"][0]
+    trained = counts.trained * STATES[states_of(model, setting)][0]
     if model.shares:
-        return trained / setting.divided
+        return trained / model.among(setting)
     quantization = shape.lora.quantize if shape.lora is not None else None
     four_bit = counts.quantizable if quantization is not None else 0.0
     is_lossless = model.kept != "float32" and shape.stored == 2
@@ -120,18 +124,22 @@ def weight_bytes(model: Held, setting: Setting) -> float:
         # Float32 weights on a CPU are pages of their file, mapped into memory. Pages of weights that are then held in
         # fewer bits stay there until the system needs the memory.
         frozen += 4 * (four_bit + (counts.frozen_linear - four_bit if of_linear == 2 else 0.0))
-    return (trained + frozen) / setting.divided
+    return (trained + frozen) / model.among(setting)
 
 
-def gradient_bytes(shape: Shape, setting: Setting) -> float:
+def gradient_bytes(model: Held, setting: Setting) -> float:
     """Bytes of the gradients of a model on one process."""
-    return shape.trained * STATES[setting.states if shape.lora is None else "float32"][1] / setting.divided
+    return model.shape.trained * STATES[states_of(model, setting)][1] / model.among(setting)
 
 
-def moment_bytes(shape: Shape, setting: Setting) -> float:
+def moment_bytes(model: Held, setting: Setting) -> float:
     """Bytes of AdamW's moments of a model on one process."""
-    states = "float32" if shape.lora is not None and setting.states == "bfloat16" else setting.states
-    return shape.trained * STATES[states][2] / setting.divided
+    return model.shape.trained * STATES[states_of(model, setting)][2] / model.among(setting)
+
+
+def states_of(model: Held, setting: Setting) -> str:
+    """How AdamW keeps a model. Adapters are never in bfloat16."""
+    return "float32" if model.shape.lora is not None and setting.states == "bfloat16" else setting.states
 
 
 # --------------------------------------------------------------------------------------------- passes
@@ -183,7 +191,7 @@ def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
     time. A divided model gathers two blocks of layers, the weights outside of them, and the gradient of a block.
     """
     shape, counts = model.shape, model.shape.counts
-    if setting.divided > 1:
+    if model.among(setting) > 1:
         block = shape.layer * (2 * setting.number + (4 if shape.trained > shape.layer else 0))
         return {"gathered": block + 4 * shape.ends * (2 if shape.lora is None and shape.trained else 1)}
     if shape.lora is not None and shape.lora.quantize is not None:
@@ -200,28 +208,22 @@ def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
     return {"16-bit copies": 2 * in_float32}
 
 
-def communication_bytes(shape: Shape, setting: Setting) -> float:
+def communication_bytes(model: Held, setting: Setting) -> float:
     """Bytes of the flat copy of all gradients that processes with whole models sum."""
-    return gradient_bytes(shape, setting) if setting.processes > 1 and setting.divided == 1 else 0.0
+    return gradient_bytes(model, setting) if setting.processes > 1 and model.among(setting) == 1 else 0.0
 
 
 # --------------------------------------------------------------------------------------------- sampling
 
 
-def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting, *, copies: bool = True) -> dict[str, float]:
-    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights.
-
-    With `copies` each process samples by itself from a divided model, and holds all of it in the precision of the
-    passes. Otherwise all processes sample together and gather a block at a time.
-    """
+def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> dict[str, float]:
+    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
     shape = policy.shape
     parts = {
         "keys and values": rows * length * shape.cache * setting.number,
         "logits": 3.0 * rows * shape.vocabulary * 4,
     }
-    if setting.divided > 1 and copies:
-        return parts | {"rollout copy": shape.weights * setting.number}
-    if setting.divided > 1:
+    if policy.among(setting) > 1:
         return parts | copies_of_weights(policy, setting)
     if setting.device == "cpu" and not setting.half and shape.lora is None:
         parts["rollout copy"] = shape.counts.joined * 4

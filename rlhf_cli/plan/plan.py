@@ -13,9 +13,10 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import total_memory
 from rlhf_cli.plan.changes import Change, enough_changes, single_changes
+from rlhf_cli.plan.parts import Machine, StagePlan
 from rlhf_cli.plan.schedule import Schedule, schedule_of
 from rlhf_cli.plan.sources import Sources
-from rlhf_cli.plan.stages import Machine, StagePlan, plan_stage
+from rlhf_cli.plan.stages import plan_stage
 
 
 @dataclass(frozen=True)

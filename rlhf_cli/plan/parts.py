@@ -1,0 +1,142 @@
+"""What the plans of all stages share: the machine, and the phases of loading, training and saving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_cli.models.cost import budget_within
+from rlhf_cli.plan.memory import (
+    LIBRARIES,
+    Batch,
+    Held,
+    Phase,
+    Setting,
+    communication_bytes,
+    gradient_bytes,
+    join,
+    moment_bytes,
+    pass_bytes,
+    weight_bytes,
+)
+from rlhf_cli.plan.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What each process has."""
+
+    device: str
+    """cpu or cuda."""
+    memory: float
+    """Bytes for one process."""
+    processes: int = 1
+    per_node: int = 8
+    """Processes of one machine, for `distributed.shard: hybrid`."""
+    name: str = "this machine"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The models of a stage and its phases in their order."""
+
+    stage: str
+    models: list[Held]
+    phases: list[Phase]
+    batch: Batch
+    tokens_per_microbatch: int
+    setting: Setting
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def precision_of(setting: Setting) -> str:
+    return "bfloat16" if setting.half else "float32"
+
+
+def libraries(setting: Setting) -> dict[str, float]:
+    return {"libraries": LIBRARIES[precision_of(setting)]} if setting.device == "cpu" else {}
+
+
+def load(models: list[Held], setting: Setting, *, sampler: Held | None = None) -> Phase:
+    """Each model is read in float32 beside those before it. On a GPU they are read on the host.
+
+    The whole copy of a divided policy is in float32 until it has been compared with the policy.
+    """
+    copied = 4.0 * sampler.shape.weights if sampler is not None and sampler.among(setting) > 1 else 0.0
+    held, most = 0.0, 0.0
+    for model in models:
+        if not model.shares:
+            reads = model.shape.counts.base * 4 / model.among(setting) if setting.device == "cpu" else 0.0
+            most = max(most, held + max(reads, weight_bytes(model, setting)))
+        held += weight_bytes(model, setting)
+    return Phase("load", join(libraries(setting), {"weights": max(most, held), "rollout copy": copied}))
+
+
+def training(
+    trained: list[Held],
+    batch: Batch,
+    setting: Setting,
+    *,
+    frozen: list[Held] | None = None,
+    static: dict[str, float] | None = None,
+) -> list[Phase]:
+    """The passes of an update, the sum of the gradients over the processes, and a checkpoint."""
+    static = static or join(
+        libraries(setting),
+        {
+            "weights": sum(weight_bytes(m, setting) for m in [*trained, *(frozen or [])]),
+            "optimizer": sum(moment_bytes(m, setting) for m in trained),
+        },
+    )
+    gradients = [gradient_bytes(model, setting) for model in trained]
+    moments = []
+    for number, model in enumerate(trained):
+        # In a later microbatch all gradients exist. In a single one only those of the models before this one do.
+        before = sum(gradients) if batch.num > 1 else sum(gradients[:number])
+        moments.append(join(static, {"gradients": before}, pass_bytes(model, batch, setting)))
+    moments.append(join(static, {"gradients": sum(gradients)}))
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
+    phases = [Phase("update", fullest)]
+    flat = max(communication_bytes(model, setting) for model in trained)
+    if flat:
+        phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": flat})))
+    if setting.saves and setting.device == "cpu":
+        copy = sum(gradient_bytes(model, setting) + moment_bytes(model, setting) for model in trained)
+        phases.append(Phase("checkpoint", join(fullest, {"checkpoint": copy})))
+    return phases
+
+
+def save(models: list[Held], setting: Setting, *, moments: float = 0.0) -> Phase:
+    """The weights in float32 for the file; of a model with adapters, merged ones."""
+    held = sum(weight_bytes(model, setting) for model in models)
+    if setting.device != "cpu":
+        return Phase("save", join({"weights": held, "optimizer": moments}))
+    copy = max(
+        model.shape.counts.base * 4 * (2 if model.shape.lora is not None else 1)
+        for model in models
+        if model.shape.trained
+    )
+    return Phase("save", join(libraries(setting), {"weights": held, "optimizer": moments, "file": copy}))
+
+
+def auto_tokens(
+    trained: list[Shape], frozen: list[Held], machine: Machine, setting: Setting, logits_copies: int
+) -> int:
+    """What `tokens_per_microbatch: auto` chooses (`rlhf_cli.models.cost.token_budget`)."""
+    static = sum(weight_bytes(model, setting) for model in frozen)
+    for shape in trained:
+        held = Held(shape, "exact" if shape.lora is not None else "float32")
+        static += weight_bytes(held, setting) + gradient_bytes(held, setting) + moment_bytes(held, setting)
+    a_token = max(_token_bytes(shape, setting) for shape in trained)
+    vocabulary = max((shape.vocabulary for shape in trained if shape.has_head), default=0)
+    return budget_within(machine.memory, static, a_token + logits_copies * 4 * vocabulary, setting.device)
+
+
+def _token_bytes(shape: Shape, setting: Setting) -> float:
+    kept = shape.counts.kept
+    if setting.checkpointing:
+        kept = kept / shape.layers + 4 * shape.layers * shape.hidden
+    return max(kept, 16 * shape.hidden)
