@@ -18,7 +18,7 @@ def rlhf(*arguments: str, columns: int = 80) -> Result:
 
 
 COMMANDS = [
-    (), ("sft",), ("rm",), ("rm", "serve"), ("rm", "score"), ("ppo",), ("pipeline",), ("doctor",), ("init",),
+    (), ("sft",), ("rm",), ("rm", "serve"), ("rm", "score"), ("ppo",), ("plan",), ("pipeline",), ("doctor",), ("init",),
     ("sweep",), ("status",), ("watch",), ("eval",), ("diagnose",), ("compare",), ("report",), ("merge",), ("chat",),
     ("generate",), ("label",),
     ("config",), ("config", "check"), ("config", "show"), ("config", "docs"), ("config", "schema"),
