@@ -102,7 +102,7 @@ def export(directory: str, out: Path, stage: str | None, options: Options, *, qu
         about = _write(source, folder, out, options, dtype)
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
-        found = _compare(check, folder, about)
+        found = _compare(check, folder, about, display)
         facts = _facts(source, options, about, dtype, check, found)
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -232,12 +232,19 @@ def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype) ->
 # ------------------------------------------------------------------------------------------- what it cost
 
 
-def _compare(check: Check | None, folder: Path, about: Written) -> Comparison | None:
+def _compare(check: Check | None, folder: Path, about: Written, display: Display) -> Comparison | None:
+    """The figures of both models; None without a check, and for a GGUF file that transformers cannot read."""
     if check is None:
         return None
     from rlhf_cli.models.exporting import load_exported
 
-    return check.compare(load_exported(folder, check.model, gguf_file=about.gguf_file))
+    try:
+        return check.compare(load_exported(folder, check.model, gguf_file=about.gguf_file))
+    except ArtifactError as error:
+        if about.gguf_file is None:
+            raise
+        display.warn(f"{about.gguf_file} is not compared with the original ({error})")
+        return None
 
 
 def _facts(

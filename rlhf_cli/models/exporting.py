@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import shutil
@@ -183,7 +184,9 @@ def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | N
     """
     writes: Any = AutoModelForSeq2SeqLM if is_seq2seq(original) else AutoModelForCausalLM
     auto = writes if original.can_generate() else AutoModelForSequenceClassification
-    settings: dict[str, Any] = {"gguf_file": gguf_file, "dtype": torch.float32} if gguf_file else {}
+    settings: dict[str, Any] = {}
+    if gguf_file is not None:  # Its own config of a GGUF file lacks some keys, such as GPT-2's number of positions.
+        settings = {"gguf_file": gguf_file, "config": copy.deepcopy(original.config), "dtype": torch.float32}
     if is_adapter(folder) and not original.can_generate():
         settings["num_labels"] = original.config.num_labels
     try:

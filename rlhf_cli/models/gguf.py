@@ -49,12 +49,13 @@ def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrained
     Raises ConfigError, with llama.cpp's own reason, if it refuses the model.
 
     Args:
-        folder: a Hugging Face model directory.
+        folder: a Hugging Face model directory, whose config.json may be changed.
         out: the file to write.
         kind: a key of `TYPES`, or another type of `llama-quantize`.
         name: the model's name in the file.
         tokenizer: that of the folder.
     """
+    _add_context_length(folder / "config.json")
     first = out if kind in TYPES else out.with_suffix(".first")
     script = shutil.which(CONVERTER)
     assert script is not None
@@ -64,6 +65,13 @@ def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrained
     if first != out:
         _run(QUANTIZER, [QUANTIZER, str(first), str(out), kind.upper()])
         first.unlink()
+
+
+def _add_context_length(path: Path) -> None:
+    """Add the key `n_ctx` to a GPT-2's config.json, which the converter reads and transformers no longer writes."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("model_type") == "gpt2" and "n_ctx" not in config:
+        path.write_text(json.dumps({**config, "n_ctx": config["n_positions"]}), encoding="utf-8")
 
 
 def _run(program: str, command: list[str]) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.models.exporting import load_exported
 from rlhf_cli.models.load import save
 from rlhf_cli.models.scratch import new_model
 from support.tiny import SETTINGS, random_ids
@@ -61,8 +62,7 @@ def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline: Any, tm
     for name in quantized:
         step = weights[name].abs().amax(1, keepdim=True) / 127
         assert ((model.get_parameter(name).dequantize() - weights[name]).abs() <= 0.51 * step).all()
-    gap = (logits(model) - logits(original)).abs().max()
-    assert 0 < gap < 0.1
+    assert 0 < (logits(model) - logits(original)).abs().max() < 0.1 * logits(original).abs().max()
     export(root, tmp_path / "rm", "--stage", "rm", "--quantize", "int8", "--max-shard-size", "20KB")
     assert len(list((tmp_path / "rm").glob("model-*.safetensors"))) > 1
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
@@ -125,12 +125,11 @@ def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
     if not tied:
         same["output.weight"] = tensors["lm_head.weight"]
     assert len(found) >= len(tensors)
-    assert ("output.weight" in found) == (not tied or "output.weight" in same or gpt2)
+    assert ("output.weight" in found) == (not tied)
     for name, tensor in same.items():
         assert np.array_equal(found[name], tensor), name
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=path.name, dtype=torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert (logits(read) - logits(plain)).abs().max() < 1e-5
+    assert (logits(load_exported(tmp_path / "out", plain, gguf_file=path.name)) - logits(plain)).abs().max() < 1e-5
 
 
 @needs_llama_cpp
