@@ -22,7 +22,21 @@ TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 """What the converter calls the number formats that it writes. QUANTIZER writes the others."""
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
-"""Pre-tokenizers in a tokenizer.json."""
+QWEN2 = {
+    "type": "Split",
+    "pattern": {
+        "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+"
+    },
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+PRE_TOKENIZERS: dict[str, tuple[str | None, list[dict[str, Any]]]] = {
+    "gpt-2": (None, [BYTE_LEVEL]),
+    "smollm": (None, [DIGITS, BYTE_LEVEL]),
+    "qwen2": ("NFC", [QWEN2, BYTES]),
+}
+"""llama.cpp's name -> the normalizer and the pre-tokenizers in a tokenizer.json that split text in the same way
+(src/llama-vocab.cpp)."""
 
 
 def require_llama_cpp(quantize: str | None) -> None:
@@ -88,22 +102,19 @@ def _run(program: str, command: list[str]) -> None:
 def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """llama.cpp's name of a byte-level BPE's pre-tokenizer; None for one that only its converter may know.
 
-    The converter recognizes tokenizers by the ids of a test sentence, so it knows no tokenizer that was trained on your
-    own texts. llama.cpp splits text for `gpt-2` as ByteLevel does, and for `smollm` as Digits and ByteLevel do
-    (src/llama-vocab.cpp).
+    The converter recognizes tokenizers by the ids of a test sentence, so it knows none that was trained on your own
+    texts.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     parts = json.loads(backend.to_str())
-    model, splitter = parts["model"], parts["pre_tokenizer"] or {}
-    if parts["normalizer"] is not None or model.get("type") != "BPE" or model.get("ignore_merges"):
+    if parts["model"].get("type") != "BPE" or parts["model"].get("ignore_merges"):
         return None
+    normalizer, splitter = (parts["normalizer"] or {}).get("type"), parts["pre_tokenizer"] or {}
     steps = splitter.get("pretokenizers", [splitter])
-    names = [_name(step) for step in steps]
-    return {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}.get(tuple(names))
-
-
-def _name(step: dict[str, Any]) -> str:
-    """The type of a pre-tokenizer, or "" if its settings are not those that llama.cpp implements."""
-    return next((str(known["type"]) for known in (DIGITS, BYTE_LEVEL) if known.items() <= step.items()), "")
+    for name, (its_normalizer, known) in PRE_TOKENIZERS.items():
+        same = len(steps) == len(known) and all(a.items() <= b.items() for a, b in zip(known, steps, strict=True))
+        if same and normalizer == its_normalizer:
+            return name
+    return None
