@@ -21,6 +21,7 @@ from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_wit
 from rlhf_cli.cli_plan import add_plan_command
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
+from rlhf_cli.cli_serve import add_serve_commands
 from rlhf_cli.environment import set_up_process
 
 app = typer.Typer(
@@ -149,6 +150,7 @@ def status(
 add_run_commands(app)
 add_label(app)
 add_plan_command(app)
+add_serve_commands(app)
 
 
 @app.command()

@@ -30,6 +30,8 @@ ORDER = (
     "chat",
     "generate",
     "label",
+    "serve",
+    "push",
     "merge",
     "export",
     "doctor",

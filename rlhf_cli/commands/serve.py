@@ -14,9 +14,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-import signal
 import socket
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from rlhf_cli.artifacts import reward_model_stage
 from rlhf_cli.commands.serve_connection import DRAIN_S, Connection, in_thread
+from rlhf_cli.commands.serve_listen import address, bind, required_token, run_until_signal
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.printing import say
@@ -44,8 +43,6 @@ PATHS = ("/", "/get_reward")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_WAITING = 32
 """Maximum requests that are being read or wait for the model. Further ones are answered 503."""
-BACKLOG = 128
-"""Connections that the system keeps until they are accepted."""
 IDLE_S = 60.0
 """Seconds without a request after which a connection is closed."""
 BODY_S = 20.0
@@ -144,15 +141,15 @@ class RewardServer:
             timeout_keep_alive=int(IDLE_S),
             timeout_graceful_shutdown=int(LAST_REQUESTS_S),
         )
-        self._uvicorn = uvicorn.Server(config)
+        self.uvicorn = uvicorn.Server(config)
 
     def run(self) -> None:
         """Serve until `stop`, then finish the running requests."""
-        self._uvicorn.run(sockets=[self.listener])
+        self.uvicorn.run(sockets=[self.listener])
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
-        self._uvicorn.should_exit = True
+        self.uvicorn.should_exit = True
 
     async def get_reward(self, request: Request) -> Response:
         """Check a request before reading its body, then score it."""
@@ -292,17 +289,10 @@ def start(settings: Settings) -> RewardServer:
 
     Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
     """
-    from rlhf_cli.http_client import is_loopback, key_from_environment
     from rlhf_cli.rewards.models import load_reward_source
     from rlhf_cli.training import distributed
 
-    host, variable = settings.host, settings.token_env
-    token = key_from_environment(variable, "--token-env") if variable is not None else None
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"--host {host}: other machines could use this model without a token. Name the environment variable with "
-            "a token in --token-env, or use --host 127.0.0.1"
-        )
+    token = required_token(settings.host, settings.token_env)
     path = reward_model_stage(settings.model)
     device = distributed.start(settings.device).device
     reward = as_reward(settings, path)
@@ -312,12 +302,7 @@ def start(settings: Settings) -> RewardServer:
     source.prompts_are_rendered = True
     for note in notes:
         say(note, error=True)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, settings.port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"--host {host} --port {settings.port}: cannot be bound ({reason}). Choose another") from None
+    listener = bind(settings.host, settings.port)
     return RewardServer(listener, source, token=token, max_batch=settings.max_batch)
 
 
@@ -342,15 +327,6 @@ def as_reward(settings: Settings, path: str) -> ModelReward:
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then answer the running requests."""
     server = start(settings)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    say(f"serving {settings.model} at http://{host}:{server.port}/get_reward", flush=True)
-    stop.wait()
-    server.stop()
-    thread.join()
-    say("stopped", flush=True)
+    run_until_signal(
+        server.uvicorn, server.listener, f"serving {settings.model} at {address(server.listener)}/get_reward"
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.program import command
 
@@ -65,12 +66,13 @@ def locate(
     if is_model(path):
         return None
     finished = [name for name in default if read_manifest(stage_directory(path, name)) is not None]
-    return _finished(path, stage or (finished or list(default))[0], nothing=not finished)
+    return _finished(path, stage or (finished or [default[-1]])[0])
 
 
-def _finished(root: Path, stage: str, *, nothing: bool = False) -> StageModel:
+def _finished(root: Path, stage: str) -> StageModel:
     if read_manifest(stage_directory(root, stage)) is None:
-        what = "no stage is finished" if nothing else f"stage {stage} is not finished"
+        any_is = any(read_manifest(stage_directory(root, name)) is not None for name in STAGES)
+        what = f"stage {stage} is not finished" if any_is else "no stage is finished"
         raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
     return StageModel(root, stage)
 

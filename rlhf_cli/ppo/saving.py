@@ -9,6 +9,7 @@ from rlhf_cli.models.heads import shared_value_model
 from rlhf_cli.models.load import save
 from rlhf_cli.models.saving import save_trained
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rollout.sampling import generation_settings
 from rlhf_cli.sharding import is_sharded
 
 
@@ -28,16 +29,7 @@ def save_policy(setup: Setup, name: str) -> None:
     if not (setup.world.is_main or is_sharded(setup.models.policy)):
         return
     policy, sampling, directory = setup.models.policy, setup.sampling, setup.stage.directory / name
-    policy.generation_config.update(
-        do_sample=True,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=sampling.top_p or 1.0,
-        min_p=sampling.min_p,
-        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
-        min_new_tokens=sampling.min_new_tokens or None,
-        eos_token_id=sorted(sampling.stop),
-    )
+    policy.generation_config.update(**generation_settings(sampling))
     if setup.world.is_main:
         shutil.rmtree(directory, ignore_errors=True)
     save_trained(policy, setup.tokenizer, directory, setup.config.policy.lora, setup.policy_base)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,20 @@ def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrained
         stop_strings=tuple(rollout.stop_strings),
         decoder=rollout.decoder,
     )
+
+
+def generation_settings(sampling: Sampling) -> dict[str, Any]:
+    """The keys of a generation_config.json with which transformers draws as `sampling` does, except stop strings."""
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p or 1.0,
+        "min_p": sampling.min_p,
+        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
+        "min_new_tokens": sampling.min_new_tokens or None,
+        "eos_token_id": sorted(sampling.stop),
+    }
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, response: Response, sampling: Sampling) -> str:

@@ -54,6 +54,7 @@ FLOORS = {
     "rlhf_cli.cli_rm": 10,
     "rlhf_cli.cli_label": 10,
     "rlhf_cli.cli_export": 10,
+    "rlhf_cli.cli_serve": 10,
     "rlhf_cli.cli": 11,
     "rlhf_cli.__main__": 12,
     "rlhf_cli": 0,

@@ -1,0 +1,232 @@
+"""`rlhf push`: upload a trained model with its card to the Hugging Face hub. Does not import torch.
+
+Only weights, tokenizer, configs and the card are uploaded, from a list of known names. Rows, metrics, samples and any
+other file stay here. A secret in one of the files stops the command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.artifacts import is_adapter, require_intact
+from rlhf_cli.errors import ArtifactError, ConfigError, RunError
+from rlhf_cli.evaluation.locate import is_model, locate
+from rlhf_cli.files import read_text
+from rlhf_cli.hub import is_local, is_offline
+from rlhf_cli.printing import say
+from rlhf_cli.program import command
+
+CARD = "README.md"
+UPLOADED = (
+    *(CARD, "LICENSE", "LICENSE.*", "NOTICE"),
+    *("config.json", "generation_config.json", "model_config.json", "adapter_config.json", "base_model.json"),
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "chat_template.jinja"),
+)
+"""Names of the files that belong to a model. No other file is uploaded."""
+SECRETS = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "an API key": r"\bsk-[A-Za-z0-9_-]{20,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abp]-[\w-]{10,}",
+    "a GitHub token": r"\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    "a URL with a password": r"\bhttps?://[^\s/:@\"']+:[^\s/@\"']+@",
+}
+"""What a text file must not contain."""
+SECRET_KEY = re.compile(
+    r"(api|secret|private|access)_?key|passw(or)?d|secret|(access|auth|api|hf|bearer|hub)_?token", re.IGNORECASE
+)
+"""Names of JSON keys whose text is a secret. `eos_token` and the like are none."""
+WEIGHTS = (".safetensors", ".gguf")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What is uploaded, and what a reader of the hub's page would see of it."""
+
+    folder: Path
+    name: str
+    files: list[str]
+    left_out: list[str]
+    """Names in the folder that stay here."""
+    license: str | None
+    base_model: str | None
+
+
+def push(directory: str, repo: str, stage: str | None, *, yes: bool, public: bool) -> None:
+    """Print what would be uploaded to the model repository `repo` and, with `yes`, upload it as one commit.
+
+    Raises ConfigError for an invalid name and without a token, ArtifactError for a directory that is no whole model or
+    contains a secret, RunError if the hub refuses.
+    """
+    check_repository(repo)
+    upload = collect(directory, stage)
+    show(upload, repo, dry_run=not yes, public=public)
+    if yes:
+        say(send(upload, repo, public=public))
+
+
+def check_repository(repo: str) -> None:
+    """Raise ConfigError unless this is `name` or `owner/name`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise ConfigError(
+            f"{repo}: is not the name of a repository. Give OWNER/NAME with letters, digits, '-', '_' and '.'"
+        ) from None
+
+
+def collect(directory: str, stage: str | None) -> Upload:
+    """The files of the model at `directory`, checked.
+
+    Raises ArtifactError for a directory without a model, with a damaged one, with adapters whose base is on this
+    machine only, or with a secret in a file.
+    """
+    located = locate(directory, stage, ("ppo", "sft", "rm"))
+    folder = Path(located.path if located is not None else directory)
+    if not folder.is_dir():
+        raise ArtifactError(f"{directory}: no such directory. Give a run, one of its stages or a model directory")
+    if located is None and stage is not None:
+        raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
+    if not is_model(folder):
+        raise ArtifactError(f"{folder}: has no config.json, so it is not a model directory")
+    require_intact(folder, thorough=True)
+    names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
+    files = [name for name in names if any(fnmatch(name, pattern) for pattern in UPLOADED)]
+    files = [name for name in files if not (folder / name).is_symlink() or (folder / name).is_file()]
+    if not any(name.endswith(WEIGHTS) for name in files):
+        raise ArtifactError(f"{folder}: has no weights as *.safetensors. Nothing else is uploaded")
+    if is_adapter(folder):
+        _require_base_on_hub(folder)
+    for name in files:
+        if not name.endswith(WEIGHTS):
+            refuse_secrets(folder / name)
+    card = card_data(folder / CARD)
+    name = f"{located.root.resolve().name}-{located.name}" if located is not None else folder.resolve().name
+    left_out = [name for name in names if name not in files]
+    base = card.get("base_model")
+    return Upload(folder, name, files, left_out, card.get("license"), str(base) if base else None)
+
+
+def _require_base_on_hub(folder: Path) -> None:
+    """Raise ArtifactError for adapters whose base model others cannot load."""
+    base = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
+    if not isinstance(base, str) or is_local(base) or Path(base).is_dir():
+        merge = command("merge", str(folder), "merged")
+        raise ArtifactError(f"{folder}: the base of the adapters is the local {base}, which others lack. Run: {merge}")
+
+
+def refuse_secrets(path: Path) -> None:
+    """Raise ArtifactError if a text file contains a secret. The message does not show it."""
+    try:
+        text = read_text(path)
+    except UnicodeDecodeError:  # such as tokenizer.model
+        return
+    found = next((what for what, pattern in SECRETS.items() if re.search(pattern, text)), None)
+    if found is None and path.suffix == ".json":
+        try:
+            key = secret_key(json.loads(text))
+        except (ValueError, RecursionError):
+            raise ArtifactError(f"{path}: is not JSON, so it is not uploaded. Correct or remove the file") from None
+        found = f"a secret in the key {key}" if key is not None else None
+    if found is not None:
+        raise ArtifactError(f"{path}: contains {found}, and nothing was uploaded. Remove it and make a new one")
+
+
+def secret_key(value: Any) -> str | None:
+    """The first key of nested JSON whose name says that its text is a secret.
+
+    >>> secret_key({"eos_token": "<eos>", "a": [{"api_key": "x"}]}), secret_key({"api_key": ""})
+    ('api_key', None)
+    """
+    if isinstance(value, list):
+        return next((key for item in value if (key := secret_key(item)) is not None), None)
+    if not isinstance(value, dict):
+        return None
+    for key, inner in value.items():
+        if isinstance(inner, str) and inner and SECRET_KEY.search(str(key)):
+            return str(key)
+        if isinstance(inner, dict | list) and (found := secret_key(inner)) is not None:
+            return found
+    return None
+
+
+def card_data(path: Path) -> dict[str, Any]:
+    """The metadata of a model card; {} without one. Raises ArtifactError for metadata that is not YAML."""
+    from huggingface_hub import ModelCard
+
+    if not path.is_file():
+        return {}
+    try:
+        values: dict[str, Any] = ModelCard.load(path).data.to_dict()
+    except Exception as error:  # A card is written by hand, and may contain anything.
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(f"{path}: the metadata at its top cannot be read ({reason}). Correct it") from None
+    return values
+
+
+def show(upload: Upload, repo: str, *, dry_run: bool, public: bool) -> None:
+    """Print the files with their sizes, licence and base model, and what stays here."""
+    sizes = {name: (upload.folder / name).stat().st_size for name in upload.files}
+    say(f"{upload.name} to {repo}{', which is uploaded with --yes' if dry_run else ''}")
+    for name, size in sizes.items():
+        say(f"  {readable(size):>9}  {name}")
+    say(f"  {readable(sum(sizes.values())):>9}  in {len(sizes)} files")
+    say(f"licence: {upload.license or 'not named; write `license:` at the top of README.md'}")
+    say(f"base model: {upload.base_model or 'not on the hub'}")
+    if CARD not in upload.files:
+        say("model card: none (README.md)")
+    if upload.left_out:
+        say(f"not uploaded: {', '.join(upload.left_out)}")
+    say(f"a repository that does not exist yet becomes {'public' if public else 'private (--public)'}")
+
+
+def readable(size: int) -> str:
+    """A size in bytes.
+
+    >>> readable(999), readable(2_057_296), readable(15_200_000_000)
+    ('999 B', '2.1 MB', '15.2 GB')
+    """
+    value, unit = float(size), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def send(upload: Upload, repo: str, *, public: bool) -> str:
+    """Upload the files as one commit and return its URL. Files that are there already are not sent again.
+
+    Raises ConfigError without a token, RunError if the hub cannot be reached or refuses.
+    """
+    import httpx2
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if get_token() is None:
+        raise ConfigError("--yes: there is no token for the hub. Run `hf auth login`, or set HF_TOKEN")
+    if is_offline():
+        raise RunError(f"--yes: {constants.ENDPOINT} cannot be reached, or HF_HUB_OFFLINE is set. Nothing was uploaded")
+    api = HfApi()
+    operations = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]
+    try:
+        repository = api.create_repo(repo, private=not public, exist_ok=True).repo_id
+        commit = api.create_commit(repository, operations, commit_message=f"Upload {upload.name} with rlhf push")
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = error.server_message or f"status {status}"
+        hint = "Check the token's rights and the owner" if status in (401, 403, 404) else "Try again"
+        raise RunError(f"{repo}: the hub refused ({' '.join(reason.split())[:200]}). {hint}") from None
+    except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"{repo}: the upload failed ({reason}). Run the same command to continue") from None
+    return commit.commit_url

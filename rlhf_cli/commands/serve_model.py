@@ -1,0 +1,239 @@
+"""`rlhf serve`: a trained model behind OpenAI's API, by vLLM or transformers, and a reward model by `rlhf rm serve`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_cli.artifacts import is_adapter
+from rlhf_cli.commands.serve_listen import address, bind, required_token, run_until_signal
+from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.evaluation.locate import StageModel, locate
+from rlhf_cli.printing import say
+from rlhf_cli.program import command, install_extra
+
+if TYPE_CHECKING:
+    from rlhf_cli.evaluation.conversation import PromptForm
+    from rlhf_cli.evaluation.trained import TrainedModel
+    from rlhf_cli.models.adapter_files import AdapterDirectory
+
+Engine = Literal["auto", "transformers", "vllm"]
+NEEDED = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
+"""The modules of each engine, in the order in which `auto` looks for them from the end."""
+EXTRAS = {"transformers": ("serve", "fastapi openai"), "vllm": ("vllm", "vllm")}
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM accepts as --max-lora-rank."""
+LAST_REQUESTS_S = 30.0
+"""Seconds that running requests may take to finish when the server stops."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where to serve, and with what."""
+
+    engine: Engine = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 picks a free port."""
+    token_env: str | None = None
+    """The environment variable with the token that requests must bring."""
+    name: str | None = None
+    """The model's name in requests; by default that of the run and its stage."""
+    device: str = "auto"
+    dry_run: bool = False
+    """Print vLLM's command line and start nothing."""
+
+
+def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
+    """Serve the model at `directory` until SIGTERM or SIGINT.
+
+    Raises ConfigError for an engine that is not installed, a port that is taken and a host that others reach without a
+    token, ArtifactError for a model that is missing or that the engine cannot load.
+    """
+    located = locate(directory, stage, ("ppo", "sft", "rm"))
+    token = required_token(options.host, options.token_env)
+    if not options.dry_run:
+        bind(options.host, options.port).close()  # a port that is taken is found before the model is loaded
+    if stage == "rm" or (located is not None and located.stage == "rm"):
+        _serve_reward_model(located.path if located is not None else directory, options)
+        return
+    engine = choose_engine(options)
+    if engine == "vllm":
+        _start_vllm(directory, stage, options, token)
+        return
+    from rlhf_cli.evaluation.conversation import open_models
+
+    (model,) = open_models(directory, stage, options.device)
+    name = options.name or name_of(directory, located)
+
+    import uvicorn
+
+    from rlhf_cli.commands.transformers_app import build_app
+
+    app = build_app(name, model, token)
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(LAST_REQUESTS_S),
+    )
+    if model.model.config.is_encoder_decoder:
+        raise ArtifactError(f"{directory}: is an encoder-decoder, which neither engine serves. Use rlhf generate")
+    say_prompts(model.form, model.sampling.stop_strings)
+    listener = bind(options.host, options.port)
+    run_until_signal(uvicorn.Server(config), listener, f"serving {name} at {address(listener)}/v1")
+
+
+def _serve_reward_model(path: str, options: ServeOptions) -> None:
+    """Serve a reward model as `rlhf rm serve` does."""
+    if options.engine != "auto" or options.dry_run or options.name is not None:
+        raise ConfigError(
+            "--stage rm: a reward model is served as `rlhf rm serve` does, without --engine, --name and --dry-run. "
+            "Remove the option (docs/use.md has the line for vLLM)"
+        )
+    from rlhf_cli.commands import serve as rm_serve
+
+    directory = str(Path(path).parent) if Path(path).name == "model" else path
+    rm_serve.serve(
+        rm_serve.Settings(
+            directory, host=options.host, port=options.port, token_env=options.token_env, device=options.device
+        )
+    )
+
+
+def choose_engine(options: ServeOptions) -> str:
+    """The engine that was asked for, or vLLM where it is installed, else transformers.
+
+    Raises ConfigError if it is not installed.
+    """
+    engine = options.engine
+    if options.dry_run:
+        if engine == "transformers":
+            raise ConfigError("--dry-run: prints the command line of vLLM. Remove it, or give --engine vllm")
+        return "vllm"
+    installed = [name for name in ("vllm", "transformers") if not missing_modules(name)]
+    if engine == "auto" and installed:
+        return installed[0]
+    if engine == "auto":
+        ways = " or, with a GPU, ".join(install_extra(*EXTRAS[name]) for name in ("transformers", "vllm"))
+        raise ConfigError(f"rlhf serve: needs transformers' server or vLLM. Run: {ways}")
+    if engine not in installed:
+        modules = ", ".join(missing_modules(engine))
+        raise ConfigError(f"--engine {engine}: needs {modules}. Run: {install_extra(*EXTRAS[engine])}")
+    return engine
+
+
+def missing_modules(engine: str) -> list[str]:
+    """The modules of an engine that are not installed."""
+    return [name for name in NEEDED[engine] if importlib.util.find_spec(name) is None]
+
+
+def name_of(directory: str, located: StageModel | None) -> str:
+    """The name of a model in requests: run and stage, or the directory's name. It has no @ and no colon.
+
+    >>> name_of("gpt2", None), name_of("my:model", None)
+    ('gpt2', 'my-model')
+    """
+    if located is not None:
+        name = f"{located.root.resolve().name}-{located.name}"
+    else:
+        name = Path(directory).resolve().name if Path(directory).is_dir() else directory
+    return re.sub(r"[@:\s]", "-", name.replace("/", "-") if located is not None else name)
+
+
+def say_prompts(form: PromptForm, stops: tuple[str, ...]) -> None:
+    """Say how the model is prompted, and by which of the two routes."""
+    say(f"prompts: {form.sentence}", error=True)
+    if form.kind != "chat":
+        say("use /v1/completions with the whole prompt as text", error=True)
+    if stops:
+        say(f"stop strings of the run: {json.dumps(list(stops))}", error=True)
+
+
+# ------------------------------------------------------------------------------------------------ vLLM
+
+
+def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token: str | None) -> None:
+    """Replace this process by vLLM's server, or print its command line."""
+    from rlhf_cli.evaluation.conversation import form_of
+    from rlhf_cli.evaluation.trained import find_model
+    from rlhf_cli.models.load import load_tokenizer
+
+    trained = find_model(directory, stage)
+    name = options.name or name_of(directory, locate(directory, stage))
+    form = form_of(trained, load_tokenizer(trained.path, trained.revision))
+    words = vllm_command(trained, name, options, with_token=token is not None)
+    if options.dry_run:
+        say_prompts(form, ())
+        before = f'{VARIABLE}="${options.token_env}" ' if token is not None else ""
+        say(before + shlex.join(words))
+        return
+    say_prompts(form, ())
+    stops = trained.rollout().stop_strings
+    if stops:
+        say(f"send the run's stop strings with each request: stop={json.dumps(stops)}", error=True)
+    say(f"starting {shlex.join(words)}", error=True)
+    sys.stdout.flush()
+    program = shutil.which(words[0]) or str(Path(sys.executable).with_name(words[0]))
+    os.execve(program, words, os.environ | ({VARIABLE: token} if token is not None else {}))
+
+
+def vllm_command(trained: TrainedModel, name: str, options: ServeOptions, *, with_token: bool) -> list[str]:
+    """The command that serves a model with vLLM, which draws by default as the run does.
+
+    Adapters stay adapters. Raises ArtifactError for adapters that vLLM does not read.
+    """
+    from rlhf_cli.models.adapter_files import read_adapter
+
+    adapter = read_adapter(trained.path) if is_adapter(trained.path) else None
+    model, revision = trained.path, trained.revision
+    if adapter is not None:
+        model, revision = adapter.base.path, adapter.base.revision
+    words = ["vllm", "serve", model, "--host", options.host, "--port", str(options.port)]
+    if revision is not None:
+        words += ["--revision", revision]
+    if adapter is not None:
+        words += ["--served-model-name", f"{name}-base", *_lora_words(adapter, name)]
+    else:
+        words += ["--served-model-name", name]
+    rollout = trained.rollout()
+    drawing: dict[str, Any] = {
+        "temperature": rollout.temperature,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
+    }
+    words += ["--dtype", "float32" if trained.precision == "float32" else "bfloat16"]
+    words += ["--override-generation-config", json.dumps({k: v for k, v in drawing.items() if v is not None})]
+    if with_token:
+        words += ["--middleware", f"{RequireToken.__module__}.{RequireToken.__qualname__}"]
+    return words
+
+
+def _lora_words(adapter: AdapterDirectory, name: str) -> list[str]:
+    """The options with which vLLM applies adapters to their base."""
+    rank = int(adapter.lora.get("r", 0))
+    reasons = {
+        "are DoRA": bool(adapter.lora.get("use_dora")),
+        "were trained on a quantized base": adapter.quantization is not None,
+        f"have rank {rank}": rank > LORA_RANKS[-1],
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            merge = command("merge", adapter.path, "merged")
+            raise ArtifactError(f"{adapter.path}: the adapters {reason}, which vLLM does not serve. Run: {merge}")
+    largest = next(size for size in LORA_RANKS if size >= rank)
+    words = ["--enable-lora", "--lora-modules", f"{name}={Path(adapter.path).resolve()}"]
+    return [*words, "--max-lora-rank", str(largest), "--tokenizer", adapter.path]

@@ -1,0 +1,179 @@
+"""`rlhf push`: what is shown, what is refused, and what a hub on loopback gets."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands import push
+
+TOKEN = "hf_" + "A" * 34
+
+
+def pushed(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["push", *map(str, arguments)])
+
+
+class Hub:
+    """The routes of the hub that an upload of small files needs. `commits` has the files of each commit."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.commits: list[dict[str, bytes]] = []
+        self.status = 200
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                answer = json.dumps(hub.answer(self.path, body, self.headers["Authorization"])).encode()
+                self.send_response(hub.status if self.path == "/api/repos/create" else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, path: str, body: bytes, authorization: str) -> dict[str, Any]:
+        assert authorization == f"Bearer {TOKEN}"
+        lines = [json.loads(line) for line in body.splitlines()]
+        self.calls.append((path, lines[0]))
+        if path == "/api/repos/create":
+            return {"url": f"{self.url}/me/model"} if self.status == 200 else {"error": "not yours"}
+        if path == "/api/models/me/model/preupload/main":
+            modes = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]
+            ]
+            return {"files": modes}
+        if path == "/api/models/me/model/commit/main":
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.commits.append({file["path"]: base64.b64decode(file["content"]) for file in files})
+            return {"commitUrl": f"{self.url}/me/model/commit/1", "commitOid": "1", "success": True}
+        return {"errors": [], "warnings": []}  # the card's metadata
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    made = Hub()
+    monkeypatch.setattr(constants, "ENDPOINT", made.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(push, "is_offline", lambda: False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture
+def model(finished: Path, tmp_path: Path) -> Path:
+    """A model outside of its run, which a test may change."""
+    return Path(shutil.copytree(finished / "run" / "sft" / "model", tmp_path / "model"))
+
+
+def test_a_dry_run_shows_the_files_and_sends_nothing(finished: Path, hub: Hub) -> None:
+    result = pushed(finished / "run", "me/model")
+    assert result.exit_code == 0, result.output
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    first, *lines = result.stdout.splitlines()
+    assert first == "run-ppo to me/model, which is uploaded with --yes"
+    shown = [line.split()[-1] for line in lines if line.startswith("  ")][:-1]
+    assert shown == sorted(path.name for path in (finished / "run" / "ppo" / "model").iterdir())
+    assert "licence: not named; write `license:` at the top of README.md" in lines
+    assert hub.calls == []
+
+
+def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
+    kept = {path.name: path.read_bytes() for path in model.iterdir()}
+    card = model / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: owner/base\n", 1))
+    kept["README.md"] = card.read_bytes()
+    for name in (".env", "samples.jsonl", "metrics.jsonl", "rows.csv", "training_args.bin", "token"):
+        (model / name).write_text(TOKEN)
+    (model / "checkpoints").mkdir()
+    (model / "checkpoints" / "model.safetensors").write_text("x")
+    result = pushed(model, "me/model", "--yes")
+    assert result.exit_code == 0, result.output
+    assert hub.commits == [kept]
+    lines = result.stdout.splitlines()
+    assert lines[-1] == f"{hub.url}/me/model/commit/1"
+    assert {"licence: mit", "base model: owner/base"} <= set(lines)
+    left_out = "not uploaded: .env, checkpoints/, metrics.jsonl, rows.csv, samples.jsonl, token, training_args.bin"
+    assert left_out in lines
+    assert pushed(model, "me/model", "--yes", "--public").exit_code == 0
+    created = [body["visibility"] for path, body in hub.calls if path == "/api/repos/create"]
+    assert created == ["private", "public"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("README.md", f"Download with {TOKEN}.", "a Hugging Face token"),
+        ("README.md", "git clone https://me:geheim@host/x", "a URL with a password"),
+        ("LICENSE.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("config.json", '{"a": [{"api_key": "geheim"}]}', "a secret in the key api_key"),
+        ("generation_config.json", '{"hub_token": "geheim"}', "a secret in the key hub_token"),
+        ("config.json", "{", "is not JSON"),
+        ("README.md", "---\na: [\n---\n", "cannot be read"),
+    ],
+)
+def test_a_secret_stops_the_upload_and_is_not_shown(model: Path, hub: Hub, file: str, text: str, found: str) -> None:
+    (model / file).write_text(text, encoding="utf-8")
+    result = pushed(model, "me/model", "--yes")
+    assert (result.exit_code, result.stdout, hub.calls) == (2, "", [])
+    (line,) = result.stderr.splitlines()
+    assert found in line
+    assert "geheim" not in line
+    assert TOKEN not in line
+
+
+def test_what_cannot_be_uploaded_is_one_line(
+    finished: Path, model: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
+    (adapters / "adapter_model.safetensors").write_bytes(b"x")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(finished / "run", damaged)
+    (damaged / "ppo" / "model" / "config.json").write_text("{}")
+    cases: list[tuple[list[Any], str]] = [
+        ([tmp_path / "none", "me/model"], "no such directory"),
+        ([tmp_path, "me/model"], "no stage is finished"),
+        ([model, "me/my model"], "is not the name of a repository"),
+        ([model, "me/model", "--stage", "sft"], "is a model and not a run"),
+        ([adapters, "me/model"], "which others lack. Run: "),
+        ([damaged, "me/model"], "config.json was modified after the stage was finished"),
+    ]
+    for arguments, message in cases:
+        result = pushed(*arguments, "--yes")
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+        assert message in result.stderr
+    hub.status = 403
+    result = pushed(model, "me/model", "--yes")
+    assert result.exit_code == 1
+    assert "the hub refused (" in result.stderr.splitlines()[-1]
+    monkeypatch.setattr(push, "is_offline", lambda: True)
+    result = pushed(model, "me/model", "--yes")
+    assert (result.exit_code, "cannot be reached, or HF_HUB_OFFLINE is set" in result.stderr) == (1, True)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    result = pushed(model, "me/model", "--yes")
+    assert (result.exit_code, "there is no token for the hub" in result.stderr) == (2, True)
+    assert hub.commits == []
