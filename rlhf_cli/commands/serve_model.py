@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 Engine = Literal["auto", "transformers", "vllm"]
 NEEDED = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
-"""The modules of each engine, in the order in which `auto` looks for them from the end."""
+"""The modules that each engine needs."""
 EXTRAS = {"transformers": ("serve", "fastapi openai"), "vllm": ("vllm", "vllm")}
+"""The extra of each engine, and the packages in it."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank."""
 LAST_REQUESTS_S = 30.0
@@ -156,8 +157,8 @@ def name_of(directory: str, located: StageModel | None) -> str:
 def say_prompts(form: PromptForm, stops: tuple[str, ...]) -> None:
     """Say how the model is prompted, and by which of the two routes."""
     say(f"prompts: {form.sentence}", error=True)
-    if form.kind != "chat":
-        say("use /v1/completions with the whole prompt as text", error=True)
+    if form.kind == "single":
+        say("use /v1/completions with the prompt as text; the model was not trained on chats", error=True)
     if stops:
         say(f"stop strings of the run: {json.dumps(list(stops))}", error=True)
 
@@ -167,14 +168,20 @@ def say_prompts(form: PromptForm, stops: tuple[str, ...]) -> None:
 
 def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token: str | None) -> None:
     """Replace this process by vLLM's server, or print its command line."""
+    if options.device != "auto":
+        raise ConfigError("--device: vLLM chooses its device. Remove the option, or give --engine transformers")
+
     from rlhf_cli.evaluation.conversation import form_of
     from rlhf_cli.evaluation.trained import find_model
     from rlhf_cli.models.load import load_tokenizer
 
     trained = find_model(directory, stage)
     name = options.name or name_of(directory, locate(directory, stage))
-    form = form_of(trained, load_tokenizer(trained.path, trained.revision))
+    tokenizer = load_tokenizer(trained.path, trained.revision)
+    form = form_of(trained, tokenizer)
     words = vllm_command(trained, name, options, with_token=token is not None)
+    if form.kind == "transcript":
+        words += ["--chat-template", str(form.chat_template(tokenizer))]
     if options.dry_run:
         say_prompts(form, ())
         before = f'{VARIABLE}="${options.token_env}" ' if token is not None else ""
@@ -186,8 +193,16 @@ def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token:
         say(f"send the run's stop strings with each request: stop={json.dumps(stops)}", error=True)
     say(f"starting {shlex.join(words)}", error=True)
     sys.stdout.flush()
-    program = shutil.which(words[0]) or str(Path(sys.executable).with_name(words[0]))
-    os.execve(program, words, os.environ | ({VARIABLE: token} if token is not None else {}))
+    os.execve(vllm_program(), words, os.environ | ({VARIABLE: token} if token is not None else {}))
+
+
+def vllm_program() -> str:
+    """The `vllm` beside this Python, or that on the PATH. Raises ConfigError without one."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = str(beside) if beside.is_file() else shutil.which("vllm")
+    if program is None:
+        raise ConfigError(f"--engine vllm: {beside} is missing. Run: {install_extra(*EXTRAS['vllm'])}")
+    return program
 
 
 def vllm_command(trained: TrainedModel, name: str, options: ServeOptions, *, with_token: bool) -> list[str]:

@@ -40,6 +40,7 @@ ONLY = {"n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False, 0), "s
 def build_app(name: str, chat_model: ChatModel, token: str | None) -> FastAPI:
     """The application that serves a loaded model under a name."""
     model, tokenizer = chat_model.model, chat_model.tokenizer
+    tokenizer.chat_template = chat_model.form.chat_template(tokenizer)
     assert model.generation_config is not None
     model.generation_config.update(
         **generation_settings(chat_model.sampling),
@@ -140,7 +141,7 @@ class _Chat(_Defaults, ChatCompletionHandler):
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         if not self.model_manager.chat_model.tokenizer.chat_template:
-            raise HTTPException(400, "the model has no chat template. Send its prompt as text to /v1/completions")
+            raise HTTPException(400, "the model was not trained on chats. Send its prompt as text to /v1/completions")
         super()._validate_request(body)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.data.encode import chat_text, encode_rows, prompt_text
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import ASSISTANT, Message, Prompt, transcript
+from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Message, Prompt, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.evaluation.trained import TrainedModel, find_model, samples_of
@@ -68,6 +68,25 @@ class PromptForm:
         """The prompt as text, as the rewards read it."""
         row = self.prompt(messages)
         return prompt_text(row.prompt, self.template, tokenizer, row.messages)
+
+    def chat_template(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """A chat template that writes conversations as this form does, for servers. None for single messages."""
+        if self.kind != "transcript":
+            return str(tokenizer.chat_template) if self.kind == "chat" else None
+        around = self.template if self.template not in (None, "chat") else "{prompt}"
+        before, _, after = str(around).partition("{prompt}")
+        # A rendered template gets no special tokens, so the one that begins each text is written into it.
+        begin = str(tokenizer.decode(tokenizer("")["input_ids"]))
+        refusal = "raise_exception('a role must be system, user or assistant')"
+        return (
+            f"{{{{ {json.dumps(begin + before + self.lead)} }}}}"
+            "{% for m in messages %}"
+            '{% if not loop.first %}{{ "\\n\\n" }}{% endif %}'
+            f"{{{{ {json.dumps(SPEAKERS)}[m['role']] or {refusal} }}}}: "
+            "{{ m['content'] | trim if m['role'] == 'assistant' else m['content'] }}"
+            "{% endfor %}"
+            f"{{{{ {json.dumps(ASSISTANT + after)} }}}}"
+        )
 
     @property
     def sentence(self) -> str:

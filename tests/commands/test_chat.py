@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner, Result
 
@@ -100,6 +101,20 @@ def test_a_conversation_is_read_as_its_form_says(chat_model: Path, form: PromptF
     ids = form.encode(tokenizer, ASKED)
     assert form.text(tokenizer, ASKED) == text
     assert ids == tokenizer(text, add_special_tokens=form.kind != "chat")["input_ids"]
+
+
+@pytest.mark.parametrize("lead", ["", "\n\n"])
+@pytest.mark.parametrize("template", [None, 'Q: "{prompt}"\\ é'])
+def test_a_server_reads_a_transcript_as_the_chat_does(chat_model: Path, lead: str, template: str | None) -> None:
+    tokenizer = load_tokenizer(str(chat_model))
+    form = PromptForm("transcript", template, lead)
+    wanted = form.encode(tokenizer, [Message("system", "be kind"), *ASKED])
+    tokenizer.chat_template = form.chat_template(tokenizer)
+    turns = [{"role": m.role, "content": m.content} for m in [Message("system", "be kind"), *ASKED]]
+    turns[2]["content"] = f" {turns[2]['content']}"  # as the server answered before
+    assert tokenizer.apply_chat_template(turns, return_dict=False) == wanted
+    with pytest.raises(TemplateError, match="a role must be"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_answered(chat_model: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Chat
         with pytest.raises(openai.BadRequestError, match="messages"):
             await client.post("/chat/completions", body={"model": "mine"}, cast_to=object)
         model.tokenizer.chat_template = None
-        with pytest.raises(openai.BadRequestError, match="the model has no chat template"):
+        with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
             await client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
         long = await client.completions.create(model="mine", prompt="the tent " * 250, max_tokens=100)
         assert long.usage is not None
@@ -210,6 +210,7 @@ def test_what_cannot_be_served_is_one_line(
         assert "other machines could use this model without a token" in one_error(run, "--host", host)
         assert "without a token" in one_error(run, "--host", host, "--stage", "rm")
     assert "NOPE is not set" in one_error(run, "--token-env", "NOPE")
+    assert "vLLM chooses its device" in one_error(run, "--dry-run", "--device", "cpu")
     assert "without --engine" in one_error(run, "--stage", "rm", "--engine", "vllm")
     assert "no stage is finished" in one_error(tmp_path)
     assert "is a model and not a run" in one_error(chat_model, "--stage", "sft", "--port", 0)
@@ -233,6 +234,7 @@ def test_vllm_is_started_with_the_name_the_dtype_and_the_sampling_of_the_run(
     words += ["--middleware", "rlhf_cli.commands.serve_token.RequireToken"]
     assert shlex.split(printed.stdout) == [f"{VARIABLE}=$MINE", *words]
     monkeypatch.setattr(serve_model, "missing_modules", lambda _: [])
+    monkeypatch.setattr(serve_model, "vllm_program", lambda: "/bin/vllm")
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     CliRunner().invoke(app, arguments)
     ((program, started_words, environment),) = started
