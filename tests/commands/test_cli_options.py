@@ -20,7 +20,7 @@ def rlhf(*arguments: str, columns: int = 80) -> Result:
 COMMANDS = [
     (), ("sft",), ("rm",), ("rm", "serve"), ("rm", "score"), ("ppo",), ("plan",), ("pipeline",), ("doctor",), ("init",),
     ("sweep",), ("status",), ("watch",), ("eval",), ("diagnose",), ("compare",), ("report",), ("merge",), ("chat",),
-    ("generate",), ("label",),
+    ("generate",), ("label",), ("export",), ("serve",), ("push",),
     ("config",), ("config", "check"), ("config", "show"), ("config", "docs"), ("config", "schema"),
     ("data",), ("data", "check"), ("data", "show"), ("data", "convert"), ("data", "generate"), ("data", "score"),
 ]  # fmt: skip
