@@ -78,9 +78,11 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
 
     import uvicorn
 
-    from rlhf_cli.commands.transformers_app import build_app
+    from rlhf_cli.evaluation.transformers_app import build_app
 
-    app = build_app(name, model, token)
+    app = build_app(name, model)
+    if token is not None:
+        app.add_middleware(RequireToken, token=token)
     config = uvicorn.Config(
         app,
         ws="none",

@@ -26,11 +26,11 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import serve_model
 from rlhf_cli.commands.serve_model import ServeOptions, name_of, vllm_command
 from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
-from rlhf_cli.commands.transformers_app import _Held, build_app
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.evaluation.conversation import ChatModel, Drawing, open_models
 from rlhf_cli.evaluation.trained import find_model
+from rlhf_cli.evaluation.transformers_app import _Held, build_app
 from support import crash
 from support.tiny import read_jsonl, write_jsonl
 
@@ -55,7 +55,9 @@ def requests(
     """Run `ask` with OpenAI's client against the application with this model, whose token is x."""
 
     async def run() -> None:
-        transport = httpx2.ASGITransport(app=build_app("mine", model, "x"))
+        application = build_app("mine", model)
+        application.add_middleware(RequireToken, token="x")
+        transport = httpx2.ASGITransport(app=application)
         async with httpx2.AsyncClient(transport=transport) as http:
             url = "http://server/v1"
             await ask(openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0, http_client=http))

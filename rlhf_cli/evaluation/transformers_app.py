@@ -22,7 +22,6 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 
-from rlhf_cli.commands.serve_token import RequireToken
 from rlhf_cli.evaluation.conversation import ChatModel
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
@@ -37,7 +36,7 @@ ONLY = {"n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False, 0), "s
 """Fields that transformers ignores, or that need a model of another kind -> the values that change nothing."""
 
 
-def build_app(name: str, chat_model: ChatModel, token: str | None) -> FastAPI:
+def build_app(name: str, chat_model: ChatModel) -> FastAPI:
     """The application that serves a loaded model under a name."""
     model, tokenizer = chat_model.model, chat_model.tokenizer
     tokenizer.chat_template = chat_model.form.chat_template(tokenizer)
@@ -60,8 +59,6 @@ def build_app(name: str, chat_model: ChatModel, token: str | None) -> FastAPI:
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
     for kind in (HTTPException, ValueError, TypeError, KeyError, TemplateError):
         app.add_exception_handler(kind, _refuse)
-    if token is not None:
-        app.add_middleware(RequireToken, token=token)
     return app
 
 
