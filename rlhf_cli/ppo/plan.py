@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rewards.models import RewardModel
+from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.progress import epochs
 
 
@@ -40,4 +42,9 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
         lines.append(("ptx", f"{size} rows per step = {epochs(passes)} over {len(setup.ptx):,} rows"))
     if setup.world.size > 1:
         lines.append(("processes", f"{setup.world.size}, which share each of these numbers"))
+        models = {"policy": setup.models.policy, "ref_policy": setup.models.ref_policy}
+        models |= {"value_model": setup.models.value_model}
+        models |= {source.name: source.model for source in setup.rewards if isinstance(source, RewardModel)}
+        if divided := [name for name, model in models.items() if model is not None and is_sharded(model)]:
+            lines.append(("sharded", f"{', '.join(divided)} (distributed.shard)"))
     return lines
