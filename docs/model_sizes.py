@@ -185,6 +185,8 @@ same size. With LoRA (r = 16) policy and value model train adapters, and the ref
 has no value model and takes its rewards from a function. Rollouts sample {ROWS} responses at a time
 (`rollout.max_live_rows`), {LENGTH} tokens each with their prompt.
 
+`rlhf plan` computes your own run, phase by phase and closer to measured peaks ([scale.md](scale.md)).
+
 Computed on models without weights, which keep 13 to 25 % more for each token than the layers that run. A figure is
 the static part (weights, gradients, moments) plus the cost model's part for the batch, which is multiplied
 by the largest ratio that was measured for its stage (last table). Peaks were measured on a CPU only. The figures for

@@ -13,6 +13,10 @@ from rlhf_cli.plan.ppo import plan_ppo
 from rlhf_cli.plan.shapes import shape_of
 from rlhf_cli.plan.sources import Sources
 
+PAIR = 1.5
+"""Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
+to be half of each sequence."""
+
 
 def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
@@ -61,7 +65,7 @@ def _supervised(
     tokens = config.training.tokens_per_microbatch
     if tokens == "auto":
         tokens = auto_tokens([shape], [], machine, setting, LOGITS_COPIES)
-    sequences = 2 if isinstance(config, RMConfig) and config.is_pairwise else 1
+    sequences = PAIR if isinstance(config, RMConfig) and config.is_pairwise else 1.0
     batch = _rows_batch(
         config.data,
         sequences,
@@ -79,7 +83,7 @@ def _supervised(
 
 def _rows_batch(
     data: Data,
-    sequences: int,
+    sequences: float,
     minibatch: int,
     most_rows: int | None,
     tokens: int,
@@ -88,7 +92,7 @@ def _rows_batch(
     has_targets: bool,
 ) -> Batch:
     """The microbatches of rows of the maximum length, with every token a target. Shorter rows fill them as well."""
-    longest = data.max_length * sequences
+    longest = round(data.max_length * sequences)
     rows = -(-minibatch // setting.processes)
     size = min(max(tokens, longest), min(rows, most_rows or rows) * longest)
     return Batch(size, size if has_targets else 0, -(-rows * longest // size))
