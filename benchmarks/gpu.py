@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
 EOS_SCALE = 6.0
@@ -184,9 +186,10 @@ class Bench:
         config = SFTConfig.model_validate(stage_config(plan.rows) | {"precision": self.precision})
         budget = automatic_budget(model, self.device, self.precision)
         stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, self.device)
+        stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(self.device, self.precision))
 
         def step() -> None:
-            stages.sft._accumulate(model, batch, budget, self.precision, world)
+            stages.sft._accumulate(model, batch, budget, self.precision, stage)
             stepper.clip(world)
             stepper.advance()
 
@@ -205,9 +208,10 @@ class Bench:
         config = RMConfig.model_validate(stage_config(len(batch)) | {"precision": self.precision})
         budget = automatic_budget(model, self.device, self.precision)
         stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, self.device)
+        stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(self.device, self.precision))
 
         def step() -> None:
-            stages.rm._accumulate(model, batch, stages.rm.TargetScale(0.0, 1.0), budget, config, world)
+            stages.rm._accumulate(model, batch, stages.rm.TargetScale(0.0, 1.0), budget, config, stage)
             stepper.clip(world)
             stepper.advance()
 

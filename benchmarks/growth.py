@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from rlhf_cli.rollout.rollout import cut_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
 
@@ -165,13 +167,14 @@ def training(point: Point) -> Callable[[], None]:
     )
     budget = automatic_budget(model, torch.device("cpu"), config.precision)
     stepper, world = build_stepper(model, config.optimizer, 1000), World(0, 1, torch.device("cpu"))
+    stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(world.device, config.precision))
     batch = [
         Example(p + r, [False] * len(p) + [True] * len(r), "")
         for p, r in zip(point.prompts, point.responses, strict=True)
     ]
 
     def step() -> None:
-        stages.sft._accumulate(model, batch, budget, config.precision, world)
+        stages.sft._accumulate(model, batch, budget, config.precision, stage)
         stepper.clip(world)
         stepper.advance()
 

@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +33,7 @@ from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.training import distributed
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages.sft import _accumulate
 
@@ -82,13 +85,14 @@ def train(folder: str, *, whole: bool) -> dict[str, float]:
         shard_model(model, world.device, "float32")
     found = {"build peak": peak() - imports, "built": held() - imports}
     stepper = build_stepper(model.train(), Optimizer(learning_rate=1e-4), STEPS)
+    stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(world.device, "float32"))
     seconds, traffic, losses = [], [], []
     for step in range(STEPS):
         if step == 1:
             forget_peak()
         world.barrier()
         began, before = time.perf_counter(), sent()
-        losses.append(_accumulate(model, rows, Budget(2 * LENGTH), "float32", world))
+        losses.append(_accumulate(model, rows, Budget(2 * LENGTH), "float32", stage))
         stepper.clip(world)
         stepper.advance()
         world.barrier()

@@ -18,13 +18,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_cli.digests import digest_file, digest_once
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import read_text
+from rlhf_cli.weight_files import stored_dtype
 
 CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -51,6 +52,8 @@ class Manifest:
     seconds: float
     finished: str
     """UTC, ISO 8601."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Folder of a model -> the number format of its weights, such as `bfloat16`."""
     contract: int = CONTRACT_VERSION
 
 
@@ -121,6 +124,7 @@ def _wrongly_typed(manifest: Manifest) -> str | None:
         "device": str,
         "num_processes": int,
         "finished": str,
+        "dtypes": dict,
     }
     for key, kind in types.items():
         if not isinstance(getattr(manifest, key), kind):
@@ -266,7 +270,9 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
         for path in sorted(partial.rglob("*"))
         if path.is_file() and path != partial / MANIFEST
     }
-    manifest = Manifest(stage=stage, files=files, **facts)
+    folders = sorted({path.parent for path in partial.rglob("*.safetensors")})
+    dtypes = {path.relative_to(partial).as_posix(): stored_dtype(path) or "unknown" for path in folders}
+    manifest = Manifest(stage=stage, files=files, dtypes=dtypes, **facts)
     text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
     (partial / MANIFEST).write_text(text, encoding="utf-8")
     sync_tree(partial)

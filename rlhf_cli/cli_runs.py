@@ -262,12 +262,16 @@ def generate(
 def merge(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A finished stage, or a directory of adapters.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option("--dtype", help="Number format of the weights: auto is bfloat16 if the base model is."),
+    ] = "auto",
 ) -> None:
     """Merge LoRA adapters into plain weights (stages with lora.save: adapter)."""
 
     def work() -> None:
         from rlhf_cli.commands.merge import merge as write
 
-        write(directory, out)
+        write(directory, out, dtype)
 
     exit_with(work)

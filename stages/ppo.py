@@ -56,7 +56,7 @@ from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
 from rlhf_cli.ppo.kl_control import KLCoefs, follow_kl
-from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step
+from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step, update_phase
 from rlhf_cli.ppo.plan import plan
 from rlhf_cli.ppo.processes import over_groups, rows_of_process, summed
 from rlhf_cli.ppo.ptx import backward_ptx
@@ -126,7 +126,7 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     # 5. Update, on this rollout and the recent ones that the config keeps.
     old = (rollout.logprobs, rollout.sampled_logprobs, rollout.ref_logprobs, rollout.values)
     newest = UpdateBatch(rollout.prompts, rollout.responses, mask, *old, advantages, returns)
-    with stage.speed.phase("update"):
+    with update_phase(setup):
         batch = batch_of_update(setup, carried.recent, newest, iteration)
         update = _update(setup, batch, iteration, carried.coefs)
 
@@ -292,7 +292,7 @@ def _backward(
 
     Returns its statistics over all processes, and this process's largest |log ratio|.
     """
-    config, ppo, value_model = setup.config, setup.config.ppo, setup.models.value_model
+    config, ppo, stage, value_model = setup.config, setup.config.ppo, setup.stage, setup.models.value_model
     num_tokens = setup.world.sum(batch.response_mask[rows].sum()).item()
     parts: list[dict[str, Tensor]] = []
     log_ratios: list[Tensor] = []
@@ -326,7 +326,7 @@ def _backward(
         if value_model is not None:
             # A separate value model has its own graph. Free the policy's first, so that only one exists at a time.
             if total.requires_grad:
-                total.backward()
+                stage.loss_scale.backward(total)
             total = torch.zeros_like(policy)
             new_values = response_values(value_model, mb.prompts, mb.responses, config.precision)
         if new_values is not None:
@@ -337,7 +337,7 @@ def _backward(
             total = total + ppo.vf_coef * value
             stats |= value_stats | {"loss/value": value.detach()}
         if total.requires_grad:
-            total.backward()
+            stage.loss_scale.backward(total)
         parts.append(stats)
         count_update(setup, mb.prompts, mb.responses, learns_policy=learns_policy)
     ptx = backward_ptx(setup, step) if learns_policy else {}

@@ -64,7 +64,7 @@ from rlhf_cli.models.load import (
     save_facts,
 )
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import save_of_stage, train_adapters
+from rlhf_cli.models.saving import prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.shard import divides, prepare_for, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import (
@@ -148,13 +148,13 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         )
         for step, batch in loop.steps(partial(_batch, config, rows.train)):
             with stage.speed.phase("step"):
-                stats = _accumulate(model, batch, rows.scale, passes.budget, config, world)
+                stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
                 figures = loop.update(step, stats, partial(list, map(asdict, batch)))
             _count(stage.speed, passes.work, _share(batch, world))
-            figures |= stage.speed.row()
-            stage.log(step + 1, figures, SHOWN[config.loss])
+            stage.log(step + 1, figures | stage.speed.row(), SHOWN[config.loss])
 
         # 4. The model is saved, then measured: on held-out rows, and on each probe.
+        round_as_saved(model, config)
         final = loop.finish() | probe_figures(model.eval(), rows.probes, passes.budget, config.precision, world)
         stage.log(loop.num_steps, final)
         _show(final, rows, stage.display)
@@ -184,6 +184,7 @@ def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedM
         require_eos(tokenizer, path)
     ensure_pad_token(model, tokenizer)
     frozen = freeze(model, config.model.freeze, "model.freeze")
+    prepare_base(model, config.model.lora, "model.lora", config, stage.world.device)
     lines = [frozen, prepare(model, stage.world.device), train_adapters(model, config)]
     for line in filter(None, [*lines, shard_for(config, model, stage.world.device)]):
         stage.display.note(line)
@@ -231,20 +232,20 @@ def _batch(config: RMConfig, train: Items, step: int) -> list[Item]:
 
 
 def _accumulate(
-    model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, world: World
+    model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
     """Backward pass over this process's share of a batch. Returns the statistics of the whole batch."""
-    mine, sums = _share(batch, world), []
+    mine, sums = _share(batch, stage.world), []
 
     def add(items: list[Item], weight: float = 1.0) -> None:
-        with autocast(world.device, config.precision):
+        with autocast(stage.world.device, config.precision):
             loss, stats = _loss(model, items, len(batch), scale, config)
-        (loss * weight).backward()
+        stage.loss_scale.backward(loss * weight)
         sums.append({name: figure * weight for name, figure in {"loss/rm": loss, **stats}.items()})
 
     for rows in in_step(model, budget.cut([_num_tokens(i, model) for i in mine]), lambda: add(batch[:1], 0.0)):
         add([mine[i] for i in rows])
-    return world.sum_floats(totals(sums))
+    return stage.world.sum_floats(totals(sums))
 
 
 def _num_tokens(item: Item, model: PreTrainedModel) -> int:

@@ -50,7 +50,7 @@ from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import save_of_stage, train_adapters
+from rlhf_cli.models.saving import prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import divides, shard_for
@@ -80,7 +80,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         world, display = stage.world, stage.display
 
         # 1. The model. A new tokenizer is trained on the rows.
-        model, tokenizer, lines = _model_and_tokenizer(config)
+        model, tokenizer, lines = _model_and_tokenizer(config, world.device)
         lines += [prepare(model, world.device), train_adapters(model, config), shard_for(config, model, world.device)]
         for line in filter(None, lines):
             display.note(line)
@@ -92,8 +92,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         _warn_of_unused_tokens(config.model.add_tokens, tokenizer, data.train, display)
         train, test = data.train, data.test[: config.evaluation.max_rows]
         require_one_answer(model, train, config.data.loss_on)
-        held_out = _demonstrations(config, "test")
-        questions = first_questions(held_out, model, tokenizer, config, display) if test else []
+        questions = first_questions(_demonstrations(config, "test"), model, tokenizer, config, display) if test else []
 
         # 3. Training.
         passes = set_up_training(model, config, world.device, world.size)
@@ -119,13 +118,14 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         )
         for step, batch in loop.steps(partial(_batch, config, train)):
             with stage.speed.phase("step"):
-                loss = _accumulate(model, batch, passes.budget, config.precision, world)
+                loss = _accumulate(model, batch, passes.budget, config.precision, stage)
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
             _count(stage.speed, passes.work, _share(batch, world))
             stage.log(step + 1, {**figures, **stage.speed.row()}, SHOWN)
             _warn_of_loss(figures, config, model, stage, step)
 
         # 4. The product, then held-out figures.
+        round_as_saved(model, config)
         final = loop.finish()
         if final:
             stage.log(loop.num_steps, final)
@@ -143,8 +143,9 @@ def _batch(config: SFTConfig, train: Sequence[Example], step: int) -> list[Examp
     return [train[i] for i in rows]
 
 
-def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, world: World) -> float:
+def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, stage: StageRun) -> float:
     """Backward pass over this process's share of a batch. Returns the loss of the whole batch."""
+    world = stage.world
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)
     losses = []
@@ -160,7 +161,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
             # [target tokens of the microbatch]
             logprobs = target_logprobs(model, [e.ids for e in examples], [e.loss_mask for e in examples])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
-        loss.backward()
+        stage.loss_scale.backward(loss)
         losses.append({"loss": loss})
     return world.sum_floats({"loss": 0.0, **totals(losses)})["loss"]
 
@@ -236,7 +237,7 @@ def _demonstrations(config: SFTConfig, side: str) -> Iterator[Demonstration]:
 
 
 def _model_and_tokenizer(
-    config: SFTConfig,
+    config: SFTConfig, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
     """A pretrained model with its tokenizer, or new ones, and lines for the user.
 
@@ -258,6 +259,7 @@ def _model_and_tokenizer(
     lines = [freeze(model, config.model.freeze, "model.freeze")]
     add_tokens(tokenizer, new_tokens, "model.add_tokens")
     lines.append(embed_tokens(model, tokenizer, new_tokens, "model.add_tokens"))
+    prepare_base(model, config.model.lora, "model.lora", config, device)
     return model, tokenizer, lines
 
 

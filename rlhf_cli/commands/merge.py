@@ -10,10 +10,11 @@ from rlhf_cli.new_folder import new_folder, require_new
 from rlhf_cli.printing import say
 
 
-def merge(directory: str, out: Path) -> None:
+def merge(directory: str, out: Path, dtype: str = "auto") -> None:
     """Write the model at `directory` (adapters, or a finished stage) with its adapters merged, as the folder `out`.
 
-    The folder is complete or does not exist. Raises ArtifactError if `directory` has no adapters or `out` exists.
+    The weights are written as `dtype`; `auto` is bfloat16 if the base model is, and float32 otherwise. The folder is
+    complete or does not exist. Raises ArtifactError if `directory` has no adapters or `out` exists.
     """
     path = model_directory(directory)
     if not is_adapter(path):
@@ -29,6 +30,8 @@ def merge(directory: str, out: Path) -> None:
     adapter = read_adapter(path)
     assert adapter is not None
     model = load_model(path)
+    if dtype == "auto":
+        dtype = "bfloat16" if adapter.base.dtype() == "bfloat16" else "float32"
     with new_folder(out) as folder:
-        save(model, load_tokenizer(path), folder)
-    say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters")
+        save(model, load_tokenizer(path), folder, dtype)
+    say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")

@@ -54,7 +54,7 @@ NOT_OFFERED = {
 }
 """Keys that a section does not have on purpose, and why."""
 
-VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16"}
+VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values from other libraries. A value counts only where its translation is a valid one."""
 
 

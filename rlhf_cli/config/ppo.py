@@ -177,6 +177,10 @@ class PPOConfig(Stage):
     """A language-model loss added to PPO's. Null adds none."""
     optimizer: Optimizer
     """AdamW and its schedule."""
+    offload: list[Literal["optimizer", "frozen"]] = []
+    """What waits in the CPU's memory while it is not used: `optimizer` is the moments of AdamW outside of the update,
+    `frozen` is ref_policy and the reward models outside of scoring. The result is the same to the last bit. Each
+    iteration moves them once in each direction. For a GPU only."""
     num_logged_samples: NonNegativeInt = 1
     """Number of responses per iteration to write to samples.jsonl, with score and KL."""
     samples_every: PositiveInt | None = None
@@ -226,8 +230,28 @@ class PPOConfig(Stage):
             raise ValueError(
                 f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
             )
-        if decoder == "paged" and self.precision == "bfloat16":
-            raise ValueError("rollout.decoder: paged needs float32, and precision is bfloat16. Set it to auto or plain")
+        if decoder == "paged" and self.precision not in ("auto", "float32"):
+            raise ValueError(
+                f"rollout.decoder: paged needs float32, and precision is {self.precision}. Set it to auto or plain"
+            )
+        if decoder == "static" and self.optimizer.precision == "bfloat16":
+            raise ValueError(
+                "rollout.decoder: static needs float32 weights, and optimizer.precision is bfloat16. Set it to auto or "
+                "plain"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        if self.offload and self.device == "cpu":
+            raise ValueError("offload does nothing with device: cpu, whose memory holds everything. Remove it")
+        if self.offload and self.distributed.shard:
+            raise ValueError("offload and distributed.shard exclude each other. Remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer(self) -> Self:
+        self.check_optimizer(self.optimizer, "policy.lora" if self.policy.lora is not None else None)
         return self
 
     @model_validator(mode="after")

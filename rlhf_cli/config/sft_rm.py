@@ -92,6 +92,11 @@ class SFTConfig(Stage):
     """Warn if the loss of a step is above this after the warm-up. Null uses ln(vocabulary size): above it the model
     is worse than a uniform guess."""
 
+    @model_validator(mode="after")
+    def _optimizer(self) -> Self:
+        self.check_optimizer(self.optimizer, "model.lora" if self.model.lora is not None else None)
+        return self
+
     @property
     def sources(self) -> dict[str, DataSource]:
         return numbered({"train": self.data.train, "test": self.data.test})
@@ -164,6 +169,11 @@ class RMConfig(Stage):
     """AdamW and its schedule."""
     evaluation: RMEvaluation = RMEvaluation()
     """Held-out accuracy and score normalisation."""
+
+    @model_validator(mode="after")
+    def _optimizer(self) -> Self:
+        self.check_optimizer(self.optimizer, "model.lora" if self.model.lora is not None else None)
+        return self
 
     @model_validator(mode="after")
     def _pairwise_only(self) -> Self:

@@ -22,10 +22,15 @@ STAGES = ("sft", "rm", "ppo")
 
 
 class Optimizer(Section):
-    """AdamW (torch's fused implementation) with a warm-up and a schedule."""
+    """AdamW with a warm-up and a schedule."""
 
     learning_rate: PositiveFloat
     """The peak learning rate."""
+    precision: Literal["float32", "8bit", "bfloat16"] = "float32"
+    """Number format of what AdamW keeps. `float32`: weights, gradients and moments in float32, 16 bytes a weight.
+    `8bit`: the moments in 8 bits (Dettmers et al. 2022), 10 bytes; needs the package bitsandbytes. `bfloat16`: weights,
+    gradients and moments in bfloat16, rounded stochastically, 8 bytes; needs `precision: bfloat16`. Scalar heads and
+    norms stay float32."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -110,9 +115,13 @@ class Stage(Section):
     """The seed of every random draw."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to run. `auto` uses a CUDA GPU if torch finds one, and the CPU otherwise."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the forward and backward passes; weights stay float32. `auto` uses bfloat16 on a GPU that
-    supports it and float32 elsewhere."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the products in forward and backward passes; heads, losses and, unless `optimizer.precision`
+    says otherwise, trained weights are float32. `auto` uses bfloat16 on a GPU that supports it and float32 elsewhere.
+    `float16` is for a GPU without bfloat16; the loss is then scaled (docs/training.md)."""
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the saved weights. `auto` is bfloat16 for a model that starts from bfloat16 weights, and float32
+    for every other. Adapters and scalar heads are always float32."""
     gradient_checkpointing: bool = False
     """Store only the input of each layer and recompute the rest in the backward pass. Gives the same gradient with
     less memory and about a third more arithmetic."""
@@ -133,7 +142,28 @@ class Stage(Section):
             raise ValueError("compile and gradient_checkpointing exclude each other. Remove one of them")
         if self.compile and self.distributed.shard:
             raise ValueError("compile and distributed.shard exclude each other. Remove one of them")
+        if self.precision == "float16" and self.distributed.shard:
+            raise ValueError("precision: float16 and distributed.shard exclude each other. Set precision: bfloat16")
         return self
+
+    def check_optimizer(self, optimizer: Optimizer, lora_key: str | None) -> None:
+        """Refuse an `optimizer.precision` that does not fit the precision of the passes, sharding or `lora_key`."""
+        if optimizer.precision != "float32" and self.distributed.shard:
+            raise ValueError(
+                f"optimizer.precision: {optimizer.precision} and distributed.shard exclude each other. Remove one"
+            )
+        if optimizer.precision != "bfloat16":
+            return
+        if self.precision not in ("auto", "bfloat16"):
+            raise ValueError(
+                f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision is {self.precision}. Set "
+                "precision: bfloat16"
+            )
+        if lora_key is not None:
+            raise ValueError(
+                f"optimizer.precision: bfloat16 does nothing with {lora_key}, whose adapters are trained in float32. "
+                "Remove one of them"
+            )
 
     @property
     def sources(self) -> dict[str, DataSource]:

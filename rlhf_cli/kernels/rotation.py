@@ -54,9 +54,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def use_fast_attention(model: PreTrainedModel) -> str | None:
     """Let the model's attention layers rotate by `rotate`. Returns a line for the user if they keep their class."""
-    layers = [module for module in model.modules() if type(module).__name__ in WINDOWS]
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in WINDOWS]
     if not layers or model.device.type != "cpu":
         return None
+    if layers[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16):
+        return None  # such layers run under autocast only, where `FastAttention` is not faster
     plain = type(layers[0])
     fast = type(f"Fast{plain.__name__}", (FastAttention, plain), {"family": plain.__name__})
     return swap_class(layers, fast, _probe)

@@ -12,6 +12,7 @@ adapters into the weights in memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter
 from rlhf_cli.config.models import Quantization
@@ -33,6 +35,7 @@ from rlhf_cli.models.adapters import head_names, inject, lora_of
 from rlhf_cli.models.nf4 import quiet_bitsandbytes
 from rlhf_cli.program import install_extra
 from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.weight_files import stored_dtype
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""
@@ -64,6 +67,17 @@ class BaseModel:
         for file in sorted(folder.glob("*.safetensors")):
             digest.update(f"{file.name}\0{digest_once(file)}\n".encode())
         return digest.hexdigest()
+
+    def dtype(self) -> str | None:
+        """The number format of the weights, such as `bfloat16`; of adapters, that of their base. None if unknown."""
+        if (adapter := read_adapter(self.path)) is not None:
+            return adapter.base.dtype()
+        if Path(self.path).is_dir():
+            return stored_dtype(self.path)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+            with contextlib.suppress(OSError):
+                return stored_dtype(Path(str(cached_file(self.path, name, revision=self.revision))).parent)
+        return None
 
 
 # ------------------------------------------------------------------------------------------- writing

@@ -64,7 +64,13 @@ def inject(model: PreTrainedModel, lora: Any) -> None:
 
     # GPT-2's layers are transposed. Without this, peft detects it and warns.
     lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    # peft gives an adapter the number format of its layer, and adapters are trained in float32.
+    held = [(p, p.dtype) for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter, _ in held:
+        parameter.data = parameter.data.float()
     peft.inject_adapter_in_model(lora, model)
+    for parameter, dtype in held:
+        parameter.data = parameter.data.to(dtype)
     heads = head_names(model)
     for name, parameter in model.named_parameters():
         if name.split(".")[0] in heads:
@@ -101,12 +107,24 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model with the adapters merged into plain weights; the model itself if it has none."""
+    """A copy of the model with the adapters merged into plain weights; the model itself if it has none.
+
+    The copy is on the CPU: on a GPU that holds the model in 16 or 4 bits, its float32 weights may not fit.
+    """
     if not has_adapters(model):
         return model
-    plain = copy.deepcopy(model)
+    # What the memo has is not copied again.
+    memo = {id(tensor): _copy_on_cpu(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    plain = copy.deepcopy(model, memo)
     merge_in_place(plain)
     return plain
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    # A 4-bit weight has a state beside its numbers, and its `to` moves that state in place.
+    copied = copy.deepcopy(tensor).to("cpu") if hasattr(tensor, "quant_state") else tensor.detach().to("cpu", copy=True)
+    is_parameter = isinstance(tensor, torch.nn.Parameter) and not isinstance(copied, torch.nn.Parameter)
+    return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_parameter else copied
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.kernels.linear import linear
 from rlhf_cli.models.deferred import blocks
-from rlhf_cli.models.forward import autocast, computes_in_bfloat16, vocabulary_rows
+from rlhf_cli.models.forward import autocast, compute_dtype, vocabulary_rows
 from rlhf_cli.sharding import gathered, is_sharded, local
 from rlhf_cli.tensor_ops import num_weights
 
@@ -44,6 +44,9 @@ LOGITS_COPIES = 4
 are computed: the logits, the logits after temperature and filters, and the gradients of both."""
 COPIES_OF_WHOLE_DISTRIBUTIONS = 8
 """The same if an entropy or a KL over the whole vocabulary has a gradient too."""
+TRAINED_BYTES = {"float32": 12, "8bit": 6, "bfloat16": 4}
+"""Bytes of a trained number beside its float32 weight, by `optimizer.precision`: its gradient and its two moments. In
+bfloat16 they are 6, and the weight is 2 smaller."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files in which Linux reports the memory limit of a container."""
 
@@ -60,6 +63,7 @@ def token_budget(
     *,
     checkpointing: bool = False,
     logits_copies: int = LOGITS_COPIES,
+    optimizer: str = "float32",
 ) -> int:
     """Maximum tokens per microbatch on each process for `tokens_per_microbatch: auto`.
 
@@ -78,8 +82,9 @@ def token_budget(
         num_processes: processes that share the memory of a CPU.
         checkpointing: True if layers are recomputed in the backward pass.
         logits_copies: LOGITS_COPIES or COPIES_OF_WHOLE_DISTRIBUTIONS.
+        optimizer: `optimizer.precision`.
     """
-    static = static_bytes(trained, frozen)
+    static = static_bytes(trained, frozen, optimizer)
     per_token = token_bytes(trained, precision, checkpointing=checkpointing, logits_copies=logits_copies)
     total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
     return budget_within(total, static, per_token, device.type)
@@ -96,14 +101,17 @@ def budget_within(total: float, static: float, per_token: float, device: str) ->
     return max(FEWEST_TOKENS, min(fitting, most))
 
 
-def static_bytes(trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrainedModel]) -> int:
-    """Bytes that do not depend on the batch.
+def static_bytes(
+    trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrainedModel], optimizer: str = "float32"
+) -> int:
+    """Bytes that do not depend on the batch, before `hold_trained`.
 
-    The bytes of each weight, and 12 more for each trained number: its gradient and the two moments of AdamW. Weights
-    that several models share count once. A model that is given twice counts twice, for a copy of its weights. Of a
-    sharded model the rows of this process count, and what it gathers at a time.
+    The bytes of each weight, and TRAINED_BYTES for each trained number: its gradient and the two moments of AdamW.
+    Weights that several models share count once. A model that is given twice counts twice, for a copy of its weights.
+    Of a sharded model the rows of this process count, and what it gathers at a time.
     """
-    moments = sum(12 * local(p).numel() for m in trained for p in m.parameters() if p.requires_grad)
+    numbers = sum(local(p).numel() for m in trained for p in m.parameters() if p.requires_grad)
+    moments = TRAINED_BYTES[optimizer] * numbers
     models = [*trained, *frozen]
     once = {id(p): local(p).nbytes for m in models for p in m.parameters()}
     copies = [m for number, m in enumerate(models) if m in models[:number]]
@@ -310,8 +318,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     x, weight = (torch.rand(size, size, generator=draw).to(device) for _ in range(2))
     best = 0.0
     with torch.no_grad(), autocast(device, precision):
-        if computes_in_bfloat16(device, precision):
-            x, weight = x.bfloat16(), weight.bfloat16()
+        x, weight = x.to(compute_dtype(device, precision)), weight.to(compute_dtype(device, precision))
         begun = time.perf_counter()
         for _ in range(10):
             synchronize(device)

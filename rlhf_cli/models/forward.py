@@ -27,6 +27,8 @@ from rlhf_cli.tensor_ops import token_logprobs
 TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 3e-2
 """Largest difference that counts as rounding, relative to the largest number compared, in float32 and in bfloat16."""
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats by their name in a config file."""
 _has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -217,6 +219,8 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     sequences = [*rows, rows[0][:6] + [(5 * i + 2) % vocab for i in range(3)]]
     if not precisions:
         precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
+    if (held := held_precision(model)) is not None:
+        precisions = [held]  # float32 passes cannot use such weights
     plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
     reason = ""
     for name, manner in attention.PACKED.items():
@@ -279,13 +283,32 @@ def vocabulary_rows(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
+def compute_dtype(device: torch.device, precision: str) -> torch.dtype:
+    """The number format of products in forward passes. `auto` is bfloat16 on a GPU with instructions for it.
+
+    >>> compute_dtype(torch.device("cpu"), "auto"), compute_dtype(torch.device("cpu"), "bfloat16")
+    (torch.float32, torch.bfloat16)
+    """
+    if precision == "auto":
+        is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if is_fast else torch.float32
+    return PRECISIONS[precision]
+
+
 def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
     """Whether forward passes run in bfloat16: on request, or with `auto` on a GPU with bfloat16 instructions."""
-    if precision != "auto":
-        return precision == "bfloat16"
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return compute_dtype(device, precision) == torch.bfloat16
+
+
+def held_precision(model: PreTrainedModel) -> str | None:
+    """The 16-bit format in which some weights of the model are held; None if there are none."""
+    dtypes = {p.dtype for p in model.parameters()}
+    return next((name for name, dtype in PRECISIONS.items() if dtype in dtypes and dtype != torch.float32), None)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The autocast context of every forward pass."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bfloat16(device, precision))
+    dtype = compute_dtype(device, precision)
+    if dtype == torch.float32:
+        return torch.autocast(device.type, torch.bfloat16, enabled=False)
+    return torch.autocast(device.type, dtype)

@@ -2,42 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_cli.config.models import Lora
 from rlhf_cli.models.deferred import place_of
-from rlhf_cli.models.forward import computes_in_bfloat16, is_packed
+from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.nf4 import quantize, quantized_layers
+
+
+class HeldEmbedding(nn.Embedding):
+    """An embedding whose weight is held in 16 bits and whose output is float32, as that of a float32 weight."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).float()
+
+
+def hold_base(
+    model: PreTrainedModel, lora: Lora, key: str, device: torch.device, precision: str, *, hold: bool = True
+) -> None:
+    """Freeze the weights that will be under adapters, and hold them in 4 bits or as `hold_frozen` does.
+
+    Call it before the model moves to its device: in float32 it may not fit there. Raises ConfigError, naming the config
+    `key`, if the weights cannot be quantized.
+
+    Args:
+        device: where the passes will run.
+        hold: False if the weights must stay in float32 unless `lora` quantizes them.
+    """
+    model.requires_grad_(False)
+    if lora.quantize is not None and not quantized_layers(model):
+        quantize(model, lora.quantize, f"{key}.quantize")
+    if hold:
+        hold_frozen(model, device, precision, exact=True)
 
 
 @torch.no_grad()
-def hold_frozen(model: PreTrainedModel, precision: str, *, exact: bool, others: Collection[torch.Tensor] = ()) -> None:
-    """Keep the frozen linear layers of the backbone in bfloat16 if the passes compute in it. No result changes.
+def hold_frozen(
+    model: PreTrainedModel,
+    device: torch.device,
+    precision: str,
+    *,
+    exact: bool,
+    constant: bool = True,
+    others: Collection[torch.Tensor] = (),
+) -> None:
+    """Keep frozen weights in the 16-bit format that the passes compute in, if they do. No result changes.
 
-    Autocast rounds these weights before each product, so a pass gives the same bits. It does not round embeddings,
-    norms and heads, which stay in float32. So does a model whose passes run without autocast (an encoder).
-
-    Not for a model that is sampled from: the decoders are first compared with its forward pass in float32.
+    Autocast rounds the weights of linear layers, the head over the vocabulary included, before each product, so a pass
+    gives the same bits. Embeddings are not rounded: they are kept in 16 bits only if nothing is lost. Norms and scalar
+    heads stay in float32. So does a model whose passes run without autocast (an encoder).
 
     Args:
-        exact: only weights that were bfloat16 numbers, as in most published models: for a base model, whose merged
-            weights are saved.
+        device: where the passes will run. The model may still be elsewhere.
+        exact: only weights that are numbers of that format, as in most published models: for a base model, whose
+            merged weights are saved.
+        constant: False for a copy whose weights will be replaced: its embeddings stay in float32.
         others: weights of other models that this one shares. They are not touched.
     """
-    device = next(model.parameters()).device
-    is_encoder = model.get_output_embeddings() is None and not (reads_last_token(model) and is_packed(model))
-    if is_encoder or not computes_in_bfloat16(device, precision):
+    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
+    dtype = compute_dtype(device, precision)
+    if is_encoder or dtype == torch.float32:
         return
-    skipped = {id(weight) for weight in others}
-    for name, module in model.base_model.named_modules():
-        if not isinstance(module, torch.nn.Linear | Conv1D) or ".lora_" in name:
-            continue
+    embeddings, special = _embeddings(model)
+    skipped = special | {id(weight) for weight in others}
+    tables = {id(module.weight) for module in embeddings}
+    if not constant:
+        skipped |= tables
+    for module in [*_linear_layers(model), *embeddings]:
         for weight in module.parameters(recurse=False):
             if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped or place_of(weight):
                 continue
-            rounded = weight.data.bfloat16()
-            if not exact or torch.equal(rounded.float(), weight.data):
+            rounded = weight.data.to(dtype)
+            may_round = not exact and id(weight) not in tables
+            if may_round or torch.equal(rounded.float(), weight.data):
                 weight.data = rounded
+    _give_float32(embeddings)
+
+
+@torch.no_grad()
+def hold_trained(model: PreTrainedModel) -> None:
+    """Hold the trained matrices in bfloat16, for `optimizer.precision: bfloat16`.
+
+    The passes compute with the rounded weights as they do under autocast: embeddings give float32. Norms, biases and
+    scalar heads stay in float32, and so do adapters.
+    """
+    embeddings, special = _embeddings(model)
+    for module in [*_linear_layers(model), *embeddings]:
+        for weight in module.parameters(recurse=False):
+            if weight.requires_grad and weight.ndim >= 2 and id(weight) not in special:
+                weight.data = weight.data.bfloat16()
+    _give_float32(embeddings)
+
+
+def _embeddings(model: PreTrainedModel) -> tuple[list[nn.Embedding], set[int]]:
+    """The plain embeddings, and the ids of the weights of other classes.
+
+    Those may compute with their weight's number format, such as Gemma's, which scales its output. They stay in float32,
+    and so does a head that is tied to one.
+    """
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    plain = [module for module in modules if type(module) in (nn.Embedding, HeldEmbedding)]
+    return plain, {id(module.weight) for module in modules if module not in plain}
+
+
+def _give_float32(embeddings: Sequence[nn.Embedding]) -> None:
+    """Let embeddings that are held in 16 bits return float32."""
+    for module in embeddings:
+        if module.weight.dtype != torch.float32:
+            module.__class__ = HeldEmbedding
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The linear layers of the backbone without those of adapters, and the head over the vocabulary."""
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
+            yield module
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        yield head

@@ -7,7 +7,6 @@ line.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,9 @@ from rlhf_cli.models.adapter_files import (
 )
 from rlhf_cli.models.adapters import merge_in_place
 from rlhf_cli.models.checks import check_weights, try_out
+from rlhf_cli.models.conversion import add_to_json, converted
 from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
-from rlhf_cli.models.forward import choose_attention, vocabulary_rows
+from rlhf_cli.models.forward import PRECISIONS, choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
 from rlhf_cli.models.loading import no_conversion, no_progress_bar, set_dropout_off
 from rlhf_cli.models.nf4 import quantize
@@ -260,19 +260,28 @@ def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, *, max_shard_size: str = "50GB"
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    dtype: str | None = None,
+    *,
+    max_shard_size: str = "50GB",
 ) -> None:
     """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config.
 
-    All processes must call this for a sharded model; the first one writes.
+    The weights are written as `dtype`, by default as the model holds them. Scalar heads are always float32. All
+    processes must call this for a sharded model; the first one writes.
     """
     if is_sharded(model):
-        save_sharded(model, tokenizer, directory)
+        save_sharded(model, tokenizer, directory, dtype or "float32")
         return
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    state = None if dtype is None else converted(model, PRECISIONS[dtype])
     try:
-        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        model.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
+        if state is not None and dtype is not None:
+            add_to_json(directory / "config.json", {"dtype": dtype})
         tokenizer.save_pretrained(directory)
     except Exception as error:
         # safetensors and tokenizers write from Rust and report a full disk by their own errors.
@@ -285,14 +294,9 @@ def save(
 
 def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
     """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
-    path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
     for key, value in facts.items():
         setattr(model.config, key, value)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) | facts
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
+    add_to_json(directory / (MODEL_CONFIG if is_adapter(directory) else "config.json"), facts)
 
 
 def _load(

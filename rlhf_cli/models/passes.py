@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget
@@ -20,6 +21,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
+from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
 
 
@@ -47,7 +49,13 @@ def set_up_training(
     tokens = config.training.tokens_per_microbatch
     if tokens == "auto":
         tokens = token_budget(
-            [model], [], device, config.precision, num_processes, checkpointing=config.gradient_checkpointing
+            [model],
+            [],
+            device,
+            config.precision,
+            num_processes,
+            checkpointing=config.gradient_checkpointing,
+            optimizer=config.optimizer.precision,
         )
     budget = Budget(tokens, config.training.microbatch_size, padded=not is_packed(model))
     work = work_of(model)
@@ -56,12 +64,21 @@ def set_up_training(
 
 
 def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:
-    """Apply `gradient_checkpointing`, `compile` and `precision` to the models that are trained.
+    """Apply `gradient_checkpointing`, `compile` and both `precision` keys to the models that are trained.
 
     Returns lines for the user, and the seconds spent on compiling. Raises ConfigError for a model that does not support
     one of the options.
     """
     lines, seconds = [], 0.0
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    if config.optimizer.precision == "bfloat16":
+        if not computes_in_bfloat16(device, config.precision):
+            raise ConfigError(
+                f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this "
+                f"{device.type}. Set precision: bfloat16"
+            )
+        for model in models:
+            hold_trained(model)
     if computes_in_bfloat16(device, config.precision) and not has_bfloat16(device):
         lines.append(
             f"precision: bfloat16 is slower than float32 on this {device.type}, which has no bfloat16 instructions"

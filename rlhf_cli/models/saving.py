@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.config.models import Lora
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.conversion import round_weights
 from rlhf_cli.models.deferred import read_deferred
-from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.frozen import hold_base
 from rlhf_cli.models.load import save
 from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.models.shard import divides
@@ -22,12 +25,21 @@ from rlhf_cli.program import command
 from rlhf_cli.sharding import is_first_process, is_sharded
 
 
+def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: Stage, device: torch.device) -> None:
+    """`hold_base` as the config says, before the model moves to its device.
+
+    Weights that will be divided among processes are left as they are. Those that the static decoder reads stay in
+    float32, since it is first compared in float32.
+    """
+    if lora is None or divides(config):
+        return
+    is_static = isinstance(config, PPOConfig) and config.rollout.decoder == "static"
+    hold_base(model, lora, key, device, config.precision, hold=not is_static)
+
+
 def train_adapters(model: PreTrainedModel, config: SFTConfig | RMConfig) -> str | None:
     """Add the adapters of `model.lora`; returns a line for the user, or None without that key."""
-    line = add_adapters(model, config.model.lora, _base_of(config), "model.lora", config)
-    if line is not None and isinstance(config, RMConfig) and not divides(config):
-        hold_frozen(model, config.precision, exact=True)
-    return line
+    return add_adapters(model, config.model.lora, _base_of(config), "model.lora", config)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key: str, config: Stage) -> str | None:
@@ -60,15 +72,41 @@ def save_of_stage(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, config: SFTConfig | RMConfig
 ) -> None:
     """`save_trained` for the model of an SFT or RM stage."""
-    save_trained(model, tokenizer, directory, config.model.lora, _base_of(config))
+    save_trained(model, tokenizer, directory, config.model.lora, _base_of(config), _dtype_of_stage(config))
+
+
+def round_as_saved(model: PreTrainedModel, config: SFTConfig | RMConfig) -> None:
+    """`round_weights` for the model of an SFT or RM stage."""
+    round_weights(model, _dtype_of_stage(config))
+
+
+def _dtype_of_stage(config: SFTConfig | RMConfig) -> str:
+    if isinstance(config, SFTConfig) and config.model.scratch is not None:
+        return saved_dtype(config, None)
+    return saved_dtype(config, _base_of(config))
+
+
+def saved_dtype(config: Stage, base: BaseModel | None) -> str:
+    """The number format in which a model is saved that started from `base`, or from random weights without it."""
+    if config.save_dtype != "auto":
+        return config.save_dtype
+    return "bfloat16" if base is not None and base.dtype() == "bfloat16" else "float32"
 
 
 def save_trained(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, lora: Lora | None, base: BaseModel
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    lora: Lora | None,
+    base: BaseModel,
+    dtype: str,
 ) -> None:
-    """Write a trained model as `lora.save` says. Without `lora` it is a plain Hugging Face directory."""
+    """Write a trained model as `lora.save` says. Without `lora` it is a plain Hugging Face directory.
+
+    Plain weights are written as `dtype`, and adapters as float32.
+    """
     if lora is None or lora.save == "merged":
-        save(model if is_sharded(model) else merged(model), tokenizer, directory)
+        save(model if is_sharded(model) else merged(model), tokenizer, directory, dtype)
         if lora is not None:
             save_adapter(model, directory / "adapter", base, lora.quantize)
         return

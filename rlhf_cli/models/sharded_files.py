@@ -20,6 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.adapters import adapted_layers, merge_in_place
+from rlhf_cli.models.conversion import head_layers
+from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.nf4 import quantized_shape
 from rlhf_cli.sharding import plain_class, whole
 from rlhf_cli.tensor_ops import num_weights
@@ -28,14 +30,20 @@ LARGEST_FILE = 2_000_000_000
 """The most bytes of weights in one file. The first process holds this much while it writes."""
 
 
-def save_sharded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_sharded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: str = "float32"
+) -> None:
     """Write a sharded model, with adapters merged into its weights. All processes must call this; the first one writes.
+
+    The weights are written as `dtype`, and scalar heads as float32.
 
     Raises ArtifactError on every process if a file cannot be written.
     """
     is_first = dist.get_rank() == 0
     weights = plain_weights(model)
-    shapes = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, (shape, _) in weights.items()}
+    heads = head_layers(model)
+    dtypes = {n: torch.float32 if n.rpartition(".")[0] in heads else PRECISIONS[dtype] for n in weights}
+    shapes = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in weights.items()}
     files = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE)
     problem, index = "", dict[str, str]()
     for file, names in files.filename_to_tensors.items():
@@ -43,7 +51,7 @@ def save_sharded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir
         for name in names:
             tensor = weights[name][1]().cpu()  # on every process, since all send their rows
             if is_first:
-                tensors[name] = tensor.contiguous()
+                tensors[name] = tensor.to(dtypes[name]).contiguous()
         if is_first and not problem:
             # Some families have other names in files than in memory.
             tensors = revert_weight_conversion(model, tensors)
@@ -53,7 +61,7 @@ def save_sharded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir
         total = {"total_parameters": sum(map(num_weights, model.parameters())), **files.metadata}
         problem = _attempt(partial(_write_index, {"metadata": total, "weight_map": index}, directory))
     if is_first and not problem:
-        problem = _attempt(partial(_write_configs, model, tokenizer, directory))
+        problem = _attempt(partial(_write_configs, model, tokenizer, directory, dtype))
     problems = [problem]
     dist.broadcast_object_list(problems, src=0)
     if problems[0]:
@@ -111,9 +119,10 @@ def _write_index(index: dict[str, Any], directory: Path) -> None:
     (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
 
-def _write_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def _write_configs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: str) -> None:
     """Everything but the weights, as transformers writes it."""
     config = copy.deepcopy(model.config)
+    config.dtype = dtype
     config.architectures = [plain_class(model).__name__]
     config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     config.save_pretrained(directory)

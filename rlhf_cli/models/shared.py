@@ -19,7 +19,6 @@ from rlhf_cli.models.adapter_files import BaseModel, attach, read_adapter
 from rlhf_cli.models.adapters import adapted_layers, lora_of
 from rlhf_cli.models.heads import check_shared_value_model
 from rlhf_cli.models.load import take_facts
-from rlhf_cli.models.nf4 import quantize
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,9 @@ class Backbone:
         return model.requires_grad_(False)
 
 
-def backbone_of(model: PreTrainedModel, base: BaseModel, lora: Lora | None, key: str) -> Backbone | None:
-    """The policy as a backbone for others, quantized as `lora` says; None without `lora`, when its weights change."""
-    if lora is None:
-        return None
-    if lora.quantize is not None:
-        quantize(model, lora.quantize, f"{key}.quantize")
-    return Backbone(model, base, lora.quantize)
+def backbone_of(model: PreTrainedModel, base: BaseModel, lora: Lora | None) -> Backbone | None:
+    """The policy as a backbone for others, after `hold_base`; None without `lora`, when its weights change."""
+    return Backbone(model, base, lora.quantize) if lora is not None else None
 
 
 def has_adapters_of(model: PreTrainedModel, lora: Lora) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf_cli.algorithms.statistics import word_shares
 from rlhf_cli.artifacts import read_manifest_or_none
 from rlhf_cli.config.rewards import ModelReward, reward_names
-from rlhf_cli.models.forward import computes_in_bfloat16
+from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.training.exchange import gather_texts
@@ -24,7 +26,8 @@ TINY = 1e-6
 def new_health(setup: Setup) -> Health:
     """The health checks of the run, with the limits that fit its config."""
     config = setup.config
-    precision = "bfloat16" if computes_in_bfloat16(setup.world.device, config.precision) else "float32"
+    is_float32 = compute_dtype(setup.world.device, config.precision) == torch.float32
+    precision = "float32" if is_float32 else "bfloat16"
     return Health(
         kl_in_reward=config.ppo.kl_in == "reward",
         has_value_model=config.ppo.has_value_model,

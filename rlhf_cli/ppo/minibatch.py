@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,13 @@ from rlhf_cli.rollout.scoring import IDLE_PROMPT, idle_response
 from rlhf_cli.seeding import generator
 from rlhf_cli.sharding import num_missing
 from rlhf_cli.tensor_ops import pad_rows
+
+
+@contextmanager
+def update_phase(setup: Setup) -> Iterator[None]:
+    """The context of an update: it is timed, and the optimizers have their state."""
+    with setup.stage.speed.phase("update"), setup.models.offload.update():
+        yield
 
 
 def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequence[int]]:
@@ -95,7 +103,7 @@ def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
 
     ``gradient * min(1, max_grad_norm / norm)``, for each model by itself (`Stepper` in training/optimizer.py).
     """
-    norms = {}
+    norms = setup.stage.loss_scale.figures("policy")
     if learns_policy:
         norms["policy/grad_norm"] = setup.policy_stepper.clip(setup.world)
     if setup.value_stepper is not None:
@@ -115,3 +123,4 @@ def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
             setup.average.update()
     if setup.value_stepper is not None:
         setup.value_stepper.advance(move=move)
+    setup.stage.loss_scale.update()

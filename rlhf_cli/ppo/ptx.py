@@ -36,7 +36,8 @@ def backward_ptx(setup: Setup, step: int) -> dict[str, float]:
         with autocast(setup.world.device, config.precision):
             logprobs = target_logprobs(setup.models.policy, [own[i].ids for i in cut], [own[i].loss_mask for i in cut])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
-        mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode).backward()
+        mixed = mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode)
+        setup.stage.loss_scale.backward(mixed)
         losses.append({"loss": loss})
     lengths = [len(row.ids) for row in own]
     flops = setup.policy_work.training(lengths, sum(sum(row.loss_mask) for row in own))

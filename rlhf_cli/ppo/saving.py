@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 
 from rlhf_cli.models.adapters import merged
+from rlhf_cli.models.conversion import round_weights
 from rlhf_cli.models.heads import shared_value_model
 from rlhf_cli.models.load import save
-from rlhf_cli.models.saving import save_trained
+from rlhf_cli.models.saving import save_trained, saved_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.sampling import generation_settings
 from rlhf_cli.sharding import is_sharded
@@ -15,6 +16,10 @@ from rlhf_cli.sharding import is_sharded
 
 def save_models(setup: Setup) -> None:
     """Write `model`, `value_model` if there are values, and `ema_model` if requested. All processes must call this."""
+    models = setup.models
+    round_weights(models.policy, saved_dtype(setup.config, setup.policy_base))
+    if models.value_model is not None:
+        round_weights(models.value_model, saved_dtype(setup.config, setup.value_base))
     save_policy(setup, "model")
     _save_value_model(setup)
     if setup.average is not None:
@@ -32,15 +37,18 @@ def save_policy(setup: Setup, name: str) -> None:
     policy.generation_config.update(**generation_settings(sampling))
     if setup.world.is_main:
         shutil.rmtree(directory, ignore_errors=True)
-    save_trained(policy, setup.tokenizer, directory, setup.config.policy.lora, setup.policy_base)
+    base, config = setup.policy_base, setup.config
+    save_trained(policy, setup.tokenizer, directory, config.policy.lora, base, saved_dtype(config, base))
 
 
 def _save_value_model(setup: Setup) -> None:
     """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
-    models, directory = setup.models, setup.stage.directory / "value_model"
+    models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
     if not (setup.world.is_main or (models.value_model is not None and is_sharded(models.value_model))):
         return
-    if models.value_model is not None and setup.value_base is not None:
-        save_trained(models.value_model, setup.tokenizer, directory, setup.config.value_model.lora, setup.value_base)
+    base = setup.value_base if models.value_model is not None else setup.policy_base
+    dtype = saved_dtype(config, base)
+    if models.value_model is not None and base is not None:
+        save_trained(models.value_model, setup.tokenizer, directory, config.value_model.lora, base, dtype)
     elif models.value_head is not None:
-        save(shared_value_model(merged(models.policy), models.value_head), setup.tokenizer, directory)
+        save(shared_value_model(merged(models.policy), models.value_head), setup.tokenizer, directory, dtype)

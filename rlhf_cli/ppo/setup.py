@@ -27,13 +27,13 @@ from rlhf_cli.models.cost import (
     token_budget,
     work_of,
 )
-from rlhf_cli.models.forward import autocast, computes_in_bfloat16, is_packed
+from rlhf_cli.models.forward import autocast, compute_dtype, is_packed
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
-from rlhf_cli.models.saving import add_adapters
+from rlhf_cli.models.saving import add_adapters, prepare_base
 from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
@@ -45,9 +45,9 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
-from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
@@ -118,7 +118,7 @@ class Setup:
 
         If so, training recomputes them, and `corrected` weights the advantages.
         """
-        return computes_in_bfloat16(self.world.device, self.config.precision)
+        return compute_dtype(self.world.device, self.config.precision) != torch.float32
 
     @property
     def recomputes_logprobs(self) -> bool:
@@ -146,14 +146,14 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
-    backbone = None if divides(config) else backbone_of(policy, base, config.policy.lora, "policy.lora")
+    prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
+    backbone = None if divides(config) else backbone_of(policy, base, config.policy.lora)
     rewards, reward_notes = _load_rewards(config, tokenizer, world.device, backbone)
     value = choose_value_model(config, base, rewards, policy, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
-    models = Models(policy, _load_ref_policy(config, path, tokenizer), value.model, value.head)
+    models = Models(policy, _load_ref_policy(config, path, tokenizer, world.device), value.model, value.head)
     model_notes = _prepare(models, config, world.device, base, value)
-    _hold_frozen(models, rewards, config)
     sampler, shard_notes = shard_models(models, config, world.device)
     models = replace(models, sampler=sampler.model if sampler is not None else None)
     for line in dict.fromkeys([*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config)]):
@@ -171,6 +171,8 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     for line in lines:
         display.note(line)
     policy_stepper, value_stepper = _steppers(models, config, stage)
+    steppers = [stepper for stepper in (policy_stepper, value_stepper) if stepper is not None]
+    models = replace(models, offload=_offload(config, models, rewards, steppers, stage))
     return Setup(
         config=config,
         stage=stage,
@@ -237,7 +239,9 @@ def _load_rewards(
     return rewards, notes
 
 
-def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+def _load_ref_policy(
+    config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
     deferred = to_divide(config, "ref_policy") is not None
     if config.ref_policy is not None:
@@ -247,46 +251,41 @@ def _load_ref_policy(config: PPOConfig, path: str, tokenizer: PreTrainedTokenize
             tokenizer, load_tokenizer(ref_path, config.ref_policy.revision), ref_path, "ref_policy.path"
         )
         check_vocabulary(ref_policy, tokenizer, ref_path)
-        return ref_policy
-    if config.policy.lora is None:
-        return load_policy(path, config.policy.revision, deferred=deferred)
-    return None
+    elif config.policy.lora is None:
+        ref_policy = load_policy(path, config.policy.revision, deferred=deferred)
+    else:
+        return None
+    ref_policy.requires_grad_(False)
+    # The static decoder, if it samples from ref_policy, is first compared in float32.
+    if not deferred and (config.rollout.decoder != "static" or not config.ppo.uses_reference_scores):
+        hold_frozen(ref_policy, device, config.precision, exact=False)
+    return ref_policy
 
 
 def _prepare(
     models: Models, config: PPOConfig, device: torch.device, policy_base: BaseModel, value: ValueStart
 ) -> list[str | None]:
     """Move the models to the device, freeze what is not trained, add adapters; returns notes for the user."""
+    if value.model is not None:
+        lora = config.value_model.lora
+        prepare_base(value.model, lora, "value_model.lora", config, device)
     notes = [
         prepare(model, device) for model in (models.policy, models.ref_policy, models.value_model) if model is not None
     ]
     if models.value_head is not None:
         models.value_head.to(device)
-    if models.ref_policy is not None:
-        models.ref_policy.requires_grad_(False)
     notes.append(freeze(models.policy, config.policy.freeze, "policy.freeze"))
     if models.value_model is not None:
         notes.append(freeze(models.value_model, config.value_model.freeze, "value_model.freeze"))
+        if to_divide(config, "value_model") is None:
+            of_policy = list(models.policy.parameters())
+            hold_frozen(models.value_model, device, config.precision, exact=True, others=of_policy)
     notes.append(add_adapters(models.policy, config.policy.lora, policy_base, "policy.lora", config))
     if value.model is not None and value.base is not None:
-        lora = config.value_model.lora
         notes.append(add_adapters(value.model, lora, value.base, "value_model.lora", config))
         if value.adapters_of is not None:
             copy_adapters(value.adapters_of, value.model)
     return notes
-
-
-def _hold_frozen(models: Models, rewards: Sequence[RewardSource], config: PPOConfig) -> None:
-    """Keep frozen weights in the precision of the passes, but for those of models that are sampled from."""
-    of_policy = list(models.policy.parameters())
-    if models.value_model is not None and to_divide(config, "value_model") is None:
-        hold_frozen(models.value_model, config.precision, exact=True, others=of_policy)
-    scorers = [s.model for s in rewards if isinstance(s, RewardModel) and not is_sharded(s.model)]
-    divides_ref = to_divide(config, "ref_policy") is not None
-    if models.ref_policy is not None and not divides_ref and not config.ppo.uses_reference_scores:
-        scorers.append(models.ref_policy)
-    for model in scorers:
-        hold_frozen(model.requires_grad_(False), config.precision, exact=False, others=of_policy)
 
 
 def _check_lengths(
@@ -328,6 +327,7 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
             config.precision,
             world.size,
             checkpointing=config.gradient_checkpointing,
+            optimizer=config.optimizer.precision,
             logits_copies=COPIES_OF_WHOLE_DISTRIBUTIONS if needs_distributions else LOGITS_COPIES,
         )
         if given == "auto"
@@ -340,15 +340,45 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     return budget
 
 
+def _offload(
+    config: PPOConfig, models: Models, rewards: Sequence[RewardSource], steppers: Sequence[Stepper], stage: StageRun
+) -> Offload:
+    """What the key `offload` asks for. On a CPU everything stays where it is."""
+    device = stage.world.device
+    if config.offload and not leaves(device):
+        stage.display.note(f"offload: does nothing on this {device.type}, whose memory holds everything")
+    if not config.offload or not leaves(device):
+        return Offload()
+    scorers = [models.ref_policy, *(source.model for source in rewards if isinstance(source, RewardModel))]
+    trained = [model for model in (models.policy, models.value_model) if model is not None]
+    return Offload(
+        device,
+        [model for model in scorers if model is not None] if "frozen" in config.offload else [],
+        [stepper.optimizer for stepper in steppers] if "optimizer" in config.offload else [],
+        shared=trained,
+        update_needs_frozen=config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full",
+    )
+
+
+def leaves(device: torch.device) -> bool:
+    """Whether tensors on this device can be moved to other memory."""
+    return device.type != "cpu"
+
+
 def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepper, Stepper | None]:
     """Optimizer and schedule of the policy, and of whatever predicts values."""
     ppo = config.ppo
     policy_steps = ppo.total_steps - sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
     if config.optimizer.warmup_steps >= policy_steps:
         stage.display.warn(warmup_warning(config.optimizer.warmup_steps, policy_steps))
-    policy_stepper = build_stepper(models.policy, config.optimizer, policy_steps)
+    policy_stepper = build_stepper(
+        models.policy, config.optimizer, policy_steps, seed=config.seed, scale=stage.loss_scale
+    )
     value = models.value_model if models.value_model is not None else models.value_head
     if value is None:
         return policy_stepper, None
     rate = config.value_model.learning_rate
-    return policy_stepper, build_stepper(value, config.optimizer, ppo.total_steps, learning_rate=rate)
+    value_stepper = build_stepper(
+        value, config.optimizer, ppo.total_steps, learning_rate=rate, seed=config.seed, scale=stage.loss_scale
+    )
+    return policy_stepper, value_stepper

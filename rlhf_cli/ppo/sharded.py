@@ -68,7 +68,8 @@ class Sampler:
     def refresh(self) -> None:
         """Copy the policy's weights, one at a time. All processes must call this."""
         if self._num_copied == COMPARED:
-            hold_frozen(self.model, self.precision, exact=False)
+            device = next(self.model.parameters()).device
+            hold_frozen(self.model, device, self.precision, exact=False, constant=False)
         for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):
             mine.copy_(whole(weight.detach()))
         if not self._num_copied:  # this needs real weights

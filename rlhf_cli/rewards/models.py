@@ -18,6 +18,7 @@ from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
+from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
@@ -187,6 +188,8 @@ def load_reward_source(
     if reward.template == "chat" and not tokenizer.chat_template:
         raise ConfigError(f"{key}.template: is chat, but the tokenizer of {path} has no chat template. Write one")
     model.requires_grad_(False)
+    if on_backbone is None and divided_by is None:
+        hold_frozen(model, device, precision, exact=False)
     notes = [prepare_for(divided_by, model, device) if divided_by is not None else prepare(model, device)]
     if on_backbone is not None:
         notes.append(f"{path}: shares the policy's frozen weights")

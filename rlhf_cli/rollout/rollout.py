@@ -76,17 +76,18 @@ def collect(
     """
     device = next(models.policy.parameters()).device
     start = time.monotonic()
+    models.offload.sampling(models.policy)
     with torch.no_grad(), autocast(device, precision):
         policy, ids = models.sampler or models.policy, [p.ids for p in prompts]
         responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
+    models.offload.scoring()
     lengths = [len(response.ids) for response in responses]
     cut = cut_responses(budget, models.policy, prompts, responses)
     choices = {"recompute": recompute, "with_values": with_values, "with_full_kl": with_full_kl}
     flat = _passes(models, prompts, responses, cut, sampling, precision, **choices)
     padded = {key: padded_rows(parts, cut, lengths) for key, parts in flat.items() if parts}  # [B, R] each
-    drawn = torch.tensor([x for response in responses for x in response.logprobs], device=device)
-    sampled_logprobs = pad_rows(drawn, lengths)
+    sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
     return RolloutBatch(
         prompts=list(prompts),
         responses=responses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
+from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.sharding import first_sharded, gathered
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
@@ -40,6 +41,8 @@ class Models:
     """Computes values from the policy's own hidden states."""
     sampler: PreTrainedModel | None = None
     """A whole copy of a sharded policy, which samples in its place."""
+    offload: Offload = field(default_factory=Offload)
+    """Moves what a phase does not use to the CPU. By default nothing."""
 
     @property
     def first_sharded(self) -> torch.nn.Module | None:

@@ -31,8 +31,10 @@ class BadSteps:
     def are_too_many(self) -> bool:
         return self.in_a_row >= self.limit
 
-    def count(self, numbers: Mapping[str, float]) -> str | None:
+    def count(self, numbers: Mapping[str, float], *, is_excused: bool = False) -> str | None:
         """Count a step, given its loss and gradient norm; returns which of them is not finite, or None for a good step.
+
+        A bad step that is excused does not count among the consecutive ones.
 
         >>> steps = BadSteps(2)
         >>> steps.count({"loss": 0.5, "norm": math.inf}), steps.are_too_many
@@ -41,7 +43,8 @@ class BadSteps:
         (None, 0, 1)
         """
         wrong = ", ".join(f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value))
-        self.in_a_row = self.in_a_row + 1 if wrong else 0
+        if not is_excused:
+            self.in_a_row = self.in_a_row + 1 if wrong else 0
         self.total += bool(wrong)
         return wrong or None
 

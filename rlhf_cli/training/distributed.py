@@ -142,10 +142,11 @@ class World:
         for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        flat = torch.cat([p.grad.reshape(-1) for p in trained if p.grad is not None])
+        # A sum of bfloat16 gradients is computed in float32.
+        flat = torch.cat([p.grad.reshape(-1).float() for p in trained if p.grad is not None])
         together("the gradients", lambda: dist.all_reduce(flat))
         for p, gradient in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-            p.grad = gradient.view_as(p).clone()
+            p.grad = gradient.view_as(p).to(p.dtype, copy=True)
 
     @property
     def _communication_device(self) -> torch.device:

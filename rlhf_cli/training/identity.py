@@ -38,6 +38,7 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "samples_every": True,
     "require": True,
     "trackers": True,
+    "offload": True,
     "optimizer": {"max_bad_steps"},
 }
 """Keys that do not affect the result of a run that finishes: where it runs, when it stops, what it prints."""

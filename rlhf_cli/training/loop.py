@@ -77,7 +77,7 @@ class Loop(Generic[T]):
     ):
         self.stage, self.config, self.model, self.passes, self.best = stage, config, model, passes, best
         self.num_steps = config.training.total_steps(num_rows)
-        self.stepper = build_stepper(model, config.optimizer, self.num_steps)
+        self.stepper = build_stepper(model, config.optimizer, self.num_steps, seed=config.seed, scale=stage.loss_scale)
         self._evaluate, self._save, self._shown = evaluate, save, shown
         self._after_evaluation = after_evaluation
         stage.tokens_per_microbatch = passes.budget.tokens
@@ -129,8 +129,8 @@ class Loop(Generic[T]):
         Raises RunError for a gradient of exactly 0, although the loss is not.
 
         Returns the step's row of metrics: `stats`, and sft/grad_norm, sft/learning_rate and sft/bad_steps, or
-        rm/grad_norm, rm/learning_rate and rm/bad_steps. `describe` gives the batch as rows for the file of failed
-        batches.
+        rm/grad_norm, rm/learning_rate and rm/bad_steps; in float16 also the scale of the loss. `describe` gives the
+        batch as rows for the file of failed batches.
         """
         name, learning_rate = self.stage.stage, self.stepper.learning_rate
         loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
@@ -138,9 +138,12 @@ class Loop(Generic[T]):
         moves = self.stage.may_step(step + 1, f"{name} step {step + 1}", numbers, describe)
         if moves and loss > LEARNED:
             self.stage.report(step + 1, no_gradient({f"{name}/grad_norm": grad_norm}, f"step {step + 1}"), None)
+        scale = self.stage.loss_scale.figures(name)
         self.stepper.advance(move=moves)
+        self.stage.loss_scale.update()
         return {
             **stats,
+            **scale,
             f"{name}/grad_norm": grad_norm,
             f"{name}/learning_rate": learning_rate,
             f"{name}/bad_steps": float(not moves),

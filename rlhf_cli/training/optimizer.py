@@ -13,9 +13,11 @@ import torch
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.sharding import whole
+from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.checkpoint_shards import restored
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.loss_scale import LossScale
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Stepper:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float
     """Infinite if nothing is clipped."""
+    scale: LossScale | None = None
+    """The scale of the gradients of a backward pass."""
 
     @property
     def learning_rate(self) -> float:
@@ -34,9 +38,18 @@ class Stepper:
         return float(self.scheduler.get_last_lr()[0])
 
     def clip(self, world: World) -> float:
-        """Sum the gradients over all processes and clip them; returns their norm before clipping."""
+        """Sum the gradients over all processes, unscale and clip them; returns their norm before clipping."""
         world.sync_gradients(self.model.parameters())
-        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)).item()
+        if self.scale is not None:
+            self.scale.unscale(self.optimizer)
+        weights = [p for p in self.model.parameters() if p.grad is not None]
+        if all(p.dtype == torch.float32 for p in weights):
+            return whole(torch.nn.utils.clip_grad_norm_(weights, self.max_grad_norm)).item()
+        # The norm of a bfloat16 gradient would be bfloat16.
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in weights if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, norm)
+        return norm.item()
 
     def release(self) -> None:
         """Free the optimizer's moments, which are twice the size of the model. No step may follow."""
@@ -45,20 +58,24 @@ class Stepper:
 
     def state(self) -> State:
         """The optimizer's tensors by parameter number, and the schedule's step."""
-        inner = self.optimizer.state_dict()["state"]
-        tensors = {f"{number}.{key}": value for number, state in inner.items() for key, value in state.items()}
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        tensors = {
+            f"{number}.{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for number, p in enumerate(weights)
+            for key, value in self.optimizer.state.get(p, {}).items()
+        }
         return tensors, {"steps": self.scheduler.last_epoch}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
         full_state = self.optimizer.state_dict()
-        state: dict[int, dict[str, torch.Tensor]] = {}
+        state: dict[int, dict[str, torch.Tensor | int]] = {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         for name in tensors:
             number, _, key = name.partition(".")
-            # AdamW's number of steps has no rows.
+            # AdamW's number of steps has no rows. The 8-bit AdamW counts them in a Python integer.
             value = tensors[name] if key == "step" else restored(tensors, name, parameters[int(number)])
-            state.setdefault(int(number), {})[key] = value
+            state.setdefault(int(number), {})[key] = int(value) if value.dtype == torch.int64 else value
         self.optimizer.load_state_dict({**full_state, "state": state})
         assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
         self.scheduler.last_epoch = int(numbers["steps"])
@@ -90,11 +107,17 @@ def warmup_warning(warmup_steps: int, steps: int) -> str:
 
 
 def build_stepper(
-    model: torch.nn.Module, config: Optimizer, total_steps: int, *, learning_rate: float | None = None
+    model: torch.nn.Module,
+    config: Optimizer,
+    total_steps: int,
+    *,
+    learning_rate: float | None = None,
+    seed: int = 0,
+    scale: LossScale | None = None,
 ) -> Stepper:
     """AdamW over the trainable weights of `model`, with warm-up and schedule over `total_steps`.
 
-    Weight decay applies to matrices, not to biases and normalization weights.
+    Weight decay applies to matrices, not to biases and normalization weights. `seed` is that of stochastic rounding.
 
     The schedule is torch's LambdaLR over `rate_at`. LinearLR and CosineAnnealingLR compute each rate from the one
     before: the last bits would differ, and resuming at a step with another `total_steps` would not be exact.
@@ -105,12 +128,13 @@ def build_stepper(
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = new_adamw(groups, config, peak, seed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(rate_at, config=config, total_steps=max(total_steps, config.warmup_steps + 1))
     )
     # Clipping to an infinite norm multiplies every gradient by exactly 1.
-    return Stepper(model, optimizer, scheduler, math.inf if config.max_grad_norm is None else config.max_grad_norm)
+    max_grad_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
+    return Stepper(model, optimizer, scheduler, max_grad_norm, scale)
 
 
 def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:

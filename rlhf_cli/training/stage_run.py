@@ -34,6 +34,7 @@ from rlhf_cli.training.health import Finding
 from rlhf_cli.training.health_recap import at, findings_of, last_names, unit_of
 from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.lock import Lock
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.memory import what_is_lacking
 from rlhf_cli.training.model_card import library_versions, write_cards
 from rlhf_cli.training.progress import Display, figures
@@ -73,6 +74,7 @@ class StageRun:
         self.launcher = Launcher()
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
+        self.loss_scale = LossScale(self.world.device, config.precision)
         self.speed = Speed(stage, self.world)
         self.tokens_per_microbatch: int | None = None
         """Set once the model is loaded; named in the message when memory runs out."""
@@ -182,7 +184,7 @@ class StageRun:
         Rows of metrics and samples that were written after the checkpoint are removed: these steps are repeated with
         the same result.
         """
-        self.checkpoints.parts = {"files": self.files, "bad_steps": self.bad_steps, **parts}
+        self.checkpoints.parts = {"files": self.files, "bad_steps": self.bad_steps, **self.loss_scale.parts(), **parts}
         path, rejected = self.world.of_main(
             lambda: self.checkpoints.newest(lambda numbers: self.files.mismatch(numbers["files"]))
         )
@@ -263,13 +265,14 @@ class StageRun:
     ) -> bool:
         """Whether an optimizer step may be taken: the loss and gradient norm in `numbers` are finite.
 
-        If not, the batch from `rows` is written beside the stage, together with `step`, the step of the metrics row.
-        All processes must call this with the same numbers. Raises RunError after `optimizer.max_bad_steps`
-        consecutive bad steps.
+        If not, the batch from `rows` is written beside the stage, together with `step`, the step of the metrics row,
+        unless the scale of the loss explains it. All processes must call this with the same numbers. Raises RunError
+        after `optimizer.max_bad_steps` consecutive bad steps.
         """
-        wrong = self.bad_steps.count(numbers)
-        if wrong is None:
-            return True
+        is_scale = self.loss_scale.explains(numbers)
+        wrong = self.bad_steps.count(numbers, is_excused=is_scale)
+        if wrong is None or is_scale:
+            return wrong is None
         path = Path(self.config.artifacts) / f"{self.stage}.failed_batch.jsonl"
         batch = [{"step": step, **row} for row in rows()]
         if self.world.is_main:

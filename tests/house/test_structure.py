@@ -16,6 +16,7 @@ FLOORS = {
     "rlhf_cli.environment": 0,
     "rlhf_cli.printing": 0,
     "rlhf_cli.files": 0,
+    "rlhf_cli.weight_files": 0,
     "rlhf_cli.program": 0,
     "rlhf_cli.templates": 0,
     "rlhf_cli.tensor_ops": 0,
@@ -64,6 +65,7 @@ FLOORS = {
 WITHOUT_TORCH = (
     "errors",
     "digests",
+    "weight_files",
     "environment",
     "program",
     "artifacts",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
-from rlhf_cli.models import saving
+from rlhf_cli.models import frozen
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import (
     is_language_model,
@@ -31,7 +31,7 @@ from rlhf_cli.training.stage_run import StageRun
 from stages import rm, sft
 from support import crash
 from support.resume import stopping_after
-from support.tiny import random_ids
+from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
 FAST = {"optimizer": {"learning_rate": 3e-2}}
@@ -229,29 +229,37 @@ def bfloat16_base(make_model, tmp_path) -> Path:
     return tmp_path / "base"
 
 
-def test_frozen_weights_are_held_in_the_precision_of_the_passes(trained, bfloat16_base, tmp_path, monkeypatch):
-    """In bfloat16 they take half the memory, with the same bits of every result; nothing is lost in what is saved."""
+@pytest.mark.parametrize("name", ["sft", "rm"])
+def test_frozen_weights_are_held_in_the_precision_of_the_passes(name, trained, bfloat16_base, tmp_path, monkeypatch):
+    """In bfloat16 they take half the memory, with the same bits of every result; nothing is lost in what is saved.
+
+    SFT samples answers from its model.
+    """
     model = {"path": str(bfloat16_base), "lora": {"r": 2}}
-    held, stage = trained("rm", tmp_path / "held", model=model, precision="bfloat16")
-    dtypes = {name: p.dtype for name, p in held.named_parameters()}
-    linear = {name for name in dtypes if ".base_layer." in name}
-    assert {dtypes[name] for name in linear} == {torch.bfloat16}
-    assert {dtypes[name] for name in dtypes.keys() - linear} == {torch.float32}
-    monkeypatch.setattr(saving, "hold_frozen", lambda *_, **__: None)
-    _, other = trained("rm", tmp_path / "float32", model=model, precision="bfloat16")
-    for name in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
-        assert (stage / name).read_bytes() == (other / name).read_bytes()
+    held, stage = trained(name, tmp_path / "held", model=model, precision="bfloat16")
+    dtypes = {weight: p.dtype for weight, p in held.named_parameters()}
+    halves = {
+        weight for weight in dtypes if ".base_layer." in weight or "embed_tokens" in weight or "lm_head" in weight
+    }
+    assert {dtypes[weight] for weight in halves} == {torch.bfloat16}
+    assert [weight for weight in dtypes.keys() - halves if dtypes[weight] != torch.float32] == []
+    monkeypatch.setattr(frozen, "hold_frozen", lambda *_, **__: None)
+    _, other = trained(name, tmp_path / "float32", model=model, precision="bfloat16")
+    assert (stage / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+    for file in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
+        assert (stage / file).read_bytes() == (other / file).read_bytes()
 
 
 def test_weights_that_are_no_bfloat16_numbers_stay_in_float32_if_they_are_saved(make_model):
     model = load_policy(str(make_model("llama"))).requires_grad_(False)
-    hold_frozen(model, "float32", exact=False)
-    hold_frozen(model, "bfloat16", exact=True)
+    hold_frozen(model, CPU, "float32", exact=False)
+    hold_frozen(model, CPU, "bfloat16", exact=True)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     first = model.model.layers[0].mlp.up_proj.weight
-    hold_frozen(model, "bfloat16", exact=False, others=[first])
+    hold_frozen(model, CPU, "bfloat16", exact=False, others=[first])
     halves = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
-    assert len(halves) == 2 * 7 - 1
+    assert len(halves) == 2 * 7 - 1 + 1  # the linear layers and the head
+    assert "lm_head.weight" in halves
     assert first.dtype == torch.float32
 
 

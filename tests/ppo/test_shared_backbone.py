@@ -8,6 +8,7 @@ import torch
 from rlhf_cli.models.cost import static_bytes
 from rlhf_cli.models.load import load_policy, load_reward_model, new_value_model
 from rlhf_cli.ppo import setup
+from rlhf_cli.rewards import models
 from support.tiny import random_ids
 
 LORA = {"r": 2, "alpha": 4}
@@ -121,7 +122,8 @@ def test_frozen_models_are_held_in_bfloat16_without_a_change(watch, make_model, 
         linear = {p.dtype for name, p in model.base_model.named_parameters() if "proj" in name}
         assert linear == {torch.bfloat16}
     assert {p.dtype for p in held.setup.models.policy.parameters()} == {torch.float32}
-    monkeypatch.setattr(setup, "hold_frozen", lambda *_, **__: None)
+    for module in (setup, models):
+        monkeypatch.setattr(module, "hold_frozen", lambda *_, **__: None)
     plain = watch("plain", precision="bfloat16", **keys)
     for one, two in zip(held.metrics, plain.metrics, strict=True):
         assert [(k, one[k]) for k in one if not k.startswith(("time/", "speed/", "memory/"))] == [

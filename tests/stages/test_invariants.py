@@ -48,7 +48,7 @@ from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.compare import close, grads, same_gradients
-from support.setup import ALONE, BUDGETS, LARGE, Recorder, config_of, setup_of
+from support.setup import ALONE, BUDGETS, LARGE, STAGE, Recorder, config_of, setup_of
 from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, write_jsonl
 
 # ----------------------------------------------------------------------------------------- before the first step
@@ -123,7 +123,7 @@ def test_sft_gradient_is_the_token_mean_for_every_cut(policy, plain, examples):
     loss.backward()
     for budget in BUDGETS:
         model.zero_grad()
-        actual_loss = sft_stage._accumulate(model, examples, budget, "float32", ALONE)
+        actual_loss = sft_stage._accumulate(model, examples, budget, "float32", STAGE)
         assert actual_loss == pytest.approx(loss.item(), rel=1e-9)
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
@@ -195,7 +195,7 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
     config = config_of(write_config, "rm", RMConfig, tmp_path, loss=loss_name, **changes)
     for budget in BUDGETS:
         model.zero_grad()
-        stats = rm_stage._accumulate(model, batch, scale, budget, config, ALONE)
+        stats = rm_stage._accumulate(model, batch, scale, budget, config, STAGE)
         assert stats["loss/rm"] == pytest.approx(wanted.item(), rel=1e-9)
         # These classifiers of transformers have no head bias. Every weight of the backbone must agree.
         same_gradients(grads(model), grads(wanted_model), 1e-6)

@@ -88,8 +88,8 @@ def test_the_samples_that_normalise_scores_are_shared_out_and_the_optimizer_is_f
     """A second model is loaded then, beside which Adam's moments would not fit."""
     steppers, shares = [], []
 
-    def remembered(*given):
-        steppers.append(build_stepper(*given))
+    def remembered(*given, **options):
+        steppers.append(build_stepper(*given, **options))
         return steppers[-1]
 
     def counted(policy, prompts, *given):

@@ -12,11 +12,15 @@ from rlhf_cli.models.cost import Work
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.speed import Speed
 from support.compare import grads
 from support.tiny import CPU, STOP
 
 ALONE = World(0, 1, CPU)
+NO_SCALE = LossScale(CPU, "float32")
+STAGE = SimpleNamespace(world=ALONE, loss_scale=NO_SCALE)
+"""A StageRun for the functions that compute gradients."""
 LARGE = 10**6
 BUDGETS = (
     *(Budget(LARGE, rows) for rows in (1, 2, 4, None)),
@@ -52,7 +56,7 @@ def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None
     tokens = config.ppo.tokens_per_microbatch
     return Setup(
         config=config,
-        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE)),
+        stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE), loss_scale=NO_SCALE),
         tokenizer=None,
         models=models,
         sampler=None,

@@ -32,6 +32,7 @@ from rlhf_cli.sharding import is_first_process, local, plain_class, whole
 from rlhf_cli.training import distributed
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
 from support.tiny import SETTINGS, random_ids
@@ -120,16 +121,17 @@ class Trained:
         """One optimizer step: the loss and the norm of the gradient."""
         # Small microbatches: one process has more of them than the other.
         budget = Budget(16)
+        stage: Any = SimpleNamespace(world=self.world, loss_scale=LossScale(self.world.device, "float32"))
         if self.case.get("reward"):
             pairs = zip(ids, ids[1:] + ids[:1], strict=True)
             items: list[Any] = [RankedIds([a, b], Ranking("", ("a", "b"), "")) for a, b in pairs]
-            loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, RM, self.world)["loss/rm"]
+            loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, RM, stage)["loss/rm"]
         else:
             rows = [Example(row, [False] * 2 + [True] * (len(row) - 2), "") for row in ids]
             with pytest.MonkeyPatch.context() as patch:
                 if self.drops:
                     patch.setattr(sft, "_share", lambda *_: [])
-                loss = sft._accumulate(self.model, rows, budget, self.precision, self.world)
+                loss = sft._accumulate(self.model, rows, budget, self.precision, stage)
         norm = self.stepper.clip(self.world)
         self.stepper.advance()
         if self.is_stale:

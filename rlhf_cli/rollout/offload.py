@@ -1,0 +1,107 @@
+"""Weights and moments that wait in the CPU's memory while no phase of an iteration uses them.
+
+    phase      optimizer   frozen models
+    sampling   CPU         CPU
+    scoring    CPU         device
+    update     device      CPU
+
+Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once; later they are only
+dropped from the device. The moments are copied in both directions in each iteration. Both go through pinned memory,
+from which a GPU copies faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+CPU = torch.device("cpu")
+
+
+class Offload:
+    """Moves frozen weights and the state of optimizers between a device and the CPU. Without any it does nothing.
+
+    Args:
+        device: where the phases compute.
+        frozen: frozen models. Empty if they stay on the device.
+        optimizers: optimizers whose state is moved. Empty if it stays on the device.
+        shared: models whose weights stay on the device, also those that frozen models share with them.
+        update_needs_frozen: whether the update runs a frozen model.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        frozen: Sequence[PreTrainedModel] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        shared: Iterable[PreTrainedModel] = (),
+        update_needs_frozen: bool = False,
+    ):
+        self.device, self.frozen, self.optimizers = device or CPU, frozen, optimizers
+        self.update_needs_frozen = update_needs_frozen
+        stay = {id(p) for model in shared for p in model.parameters()}
+        self._weights = {id(p): p for model in frozen for p in model.parameters() if id(p) not in stay}
+        self._on_cpu: dict[int, Tensor] = {}
+        """The CPU copies of the frozen weights, made once."""
+        self._frozen_are_away = False
+
+    def sampling(self, policy: PreTrainedModel) -> None:
+        """Before `policy` is sampled from: nothing else is needed on the device."""
+        self._park_optimizers()
+        if any(policy is model for model in self.frozen):
+            self.scoring()
+        else:
+            self._park_frozen()
+
+    def scoring(self) -> None:
+        """Before frozen models run."""
+        if self._frozen_are_away:
+            for number, weight in self._weights.items():
+                weight.data = _copied(self._on_cpu[number], self.device)
+            self._frozen_are_away = False
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Within this context optimizers may step."""
+        if self.update_needs_frozen:
+            self.scoring()
+        else:
+            self._park_frozen()
+        self._fetch_optimizers()
+        yield
+        self._park_optimizers()
+
+    def _park_frozen(self) -> None:
+        if not self._frozen_are_away:
+            for number, weight in self._weights.items():
+                if number not in self._on_cpu:
+                    self._on_cpu[number] = _copied(weight.data, CPU)
+                weight.data = self._on_cpu[number]
+            self._frozen_are_away = True
+
+    def _park_optimizers(self) -> None:
+        self._move_optimizers(CPU)
+
+    def _fetch_optimizers(self) -> None:
+        self._move_optimizers(self.device)
+
+    def _move_optimizers(self, device: torch.device) -> None:
+        """Move every state tensor that has as many numbers as its weight; others are small or counts."""
+        for optimizer in self.optimizers:
+            for weight, state in optimizer.state.items():
+                for name, tensor in state.items():
+                    if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
+                        state[name] = _copied(tensor, device)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on another device; one on the CPU is in pinned memory if it comes from a GPU."""
+    if device.type == "cpu" and tensor.device.type == "cuda":
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return pinned.copy_(tensor)
+    return tensor.to(device, copy=True)

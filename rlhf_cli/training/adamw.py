@@ -1,0 +1,125 @@
+"""AdamW (Loshchilov and Hutter 2019) with less memory for each trained weight.
+
+optimizer.precision   weight   gradient   moments   bytes a weight
+float32               4        4          8         16
+8bit                  4        4          2         10
+bfloat16              2        2          4         8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.program import install_extra
+from rlhf_cli.seeding import derived_seed
+
+CHUNK = 1 << 24
+"""Weights that `RoundedAdamW` computes with in float32 at the same time: 340 MB of temporary tensors."""
+
+
+def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: int) -> torch.optim.Optimizer:
+    """AdamW as `optimizer.precision` says, over the groups of parameters.
+
+    Raises ConfigError if 8bit was asked for and bitsandbytes is not installed.
+    """
+    match config.precision:
+        case "float32":
+            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+        case "bfloat16":
+            return RoundedAdamW(groups, lr=lr, betas=config.betas, eps=config.eps, seed=seed)
+        case "8bit":
+            try:
+                from bitsandbytes.optim import AdamW8bit
+            except ImportError:
+                install = install_extra("qlora", "bitsandbytes")
+                raise ConfigError(
+                    f"optimizer.precision: 8bit needs the package bitsandbytes (extra qlora). Install it: {install}"
+                ) from None
+            optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
+            return optimizer
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW whose bfloat16 weights and moments are rounded stochastically. Float32 weights get plain AdamW.
+
+    A step is computed in float32. Near 1 the bfloat16 numbers are 2**-7 apart, so rounding to the nearest would undo
+    every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015).
+
+    The random numbers of a step depend on the seed, on the step and on the parameter. So processes with the same
+    gradients keep the same weights, and a resumed run computes the same bytes.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, seed: int
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        numbered = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number, (p, group) in enumerate(numbered):
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            steps = int(state["step"])
+            generator = torch.Generator(p.device).manual_seed(
+                derived_seed(self.seed, "stochastic rounding", steps, number)
+            )
+            flat = [t.view(-1).split(CHUNK) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
+            for gradient, *chunk in zip(p.grad.reshape(-1).split(CHUNK), *flat, strict=True):
+                _step(chunk, gradient.float(), group, steps, generator)
+            state["step"] += 1
+
+
+def _step(chunk: list[Tensor], gradient: Tensor, group: dict[str, Any], steps: int, generator: torch.Generator) -> None:
+    """One step of [n] weights and their two moments, in place. They have made `steps` steps before."""
+    weight, average, square = wide = [t.float() for t in chunk]
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [gradient],
+        [average],
+        [square],
+        [],
+        [torch.tensor(float(steps), device=weight.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for target, exact in zip(chunk, wide, strict=True):
+        if target.dtype == torch.bfloat16:
+            target.copy_(round_stochastically(exact, generator))
+
+
+def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 -> bfloat16: to one of the two nearest numbers, at random, so that the mean of the result is x.
+
+    With the neighbours a <= x <= b the result is b with probability (x - a) / (b - a). A bfloat16 number is not
+    changed. A bfloat16 number is the upper half of a float32 number: a random number is added to the lower half, and
+    carries over with just that probability.
+
+    >>> x = torch.full((10_000,), 1.0 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
+    >>> rounded = round_stochastically(x, torch.Generator().manual_seed(0))
+    >>> sorted(set(rounded.tolist())), round(rounded.float().sub(1).mean().item() * 2**9, 1)
+    ([1.0, 1.0078125], 1.0)
+    """
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    bits = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16))
+    return bits.view(torch.float32).bfloat16()

@@ -1,0 +1,128 @@
+"""Frozen models and the moments of AdamW wait on the CPU between phases, and come back bit for bit.
+
+There is no GPU here: a tensor "moves" by being copied, so its address shows where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from rlhf_cli.errors import ConfigError, Interrupted
+from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.models.load import load_policy
+from rlhf_cli.ppo import setup as ppo_setup
+from rlhf_cli.rollout.offload import Offload
+from rlhf_cli.training.progress import Display
+from rlhf_cli.training.stage_run import StageRun
+from support.resume import stopping_after
+from support.tiny import CPU, read_jsonl
+
+BOTH = ["optimizer", "frozen"]
+
+
+@pytest.fixture
+def movable(monkeypatch):
+    """Let the CPU count as a device whose tensors can be moved, and record the phases of a run."""
+    phases = []
+    monkeypatch.setattr(ppo_setup, "leaves", lambda _: True)
+    for name in ("sampling", "scoring", "update"):
+        plain = getattr(Offload, name)
+
+        def recorded(self, *given, plain=plain, name=name):
+            phases.append(name)
+            return plain(self, *given)
+
+        monkeypatch.setattr(Offload, name, recorded)
+    return phases
+
+
+def addresses(tensors):
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_weights_and_moments_move_and_keep_their_bits(make_model):
+    """Through all phases, twice. A weight that the policy shares stays."""
+    policy, frozen = load_policy(str(make_model("llama"))), load_policy(str(make_model("llama")))
+    frozen.model.embed_tokens.weight = policy.model.embed_tokens.weight
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    for p in policy.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for p in frozen.parameters()]
+    moments = copy.deepcopy([state["exp_avg"] for state in optimizer.state.values()])
+    own = [p for p in frozen.parameters() if p is not policy.model.embed_tokens.weight]
+    offload = Offload(CPU, [frozen], [optimizer], shared=[policy])
+    shared = policy.model.embed_tokens.weight.data_ptr()
+
+    alive = []  # The address of a tensor that was freed could be given to another.
+
+    def places():
+        moved = own, [state["exp_avg"] for state in optimizer.state.values()]
+        alive.extend(tensor.detach() for tensors in moved for tensor in tensors)
+        return tuple(map(addresses, moved))
+
+    on_device = places()
+    offload.sampling(policy)
+    away = places()
+    assert not set(on_device[0] + on_device[1]) & set(away[0] + away[1])
+    for _ in range(2):
+        offload.scoring()
+        assert not set(places()[0]) & set(away[0]), "the frozen weights are back"
+        with offload.update():
+            assert places()[0] == away[0], "in the memory from which they came, without a copy"
+            in_update = places()[1]
+        assert not set(places()[1]) & set(in_update), "the moments have left"
+        offload.sampling(policy)
+        assert places()[0] == away[0]
+    assert policy.model.embed_tokens.weight.data_ptr() == shared
+    offload.scoring()
+    assert all(torch.equal(p, old) for p, old in zip(frozen.parameters(), before, strict=True))
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_what_a_phase_needs_stays(make_model):
+    """A frozen model that is sampled from, and one that the loss of the update runs."""
+    frozen = load_policy(str(make_model("llama")))
+    offload = Offload(CPU, [frozen], [], update_needs_frozen=True)
+    offload.sampling(frozen)
+    place = addresses(frozen.parameters())
+    with offload.update():
+        assert addresses(frozen.parameters()) == place
+    offload.sampling(load_policy(str(make_model("llama"))))
+    assert not set(addresses(frozen.parameters())) & set(place)
+
+
+def outcome(stage):
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
+        for row in read_jsonl(stage / "metrics.jsonl")
+    ]
+    return rows, [(stage / name / "model.safetensors").read_bytes() for name in ("model", "value_model")]
+
+
+def test_a_run_with_offload_is_the_same_run(run_stage, pipeline, tmp_path, movable, monkeypatch):
+    """Weights and metrics, also when it is resumed after the first iteration without offloading."""
+    root = pipeline("llama")
+    keys = {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": str(root / "rm")}]}
+    plain = outcome(run_stage("ppo", tmp_path / "plain", **keys))
+    movable.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stopping_after(1))
+        with pytest.raises(Interrupted):
+            run_stage("ppo", tmp_path / "moved", **keys, offload=BOTH)
+    # The held-out prompts are measured first. Before and after each update everything else is away.
+    assert movable == ["sampling", "scoring", "sampling", "scoring", "update"]
+    assert outcome(run_stage("ppo", tmp_path / "moved", **keys, offload=BOTH)) == plain
+
+
+def test_offload_without_a_gpu_is_refused_or_said(run_stage, start, base, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="offload does nothing with device: cpu"):
+        run_stage("ppo", tmp_path, **base, device="cpu", offload=BOTH)
+    notes = []
+    monkeypatch.setattr(Display, "note", lambda _, text: notes.append(text))
+    with start(offload=["frozen"]) as loaded:
+        assert (loaded.models.offload.frozen, loaded.models.offload.optimizers) == ((), ())
+    assert "offload: does nothing on this cpu, whose memory holds everything" in notes

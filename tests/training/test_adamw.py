@@ -1,0 +1,221 @@
+"""The forms of AdamW that keep less than float32: their steps, their quality, and resuming."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.errors import ConfigError, Interrupted
+from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.models.cost import TRAINED_BYTES
+from rlhf_cli.training import adamw
+from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
+from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.stage_run import StageRun
+from support.resume import stopping_after
+from support.runs import run_forked
+from support.tiny import read_jsonl
+from support.worlds import run_in_threads
+
+BFLOAT16 = {"optimizer": {"precision": "bfloat16"}, "precision": "bfloat16"}
+EIGHT_BIT = {"optimizer": {"precision": "8bit"}}
+
+
+def config(**changes):
+    return Optimizer.model_validate({"learning_rate": 1e-3, "schedule": "constant", **changes})
+
+
+def linear(dtype=torch.float32, size=(64, 128)):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(*size, bias=False)
+    return layer.to(dtype)
+
+
+def test_float32_weights_get_plain_adamw(monkeypatch):
+    """Bit for bit, also in chunks and with weight decay."""
+    monkeypatch.setattr(adamw, "CHUNK", 1000)
+    plain, ours = linear(), linear()
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    reference = torch.optim.AdamW([{"params": plain.parameters(), "weight_decay": 0.1}], fused=True, **settings)
+    rounded = RoundedAdamW([{"params": list(ours.parameters()), "weight_decay": 0.1}], seed=0, **settings)
+    for step in range(3):
+        for model, optimizer in ((plain, reference), (ours, rounded)):
+            model.weight.grad = torch.randn(plain.weight.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        assert torch.equal(plain.weight, ours.weight)
+
+
+def test_small_steps_are_kept_on_average():
+    """200 steps of 1e-4 from 1.0. Rounded to the nearest bfloat16 number, which is 0.004 away, none would count."""
+    model = linear(torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
+    stepper = build_stepper(model, config(learning_rate=1e-4, precision="bfloat16"), 200)
+    for _ in range(200):
+        model.weight.grad = torch.ones_like(model.weight)
+        stepper.advance()
+    assert {state.dtype for state in stepper.optimizer.state[model.weight].values() if state.ndim} == {torch.bfloat16}
+    assert model.weight.float().mean().item() == pytest.approx(1 - 200 * 1e-4, abs=5e-4)
+
+
+def test_numbers_of_bfloat16_are_not_changed_and_others_go_to_a_neighbour():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(1)
+    assert torch.equal(round_stochastically(x.bfloat16().float(), draw), x.bfloat16())
+    rounded = round_stochastically(x, draw).float()
+    assert ((rounded - x).abs() < x.abs() * 2**-7).all()
+    assert (rounded > x).any()
+    assert (rounded < x).any()
+    assert round_stochastically(torch.tensor([torch.inf, -torch.inf]), draw).tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "8bit"])
+def test_state_returns_from_a_checkpoint_bit_for_bit(precision):
+    """Four steps at once, and two with a checkpoint after each two."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    whole, first, second = (build_stepper(linear(dtype), config(precision=precision), 4) for _ in range(3))
+    draws = [torch.randn(128, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(4)]
+    for stepper, gradients in ((whole, draws), (first, draws[:2])):
+        for gradient in gradients:
+            stepper.model.weight.grad = gradient.clone()
+            stepper.advance()
+    tensors, numbers = first.state()
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    second.model.load_state_dict(first.model.state_dict())
+    second.restore(saved, numbers)
+    for gradient in draws[2:]:
+        second.model.weight.grad = gradient.clone()
+        second.advance()
+    assert torch.equal(second.model.weight, whole.model.weight)
+    state, expected = second.state()[0], whole.state()[0]
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("float32", 12), ("8bit", 6.03), ("bfloat16", 4)])
+def test_bytes_of_a_trained_weight(precision, expected):
+    """Weight, gradient and moments against the cost model, for a matrix of 1024 x 1024."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = linear(dtype, (1024, 1024))
+    stepper = build_stepper(model, config(precision=precision), 1)
+    model.weight.grad = torch.ones_like(model.weight)
+    stepper.optimizer.step()
+    held = [model.weight, model.weight.grad, *stepper.state()[0].values()]
+    count = sum(tensor.nbytes for tensor in held) / model.weight.numel() - 4
+    assert count == pytest.approx(expected, abs=0.01)
+    assert TRAINED_BYTES[precision] == round(expected)
+
+
+def losses(run_stage, root, make_model, name="llama", **changes):
+    """The training losses of 25 steps from random weights."""
+    training = {"num_steps": 25, "minibatch_size": 8}
+    optimizer = {"learning_rate": 5e-3, **changes.pop("optimizer", {})}
+    stage = run_stage(
+        "sft", root, model={"path": str(make_model(name))}, training=training, optimizer=optimizer, **changes
+    )
+    return [row["loss/sft"] for row in read_jsonl(stage / "metrics.jsonl") if "loss/sft" in row]
+
+
+@pytest.mark.slow
+def test_training_learns_as_well_as_in_float32(run_stage, make_model, tmp_path):
+    """The loss falls by the same amount, to 3 %; of GPT-2 too."""
+    plain = losses(run_stage, tmp_path / "plain", make_model)
+    fall = plain[0] - plain[-1]
+    assert fall > 1.0
+    for name, changes in {"bfloat16": BFLOAT16, "8bit": EIGHT_BIT}.items():
+        other = losses(run_stage, tmp_path / name, make_model, **changes)
+        assert other[-1] == pytest.approx(plain[-1], abs=0.03 * fall), name
+        assert other != plain
+    gpt2 = losses(run_stage, tmp_path / "gpt2", make_model, "gpt2", **BFLOAT16)
+    assert gpt2[0] - gpt2[-1] > 1.0
+
+
+@pytest.mark.parametrize(
+    "changes", [BFLOAT16, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=["bfloat16", "8bit"]
+)
+def test_a_resumed_run_is_the_same_run(changes, run_stage, pipeline, tmp_path, monkeypatch):
+    """PPO with a value model, stopped after the first of two iterations: the same weights and figures."""
+    rewards = [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}]
+    settings = {"policy": {"path": str(pipeline("llama") / "sft")}, "rewards": rewards, **changes}
+    whole = run_stage("ppo", tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stopping_after(1))
+        with pytest.raises(Interrupted):
+            run_stage("ppo", tmp_path / "cut", **settings)
+    again = run_stage("ppo", tmp_path / "cut", **settings)
+    for folder in ("model", "value_model"):
+        weights = (path / folder / "model.safetensors" for path in (whole, again))
+        assert len({path.read_bytes() for path in weights}) == 1
+    rows = [
+        [
+            {k: v for k, v in row.items() if not k.startswith(OF_THE_MACHINE)}
+            for row in read_jsonl(path / "metrics.jsonl")
+        ]
+        for path in (whole, again)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_two_processes_keep_equal_weights(make_model, write_config, run_stage, tmp_path, monkeypatch):
+    """Stochastic rounding on two processes: both have the weights of one, up to the rounding of single weights."""
+    model = {"path": str(make_model("llama"))}
+    kept, save = [], adamw.RoundedAdamW.step
+
+    def step(self, closure=None):
+        save(self, closure)
+        kept.append(torch.cat([p.detach().float().reshape(-1) for g in self.param_groups for p in g["params"]]))
+
+    monkeypatch.setattr(adamw.RoundedAdamW, "step", step)
+    run_in_threads(2, "sft", write_config("sft", tmp_path / "two", model=model, **BFLOAT16))
+    assert len(kept) == 6
+    for one, two in zip(kept[::2], kept[1::2], strict=True):
+        assert torch.equal(one, two)
+    run_stage("sft", tmp_path / "one", model=model, **BFLOAT16)
+    differ = (kept[5] != kept[-1]).float().mean()
+    assert differ < 0.1
+    assert (kept[5] - kept[-1]).abs().max() <= 2**-7 * kept[-1].abs().max()
+
+
+def test_what_makes_no_sense_is_refused(run_stage, make_model, tmp_path, monkeypatch):
+    model = {"path": str(make_model("llama"))}
+    lora = {**model, "lora": {"r": 2}}
+    for changes, message in (
+        ({"optimizer": {"precision": "bfloat16"}}, "precision: auto is float32 on this cpu. Set precision: bfloat16"),
+        ({**BFLOAT16, "precision": "float32"}, "needs bfloat16 passes, and precision is float32"),
+        ({**BFLOAT16, "model": lora}, r"does nothing with model\.lora"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_stage("sft", tmp_path, **{"model": model, **changes})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ConfigError, match=r"8bit needs the package bitsandbytes \(extra qlora\)\. Install it: "):
+        build_stepper(linear(), config(precision="8bit"), 1)
+
+
+def test_a_checkpoint_of_bfloat16_weights_holds_them_as_they_are(run_stage, make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(StageRun, "finish_step", stopping_after(1))
+    with pytest.raises(Interrupted):
+        run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, **BFLOAT16)
+    (saved,) = tmp_path.glob(".*/step-*/state.safetensors")
+    dtypes = {name: tensor.dtype for name, tensor in load_file(saved).items()}
+    assert dtypes["model/model.embed_tokens.weight"] == torch.bfloat16
+    assert dtypes["model/model.norm.weight"] == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [BFLOAT16, EIGHT_BIT, {"precision": "float16"}], ids=["bfloat16", "8bit", "float16"]
+)
+def test_two_processes_train_as_one(changes, run_stage, make_model, write_config, tmp_path):
+    """With gloo: gradients are summed in float32, whatever the format of the weights. The losses differ by rounding."""
+    keys = {"model": {"path": str(make_model("llama"))}, "training": {"num_steps": 5}, **changes}
+    run_forked(2, "sft", write_config("sft", tmp_path / "two", **keys))
+    run_stage("sft", tmp_path / "one", **keys)
+    one, two = (
+        [row["loss/sft"] for row in read_jsonl(tmp_path / name / "sft/metrics.jsonl") if "loss/sft" in row]
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two) == 5
+    assert two[0] == pytest.approx(one[0], abs=1e-4)
+    assert two == pytest.approx(one, abs=1e-4 if changes == EIGHT_BIT else 1e-2)
