@@ -90,7 +90,7 @@ def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_mode
     base = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     load_tokenizer(str(make_model("llama"))).save_pretrained(tmp_path / "base")
-    stage = run_stage("sft", tmp_path / "run", model={"path": str(tmp_path / "base")})
+    stage = run_stage("sft", tmp_path / "run", model={"path": str(tmp_path / "base")}, save_dtype="float32")
     facts = done(tmp_path / "run", tmp_path / "out")
     assert facts["dtype"] == AutoConfig.from_pretrained(tmp_path / "out").to_dict()["dtype"] == "bfloat16"
     weights, before = load_file(tmp_path / "out/model.safetensors"), load_file(stage / "model/model.safetensors")
