@@ -12,8 +12,7 @@ Each iteration:
  1. rollout: sample responses to prompts. Ratio, KL and entropy use the distribution that was sampled from, with its
     temperature and filters
  2. score: the weighted sum of the rewards, normalised, clipped, minus penalties (missing EOS, length)
- 3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last real token
-    (Ziegler et al. 2019, eq. 2)
+ 3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last token (Ziegler et al. 2019, eq. 2)
  4. advantages by GAE (Schulman et al. 2016, eq. 16), returns = advantages + values; advantages are whitened over
     the whole rollout. Without a value model: reward to go, or a comparison of the responses to a prompt
  5. update: ppo_epochs x minibatches x microbatches of the clipped policy loss (Schulman et al. 2017, eq. 7) and the
@@ -159,6 +158,7 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
         recompute=setup.recomputes_logprobs,
         max_live_rows=config.rollout.max_live_rows,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
+        engine=setup.engine,
     )
     count_rollout(setup, rollout)
     return rollout

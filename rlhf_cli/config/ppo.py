@@ -7,7 +7,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
-from rlhf_cli.config.base import EXPANDED, LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import (
+    EXPANDED,
+    LocalPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    refuse_unread,
+)
 from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
@@ -16,6 +24,7 @@ from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "static", "plain"]
+EngineName = Literal["own", "vllm"]
 
 
 PPOModelName = Literal["policy", "ref_policy", "value_model", "rewards"]
@@ -98,6 +107,30 @@ class Rollout(Section):
     `static` replays CUDA graphs on a GPU, for the same models. `plain` runs the model's own forward, for any model.
     `auto` takes `paged` where it can and `plain` elsewhere, never `static`: that one has not been run on a GPU yet.
     A decoder that differs from the model's own forward is refused before the first rollout."""
+
+    engine: EngineName = "own"
+    """What samples the responses. `own` is the decoder of this program, on the very weights that are trained. `vllm`
+    samples from a copy of them on the same GPU (extra `vllm`), one process only, and has not been run on a GPU yet.
+    After each transfer of the weights the engine is probed, and the run stops if it does not hold them. Old
+    log-probabilities are recomputed, and `ppo.importance_ratio_cap` applies. Filters and stop strings need `own`."""
+    engine_memory: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """Share of the GPU's memory that another engine uses while it samples. During the update it sleeps."""
+    max_staleness: NonNegativeInt = 0
+    """Updates of the policy that the weights of another engine may lack. 0 sends them before every rollout. 1 does so
+    before every second one: fewer transfers, and responses of a policy that is one update old."""
+
+    @model_validator(mode="after")
+    def _engine(self) -> Self:
+        chosen = f"engine: {self.engine}"
+        refuse_unread(self, self.engine != "own", chosen, "engine_memory", "max_staleness")
+        refuse_unread(self, self.engine == "own", chosen, "decoder", "max_live_rows")
+        for name in ("top_k", "top_p", "min_p", "no_repeat_ngram_size", "stop_strings"):
+            if self.engine != "own" and getattr(self, name) not in (None, []):
+                raise ValueError(
+                    f"{name} needs engine: own; another engine does not say which tokens each token was drawn from, or "
+                    "ends responses by its own text. Remove it, or set engine: own"
+                )
+        return self
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -255,9 +288,21 @@ class PPOConfig(Stage):
         return self
 
     @model_validator(mode="after")
+    def _engine(self) -> Self:
+        engine = self.rollout.engine
+        if engine != "own" and self.device not in ("auto", "cuda"):
+            raise ValueError(f"rollout.engine: {engine} needs a GPU, and device is {self.device}. Set it to own")
+        if engine != "own" and self.ppo.old_logprobs == "sampled":
+            raise ValueError(
+                "ppo.old_logprobs: sampled would start the ratio from the log-probabilities of rollout.engine: "
+                f"{engine}, which differ from training's. Remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _importance(self) -> Self:
         is_float32 = self.precision == "float32" or (self.precision == "auto" and self.device == "cpu")
-        is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32
+        is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32 or self.rollout.engine != "own"
         if not is_read and self.ppo.importance_ratio_cap != PPO.model_fields["importance_ratio_cap"].default:
             raise ValueError(
                 "ppo.importance_ratio_cap does nothing with num_rollouts_per_update: 1 in float32. Remove it, or "

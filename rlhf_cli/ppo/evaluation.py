@@ -141,6 +141,8 @@ def _own_replies(setup: Setup) -> list[Reply]:
     config, prompts = setup.config, setup.test
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
     replies: list[Reply] = []
+    if setup.engine is not None:
+        setup.engine.require_current()
     models = setup.models_to_sample()
     parts = list(chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size))
     for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, recompute=True)):
@@ -155,6 +157,7 @@ def _own_replies(setup: Setup) -> list[Reply]:
             recompute=True,
             max_live_rows=config.rollout.max_live_rows,
             with_values=False,
+            engine=setup.engine,
         )
         texts = texts_of(setup, rollout.responses)
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()

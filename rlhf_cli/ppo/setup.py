@@ -37,6 +37,7 @@ from rlhf_cli.models.saving import add_adapters, prepare_base
 from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
+from rlhf_cli.ppo.engine import load_engine, require_engine
 from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.processes import responses_together
 from rlhf_cli.ppo.sharded import Sampler, require_dividable, shard_models, to_divide
@@ -45,6 +46,7 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
@@ -89,6 +91,8 @@ class Setup:
     """Mean tokens of a training prompt."""
     compile_s: float
     """Seconds that `compile` took."""
+    engine: SyncedEngine | None = None
+    """Samples the responses; None if the policy samples itself."""
 
     @property
     def world(self) -> World:
@@ -118,6 +122,7 @@ class Setup:
 
         If so, training recomputes them, and `corrected` weights the advantages.
         """
+        return self.engine is not None or computes_in_bfloat16(self.world.device, self.config.precision)
         return compute_dtype(self.world.device, self.config.precision) != torch.float32
 
     @property
@@ -139,6 +144,7 @@ class Setup:
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
     world, display, ppo = stage.world, stage.display, config.ppo
+    require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
     require_dividable(config)
@@ -162,7 +168,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
 
     train, test = _load_prompts(config, policy, tokenizer, stage)
     check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
-    _check_lengths(models, rewards, train, test, config, stage)
+    longest = _check_lengths(models, rewards, train, test, config, stage)
     budget = _budget(config, stage, models, rewards)
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     # Only now: the budget counts plain passes.
@@ -194,6 +200,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         value_work=work_of(value.model) if value.model is not None else None,
         mean_prompt_length=float(train.lengths("ids").mean()),
         compile_s=compile_s,
+        engine=load_engine(config, world, policy, train, longest),
     )
 
 
@@ -295,8 +302,8 @@ def _check_lengths(
     test: Table[PromptRow],
     config: PPOConfig,
     stage: StageRun,
-) -> None:
-    """Check that the longest sequence fits every model, and note if sampling will be slow."""
+) -> int:
+    """Check that the longest sequence fits every model, and note if sampling will be slow; returns its length."""
     lengths = np.concatenate([train.lengths("ids"), test.lengths("ids")])
     longest = int(lengths.max()) + config.rollout.max_new_tokens
     readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
@@ -306,6 +313,7 @@ def _check_lengths(
     with autocast(stage.world.device, config.precision):
         for line in decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder):
             stage.display.note(line)
+    return longest
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:

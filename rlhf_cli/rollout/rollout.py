@@ -15,6 +15,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import autocast, shares_prefixes
 from rlhf_cli.packing import SHORTEST_PREFIX
 from rlhf_cli.rollout.distribution import Response, Sampling
+from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.rollout.scoring import (
     IDLE_PROMPT,
@@ -66,8 +67,11 @@ def collect(
     max_live_rows: int | None = None,
     with_values: bool = True,
     with_full_kl: bool = False,
+    engine: SyncedEngine | None = None,
 ) -> RolloutBatch:
     """Sample a response to each prompt, then compute log-probabilities and values.
+
+    The policy samples itself, or an `engine` that follows its weights.
 
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
     1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same.
@@ -78,8 +82,12 @@ def collect(
     start = time.monotonic()
     models.offload.sampling(models.policy)
     with torch.no_grad(), autocast(device, precision):
-        policy, ids = models.sampler or models.policy, [p.ids for p in prompts]
-        responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
+        ids = [p.ids for p in prompts]
+        if engine is not None:
+            responses = engine.sample(models.policy, ids, uniforms, sampling)
+        else:
+            policy = models.sampler or models.policy
+            responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
     models.offload.scoring()
     lengths = [len(response.ids) for response in responses]

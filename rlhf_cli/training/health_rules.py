@@ -144,6 +144,8 @@ KL_FAR_PER_TOKEN = 1.0
 def _sampler_gap(run: History) -> str | None:
     largest, limit = run.metrics.get("policy/sampler_gap", 0.0), SAMPLER_FACTOR * run.ratio_tolerance
     mean = run.metrics.get("policy/sampler_gap_mean", 0.0)
+    if run.config.get("rollout.max_staleness"):
+        return None  # The responses are of an older policy on purpose.
     if mean > run.gap_tolerance:
         seen = (
             f"policy/sampler_gap_mean: on average the log-probability of a token differs by {mean:.3g} nats between "

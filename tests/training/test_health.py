@@ -507,6 +507,12 @@ def test_responses_that_never_end_are_reported_once_if_that_costs_nothing() -> N
     assert names_of(rows, new_health(config={"ppo.missing_eos_penalty": 0.0})) == repeated[:1]
 
 
+def test_an_older_policy_may_sample_if_the_config_says_so() -> None:
+    rows = sequence(2, {"policy/sampler_gap": 3.0, "policy/sampler_gap_mean": 1.0})
+    assert names_of(rows, new_health(config={"rollout.max_staleness": 1})) == []
+    assert names_of(rows, new_health(config={"rollout.max_staleness": 0})) == [(1, "sampler_gap")]
+
+
 def test_a_warning_that_returns_is_given_again() -> None:
     gap = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
     assert names_of(sequence(7, {"policy/sampler_gap": gap})) == [(2, "sampler_gap"), (6, "sampler_gap")]
