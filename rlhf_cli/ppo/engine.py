@@ -41,11 +41,17 @@ def load_engine(
 ) -> SyncedEngine | None:
     """The engine that samples for this policy, or None if it samples itself.
 
-    prompts: the training prompts; the probe uses the first of them. longest: tokens of the longest text.
+    prompts: the training prompts; the probe uses the first of them. longest: tokens of the longest text. Raises
+    ConfigError for an encoder-decoder.
     """
     rollout = config.rollout
     if rollout.engine == "own":
         return None
+    if policy.config.is_encoder_decoder:
+        raise ConfigError(
+            f"rollout.engine: {rollout.engine} samples from causal models only, and {type(policy).__name__} is an "
+            "encoder-decoder. Set it to own"
+        )
     precision = "bfloat16" if computes_in_bfloat16(world.device, config.precision) else "float32"
     return SyncedEngine(
         new_engine(config, policy, getattr(torch, precision), longest),
