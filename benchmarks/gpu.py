@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --work DIR --device cpu --tiny            # check that every line runs
 
 The models have Qwen2's shapes and random weights. For each: model FLOPs utilisation of a training step of SFT and RM,
-relative to a product of large bfloat16 matrices measured here; rollout tokens per second, compared with HF `generate`
-and with the limit of reading weights, keys and values at the measured bandwidth, with the decoder used and the time of
-its steps; one PPO iteration of the stage by phase and, if the Python of an environment with TRL 1.12.0 is given, one of
-TRL on the same prompts with weights in bfloat16.
+relative to a product of large bfloat16 matrices measured here; rollout tokens per second, compared with HF `generate`,
+HF continuous batching, and the limit of reading weights, keys and values at the measured bandwidth, with the decoder
+used and the time of its steps; one PPO iteration of the stage by phase and, if the Python of an environment with TRL
+1.12.0 is given, one of TRL on the same prompts with weights in bfloat16.
 
 Writes DIR/results/gpu.json, which speed_report.py adds to RESULTS.md. Without a CUDA device it prints one line and
 ends with exit code 2.
@@ -34,6 +34,8 @@ from speed import Worker, write_json
 from speed_inputs import EOS, Size, optimizer, text, word_tokenizer, write_config, write_lines
 from speed_limits import Work, rm_work, rollout_work, scoring_work, sft_work, update_work
 from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -256,6 +258,7 @@ class Bench:
             )
 
         their_seconds = self.median(generate)
+        batching_seconds = self.median(lambda: self.continuous_batching(plain, prompts))
         work = rollout_work(size, [plan.prompt] * len(prompts), [plan.response] * len(prompts), number_bytes=2)
         limit = max(work.flops / self.flops, work.bytes / self.bandwidth)
         return [
@@ -274,7 +277,23 @@ class Bench:
                 "",
                 f"{limit / their_seconds:.1%} of the limit",
             ],
+            [
+                "HF continuous batching, bfloat16 weights",
+                f"{count / batching_seconds:,.0f} tokens/s",
+                f"ours is {batching_seconds / our_seconds:.2f}x",
+                "",
+                f"{limit / batching_seconds:.1%} of the limit",
+            ],
         ]
+
+    def continuous_batching(self, model: Qwen2ForCausalLM, prompts: list[list[int]]) -> None:
+        """Sample with transformers' paged cache, which starts new rows beside others; without EOS."""
+        no_end = -1
+        config = GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=self.plan.response, eos_token_id=no_end, pad_token_id=0
+        )
+        memory = ContinuousBatchingConfig(max_memory_percent=0.02) if self.plan is TINY else None
+        model.generate_batch(prompts, generation_config=config, continuous_batching_config=memory)
 
     @torch.no_grad()
     def step_parts(self, model: PreTrainedModel, prompts: list[list[int]]) -> list[str]:
