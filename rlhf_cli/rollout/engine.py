@@ -232,7 +232,7 @@ def _cause(
     if not held:
         return "Its weights cannot be read, so the tensors that differ are not known"
     if not different:
-        return "Its weights are the policy's, so it computes with other token ids, positions or precision"
+        return "The tensors that can be compared are equal, so it computes with other token ids, positions or precision"
     head, embedding = _names_of_embeddings(policy)
     is_tied = policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
     labels = [" + ".join(names) for names in different]
