@@ -98,10 +98,11 @@ def _gathered(weight: Tensor) -> Tensor:
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
     """The weight of a layer, dequantized, and with its adapters added."""
-    # The copy gets whole weights in the place of the sharded ones.
+    # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an undivided weight
+    # itself, and merging writes into it.
     weights: dict[int, Any] = {}
     for weight in layer.parameters():
-        weights[id(weight)] = nn.Parameter(whole(weight), requires_grad=False)
+        weights[id(weight)] = nn.Parameter(whole(weight).detach().clone(), requires_grad=False)
         vars(weights[id(weight)]).update(vars(weight))
     holder: Any = nn.ModuleDict({"layer": copy.deepcopy(layer, weights)})
     merge_in_place(holder)

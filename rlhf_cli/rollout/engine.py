@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.adapters import plain_weights
+from rlhf_cli.models.sharded_files import plain_weights
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import response_logprobs
@@ -201,7 +201,7 @@ def different_tensors(
     """
     if not held:
         return []
-    expected = {name: checksum(weight.to(dtype)) for name, weight in plain_weights(policy)}
+    expected = {name: checksum(read().to(dtype)) for name, (_, read) in plain_weights(policy).items()}
     head, embedding = _names_of_embeddings(policy)
     if head not in expected and embedding in expected:  # tied
         expected[head] = expected[embedding]

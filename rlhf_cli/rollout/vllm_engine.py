@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapters import plain_weights
+from rlhf_cli.models.sharded_files import plain_weights
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.engine import Checksum, checksum
 
@@ -167,10 +167,10 @@ def _sender(llm: Any, policy: PreTrainedModel, dtype: torch.dtype) -> Any:
     class PolicyWeights(WeightSource):
         @cached_property
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, dtype, tuple(weight.shape)) for name, weight in plain_weights(policy)]
+            return [ParamMeta(name, dtype, tuple(shape)) for name, (shape, _) in plain_weights(policy).items()]
 
         def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-            return ((name, weight.to(dtype)) for name, weight in plain_weights(policy))
+            return ((name, read().to(dtype)) for name, (_, read) in plain_weights(policy).items())
 
     source = PolicyWeights()
     largest = max(math.prod(one.shape) for one in source.metadata) * dtype.itemsize

@@ -13,11 +13,16 @@ from types import ModuleType, SimpleNamespace
 import torch
 from transformers import AutoConfig
 
-from rlhf_cli.models.adapters import merged, plain_weights
+from rlhf_cli.models.adapters import merged
+from rlhf_cli.models.sharded_files import plain_weights
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.engine import checksum
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.seeding import generator
+
+
+def weights_of(policy):
+    return {name: read().clone() for name, (_, read) in plain_weights(policy).items()}
 
 
 class CopyEngine:
@@ -50,7 +55,7 @@ class CopyEngine:
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         self.head = next(f"{name}.weight" for name, module in self.model.named_modules() if module is head)
         self.embedding = next(f"{name}.weight" for name, module in self.model.named_modules() if module is embedding)
-        self.sent = dict(plain_weights(policy))
+        self.sent = weights_of(policy)
         self.log = []
         self.holds = False
 
@@ -60,7 +65,7 @@ class CopyEngine:
 
     def load(self, policy):
         self.log.append("load")
-        new = {name: weight.clone() for name, weight in plain_weights(policy)}
+        new = weights_of(policy)
         new.setdefault(self.head, new[self.embedding])
         sent = self.sent if self.late and self.holds else new
         self.sent, self.holds = new, True
