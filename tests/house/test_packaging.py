@@ -85,7 +85,7 @@ NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflo
 USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic", "gguf", "sentencepiece", "fastapi", "openai"}
 """Packages that torch.utils.tensorboard, MLflow's database, llama.cpp's converter and transformers' server import."""
 NEVER_INSTALLED = {"vllm"}
-"""Programs that are only started. vLLM brings a torch of its own, so the tests do without it."""
+"""vLLM brings a torch of its own, so the tests do without it."""
 COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 
