@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import computes_in_bfloat16
+from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.program import install_extra
 from rlhf_cli.rollout.engine import PROBE_PROMPTS, Engine, SyncedEngine
 from rlhf_cli.training.distributed import World
@@ -52,13 +52,13 @@ def load_engine(
             f"rollout.engine: {rollout.engine} samples from causal models only, and {type(policy).__name__} is an "
             "encoder-decoder. Set it to own"
         )
-    precision = "bfloat16" if computes_in_bfloat16(world.device, config.precision) else "float32"
+    dtype = compute_dtype(world.device, config.precision)
     return SyncedEngine(
-        new_engine(config, policy, getattr(torch, precision), longest),
+        new_engine(config, policy, dtype, longest),
         [prompts[i] for i in range(min(PROBE_PROMPTS, len(prompts)))],
         max_new_tokens=rollout.max_new_tokens,
         precision=config.precision,
-        tolerance=GAP_TOLERANCE[precision],
+        tolerance=GAP_TOLERANCE["float32" if dtype == torch.float32 else "bfloat16"],
         max_staleness=rollout.max_staleness,
     )
 

@@ -122,8 +122,7 @@ class Setup:
 
         If so, training recomputes them, and `corrected` weights the advantages.
         """
-        return self.engine is not None or computes_in_bfloat16(self.world.device, self.config.precision)
-        return compute_dtype(self.world.device, self.config.precision) != torch.float32
+        return self.engine is not None or compute_dtype(self.world.device, self.config.precision) != torch.float32
 
     @property
     def recomputes_logprobs(self) -> bool:
