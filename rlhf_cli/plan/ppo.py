@@ -143,10 +143,12 @@ def _static(models: list[Held], trained: list[Held], config: PPOConfig, setting:
     on_cpu = setting.device == "cpu"
     average = config.ppo.ema_decay is not None and on_cpu
     is_divided = models[0].among(setting) > 1
+    moved = [model for model in models if model not in trained] if "frozen" in config.offload else []
     return join(
         libraries(setting),
         {
-            "weights": sum(weight_bytes(model, setting) for model in models),
+            "weights": sum(weight_bytes(model, setting) for model in models if model not in moved),
+            "frozen models": sum(weight_bytes(model, setting) for model in moved),
             "rollout copy": models[0].shape.weights * float(setting.number) if is_divided else 0.0,
             "optimizer": sum(moment_bytes(model, setting) for model in trained),
             "moving average": 4.0 * models[0].shape.trained if average else 0.0,
@@ -157,9 +159,10 @@ def _static(models: list[Held], trained: list[Held], config: PPOConfig, setting:
 
 
 def _without(static: dict[str, float], config: PPOConfig, phase: str) -> dict[str, float]:
-    """What stays on the GPU in a phase; `offload` moves the optimizer to the CPU outside of updates."""
-    offload = getattr(config, "offload", [])
-    return {
-        name: 0.0 if name == "optimizer" and "optimizer" in offload and phase != "update" else size
-        for name, size in static.items()
-    }
+    """What stays on the GPU in a phase: `offload` moves the rest to the CPU."""
+    away = set()
+    if "optimizer" in config.offload and phase != "update":
+        away.add("optimizer")
+    if phase != "scoring":
+        away.add("frozen models")  # 0 unless they are moved
+    return {name: 0.0 if name in away else size for name, size in static.items()}

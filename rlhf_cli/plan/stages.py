@@ -39,7 +39,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
         processes=machine.processes,
         divided=divided,
         half=half,
-        states=getattr(config.optimizer, "precision", "float32"),
+        states=config.optimizer.precision,
         checkpointing=config.gradient_checkpointing,
         saves=config.checkpoints.every_steps is not None or config.checkpoints.every_minutes is not None,
     )

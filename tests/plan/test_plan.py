@@ -99,6 +99,21 @@ def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_doe
     assert lora["peak_bytes"] == peaks["model.lora.r=16"]
 
 
+def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring(shapes):
+    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
+    before, after = (
+        {phase["name"]: phase["parts"] for phase in plan("configs/hh", *machine, *more)[2]["phases"]}
+        for more in ([], ["--set", "ppo:offload=[optimizer, frozen]"])
+    )
+    for phase in ("rollout", "scoring", "update"):
+        assert bool(after[phase].get("optimizer")) == (phase == "update")
+        assert bool(after[phase].get("frozen models")) == (phase == "scoring")
+    frozen = after["scoring"]["frozen models"]
+    assert before["update"]["weights"] == pytest.approx(after["update"]["weights"] + frozen)
+    saved = sum(before["rollout"].values()) - sum(after["rollout"].values())
+    assert saved == pytest.approx(before["rollout"]["optimizer"] + frozen)
+
+
 def test_several_changes_together_make_a_run_fit(shapes):
     size = f"model.path={shapes / '8b'}"
     (sft,) = plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size)
