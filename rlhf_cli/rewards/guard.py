@@ -43,6 +43,22 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def autocast_depth() -> int:
+    """How many contexts of torch.autocast are open. While one is, torch reuses weights in low precision: old ones."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
+
+
+def _set_autocast_depth(depth: int) -> None:
+    while autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    while autocast_depth() < depth:
+        torch.autocast_increment_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
+
+
 MODES: tuple[GetAndSet, ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -55,6 +71,7 @@ MODES: tuple[GetAndSet, ...] = (
         (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device))
         for device in ("cpu", "cuda")
     ),
+    (autocast_depth, _set_autocast_depth),
     (_directory, _change_directory),
 )
 """Settings of the process that are set only if they differ: a new number of threads starts a new pool of threads."""

@@ -9,10 +9,11 @@ import torch
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo import engine as engine_module
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.ppo.engine import require_engine
-from support.engines import CopyEngine
+from support.engines import CopyEngine, fake_vllm
 from support.oracles import check_update_batch, slow_importance
 from support.setup import ALONE, config_of
 from support.tiny import merged
@@ -102,3 +103,16 @@ def test_an_engine_that_cannot_run_here_is_refused(
     with pytest.raises(ConfigError, match=message):
         require_engine(config, replace(ALONE, **world))
     require_engine(config_of(write_config, "ppo", PPOConfig, tmp_path / "own", **base), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"), [({"engine_memory": 0.25}, 2), ({"engine_memory": 0.7, "max_staleness": 1}, 1)]
+)
+def test_vllm_gets_its_share_of_the_memory_and_keeps_weights_that_are_needed(
+    monkeypatch, make_model, write_config, tmp_path, changes, level
+):
+    fake_vllm(monkeypatch)
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path, **merged(ENGINE, {"rollout": changes}))
+    engine = engine_module.new_engine(config, load_policy(str(make_model("llama"))), torch.bfloat16, 64)
+    assert engine._llm.options["gpu_memory_utilization"] == changes["engine_memory"]
+    assert engine._level == level

@@ -43,6 +43,7 @@ CHANGES = {
     "determinism": ("torch.use_deterministic_algorithms(True)", torch.are_deterministic_algorithms_enabled),
     "anomaly mode": ("torch.autograd.set_detect_anomaly(True)", torch.is_anomaly_enabled),
     "autocast": ("torch.autocast('cpu', torch.bfloat16).__enter__()", lambda: torch.is_autocast_enabled("cpu")),
+    "depth of autocast": ("torch.autocast('cpu', torch.bfloat16).__enter__()", guard.autocast_depth),
     "seed of torch": ("torch.manual_seed(5)", lambda: torch.get_rng_state().tolist()),
     "seed of numpy": ("numpy.random.seed(5)", lambda: np.random.get_state()[1].tolist()),
     "seed of python": ("random.seed(5)", random.getstate),
