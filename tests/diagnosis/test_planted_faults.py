@@ -14,7 +14,7 @@ from rlhf_cli.diagnosis import diagnose
 from rlhf_cli.diagnosis.causes import not_judged, rank
 from rlhf_cli.diagnosis.diagnose import CAUSES, gather
 from rlhf_cli.diagnosis.evidence import Evidence, load_evidence
-from support.faults import FAULTS, OF_THE_TEST, RECORDED, make_run
+from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
 
 OF_PROBES = {
@@ -102,7 +102,7 @@ def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> 
 
 
 @pytest.mark.slow
-def test_of_ten_faulty_runs_nine_are_named_rightly_and_good_ones_not_at_all(
+def test_of_ten_faulty_runs_nine_and_of_five_all_are_named_rightly_and_good_ones_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -112,5 +112,5 @@ def test_of_ten_faulty_runs_nine_are_named_rightly_and_good_ones_not_at_all(
         first[name] = (named(gather(make_run(folder, name), device="cpu")) or [None])[0]
     wrong = {name: cause for name, cause in first.items() if cause != FAULTS[name].cause}
     assert not set(wrong) & set(GOOD), wrong
-    assert len(set(first) - set(GOOD)) == 10
-    assert len(wrong) <= 1, wrong
+    assert len(set(first) - set(GOOD)) == (10 if EVERYTHING else 5)
+    assert len(wrong) <= (1 if EVERYTHING else 0), wrong
