@@ -229,6 +229,8 @@ def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank):
 
 
 HUNGRY = """
+from rlhf_cli.environment import set_up_process
+set_up_process()  # as python -m stages.sft does
 import os, torch
 from rlhf_cli.training import launch
 from stages import sft
