@@ -1,4 +1,4 @@
-"""Answers `rlhf label` through a pipe, as a stand-in for a person: the gold judge of data/support decides.
+"""Answer `rlhf label` through a pipe in place of a person: the gold judge of data/support decides.
 
     python docs/gold_labeller.py FILE [--error SHARE] [options of rlhf label]
 

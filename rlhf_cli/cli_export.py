@@ -8,16 +8,13 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_cli.cli_data import Device
-from rlhf_cli.cli_options import Quiet, exit_with
+from rlhf_cli.cli_options import Quiet, StageOfRun, exit_with
 
 
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any model.")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    stage: Annotated[
-        Literal["sft", "rm", "ppo"] | None,
-        typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
-    ] = None,
+    stage: StageOfRun = None,
     format: Annotated[
         Literal["safetensors", "adapter", "gguf"],
         typer.Option("--format", help="A Hugging Face model, LoRA adapters alone, or a GGUF file by llama.cpp."),

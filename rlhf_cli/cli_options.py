@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -11,6 +11,14 @@ import typer.core
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
+]
+StageOfRun = Annotated[
+    Literal["sft", "rm", "ppo"] | None,
+    typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
+TokenEnv = Annotated[
+    str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
 

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from rlhf_cli.cli_data import Device, Format, Keys, OnBadRow, Source, SourceCommand, SourceSet, source_of
-from rlhf_cli.cli_options import Quiet, exit_with
+from rlhf_cli.cli_options import Host, Quiet, TokenEnv, exit_with
 
 
 def _is_file(name: str) -> bool:
@@ -60,13 +60,9 @@ RewardTemplate = Annotated[
 @rm_app.command("serve")
 def rm_serve(
     model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000,
-    token_env: Annotated[
-        str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
-    ] = None,
+    token_env: TokenEnv = None,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024,
     raw: Raw = False,
     label: Label = None,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_cli.cli_data import Device
-from rlhf_cli.cli_options import exit_with
+from rlhf_cli.cli_options import Host, StageOfRun, TokenEnv, exit_with
 
 
 def add_serve_commands(app: typer.Typer) -> None:
@@ -18,21 +18,14 @@ def add_serve_commands(app: typer.Typer) -> None:
 
 def serve(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
-    stage: Annotated[
-        Literal["sft", "rm", "ppo"] | None,
-        typer.Option("--stage", help="The stage to serve; ppo by default, or sft without it.", show_default=False),
-    ] = None,
+    stage: StageOfRun = None,
     engine: Annotated[
         Literal["auto", "transformers", "vllm"],
         typer.Option("--engine", help="What serves it; vLLM by default where it is installed."),
     ] = "auto",
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 8000,
-    token_env: Annotated[
-        str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
-    ] = None,
+    token_env: TokenEnv = None,
     name: Annotated[
         str | None, typer.Option("--name", help="The model's name in requests; RUN-STAGE by default.")
     ] = None,
@@ -55,10 +48,7 @@ def serve(
 def push(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="The repository on the hub: OWNER/NAME.")],
-    stage: Annotated[
-        Literal["sft", "rm", "ppo"] | None,
-        typer.Option("--stage", help="The stage to upload; ppo by default, or sft without it.", show_default=False),
-    ] = None,
+    stage: StageOfRun = None,
     yes: Annotated[bool, typer.Option("--yes", help="Upload. Without it, only show what would be uploaded.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
 ) -> None:

@@ -51,7 +51,7 @@ def cohen_kappa(table: Sequence[Sequence[int]]) -> tuple[float, float, float]:
         table: square; `table[i][j]` rows got label i from the first labeller and label j from the second.
 
     Returns:
-        (kappa, low, high), each from -1 to 1. NaN if both gave every row the same label, or if there is no row.
+        (kappa, low, high), each from -1 to 1. NaN without rows, and if both gave every row the same label.
 
     Cohen 1960, "A coefficient of agreement for nominal scales", Educational and Psychological Measurement 20.
 

@@ -147,7 +147,7 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
         return None
     located = source.located
     if located is None or located.folder == "value_model":
-        display.note(f"{source.path} is not compared: it is no language model or reward model of a run")
+        display.note(f"{source.path} is not compared: it is not a language model or reward model of a run")
         return None
     from rlhf_cli.evaluation.fidelity import check_of
     from rlhf_cli.evaluation.run import open_run

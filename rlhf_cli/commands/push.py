@@ -61,8 +61,8 @@ class Upload:
 def push(directory: str, repo: str, stage: str | None, *, yes: bool, public: bool) -> None:
     """Print what would be uploaded to the model repository `repo` and, with `yes`, upload it as one commit.
 
-    Raises ConfigError for an invalid name and without a token, ArtifactError for a directory that is no whole model or
-    contains a secret, RunError if the hub refuses.
+    Raises ConfigError for an invalid name or a missing token, ArtifactError for an incomplete model or a secret in its
+    files, RunError if the hub refuses.
     """
     check_repository(repo)
     upload = collect(directory, stage)

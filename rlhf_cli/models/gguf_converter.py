@@ -34,7 +34,7 @@ def _name_unknown_pre_tokenizers(converter: Any, name: str) -> None:
     def recognize_or_name(model: Any, tokenizer: Any) -> str:
         try:
             known: str = recognize(model, tokenizer)
-        except NotImplementedError:
+        except NotImplementedError:  # An unknown tokenizer. The caller has compared its steps with those of `name`.
             return name
         return known
 

@@ -218,11 +218,10 @@ def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank):
         time.sleep(0.05)
     assert process.poll() is None
     rows = [json.loads(line) for line in path.read_text().splitlines()[before:-1]]
-    waited = dict.fromkeys((0.0, 1.0), 0.0)
-    for row in rows:
-        if "time/waited_s" in row:
-            waited[row["speed/slowest_process"]] += row["time/waited_s"]
-    assert waited[float(rank)] > 4 * waited[float(1 - rank)], waited
+    # Beside other tests any process waits for a core, but seldom a third of a second at a time.
+    long = [row["speed/slowest_process"] for row in rows if row.get("time/waited_s", 0.0) > 0.3]
+    assert len(long) >= 4, rows
+    assert long.count(float(rank)) > 3 / 4 * len(long), rows
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143

@@ -152,7 +152,9 @@ def test_rows_that_are_written_while_the_files_are_read_keep_the_order_of_the_st
     monkeypatch.setattr(module.Tail, "new", new_while_the_stage_writes)
     trackers = trackers_of(root, "wandb", monkeypatch, Recorder)
     trackers.start()
+    deadline = time.monotonic() + 120
     while to_write:
+        assert time.monotonic() < deadline, "the thread has ended, or reads no file"
         time.sleep(0.001)
     trackers.close("finished")
     steps = [call[1] for call in Recorder.calls if call[0] in ("metrics", "samples", "alert")]
