@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import termios
 import tty
@@ -48,16 +49,28 @@ def ask(labelling: Labelling) -> None:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[bool]:
-    """A context in which a terminal sends keys without Enter and Ctrl-C ends like `q`. Yields whether stdin is one."""
+    """A context in which a terminal sends keys without Enter and Ctrl-C ends like `q`. Yields whether stdin is one.
+
+    The terminal is restored at the end, after SIGTERM and SIGHUP too.
+    """
     if not sys.stdin.isatty():
         yield False
         return
     before = termios.tcgetattr(sys.stdin.fileno())
+    handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with contextlib.suppress(KeyboardInterrupt):
             yield True
     finally:
-        termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        # The terminal of a SIGHUP is gone.
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
+
+
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def read_key(*, interactive: bool) -> str:

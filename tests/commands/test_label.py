@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -269,8 +270,9 @@ def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_p
 # ------------------------------------------------------------------------------------------- a terminal
 
 
+@pytest.mark.parametrize("end", ["q", "SIGTERM"])
 def test_a_terminal_sends_single_keys_and_is_restored(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     terminal, program = pty.openpty()
     before = termios.tcgetattr(program)
@@ -284,13 +286,18 @@ def test_a_terminal_sends_single_keys_and_is_restored(
             time.sleep(0.01)
         os.write(terminal, b"11")  # quickly: only the first key is for the first pair
         while not ended.wait(0.2):
-            os.write(terminal, b"q")
+            if end == "q":
+                os.write(terminal, b"q")
+            elif out.exists() and out.read_text().count("\n"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     typist = threading.Thread(target=type_keys, daemon=True)
     with os.fdopen(program, closefd=False) as stdin, monkeypatch.context() as patch:
         patch.setattr("sys.stdin", stdin)
         typist.start()
-        label(DataSource(path=str(source)), out)
+        with pytest.raises(SystemExit, match="143") if end == "SIGTERM" else contextlib.nullcontext():
+            label(DataSource(path=str(source)), out)
     ended.set()
     typist.join()
     assert [row["side"] for row in read_jsonl(out)] == [1]
