@@ -5,8 +5,9 @@ that each has the whole block for a moment. A weight outside of such a moment is
 process's rows. A backward pass sums the gradients over the processes and leaves each its rows.
 
 Everything that computes with a sharded model is a collective operation: all processes must make the same number of
-passes, in the same order. `in_step` adds the passes that a process lacks. Whatever reads weights in a pass besides the
-model's own forward, such as a head, must run inside of `gathered`.
+passes, in the same order. `in_step` adds the passes that a process lacks. If their number is not known in advance, as
+in sampling, each is announced (`announce`), and a process that has made its last one joins the others' (`join`).
+Whatever reads weights in a pass besides the model's own forward, such as a head, must run inside of `gathered`.
 """
 
 from __future__ import annotations
@@ -90,6 +91,21 @@ def in_step(model: nn.Module | None, items: Sequence[T], idle: Callable[[], obje
 def num_missing(model: nn.Module | None, count: int) -> int:
     """How many passes another process makes more than this one, which makes `count`; 0 if the model is not sharded."""
     return most(count) - count if model is not None and is_sharded(model) else 0
+
+
+def announce(model: nn.Module) -> None:
+    """Tell the processes in `join` that this one makes a pass of the model. With a whole model this does nothing."""
+    if is_sharded(model):
+        most(1)
+
+
+def join(model: nn.Module, idle: Callable[[], object]) -> None:
+    """Call `idle`, which makes a pass, for each pass that another process announces, until all processes are here.
+
+    With a whole model this does nothing.
+    """
+    while is_sharded(model) and most(0):
+        idle()
 
 
 def most(count: int) -> int:

@@ -82,7 +82,7 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.exchange import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator
-from rlhf_cli.sharding import in_step, is_sharded
+from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
@@ -385,15 +385,15 @@ def _sample(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
 ) -> list[Response]:
-    """A fresh sample of the SFT model for each prompt. Each process samples its share, of a sharded model all."""
+    """A fresh sample of the SFT model for each prompt. Each process samples its share."""
     world, settings = stage.world, config.evaluation
     prepare_for(config, policy, world.device)
-    rows = list(range(len(prompts))) if is_sharded(policy) else world.shard(range(len(prompts)))
+    rows = world.shard(range(len(prompts)))
     uniforms = draw_uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens)[rows]
     sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
     with autocast(world.device, config.precision):
-        share = sample(policy, [prompts[i] for i in rows], uniforms, sampling) if rows else []
-    return share if is_sharded(policy) else world.interleave(gather_responses(world, share))
+        share = sample(policy, [prompts[i] for i in rows], uniforms, sampling)
+    return world.interleave(gather_responses(world, share))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rlhf_cli.config.require import FigureName, Requirement
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
-DecoderName = Literal["auto", "paged", "static", "plain"]
+DecoderName = Literal["auto", "paged", "static", "plain", "sharded"]
 EngineName = Literal["own", "vllm"]
 
 
@@ -106,7 +106,9 @@ class Rollout(Section):
     """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
     `static` replays CUDA graphs on a GPU, for the same models. `plain` runs the model's own forward, for any model.
     `auto` takes `paged` where it can and `plain` elsewhere, never `static`: that one has not been run on a GPU yet.
-    A decoder that differs from the model's own forward is refused before the first rollout."""
+    A decoder that differs from the model's own forward is refused before the first rollout. `sharded` is for a policy
+    that `distributed.shard` divides and that fits no process whole: all processes sample from the divided policy in
+    step, each its own responses. The others sample from a whole copy of such a policy."""
 
     engine: EngineName = "own"
     """What samples the responses. `own` is the decoder of this program, on the very weights that are trained. `vllm`
@@ -266,6 +268,11 @@ class PPOConfig(Stage):
         if decoder == "paged" and self.precision not in ("auto", "float32"):
             raise ValueError(
                 f"rollout.decoder: paged needs float32, and precision is {self.precision}. Set it to auto or plain"
+            )
+        if decoder == "sharded" and (not self.distributed.shard or "policy" in self.distributed.keep_whole):
+            raise ValueError(
+                "rollout.decoder: sharded samples from a policy that distributed.shard divides, and this one is whole. "
+                "Set it to auto"
             )
         if decoder == "static" and self.optimizer.precision == "bfloat16":
             raise ValueError(

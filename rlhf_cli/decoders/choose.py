@@ -16,6 +16,9 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
 from rlhf_cli.sharding import is_sharded
 
+OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
+"""The names of the decoder that runs the model's own forward."""
+
 
 def choose_decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName = "auto") -> Decoder:
     """The decoder for at most `rows` rows of `longest` tokens.
@@ -44,19 +47,19 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
             _decoder(model, longest, 1, name)
         except UnsupportedError as reason:
             notes.append(f"{type(model).__name__}: {reason}; sampling uses the model's own forward (slower, as exact)")
-    elif name != "plain":
+    elif name not in OWN_FORWARD:
         choose_decoder(model, longest, 1, name)
-    if (notes or name == "plain") and not is_seq2seq(model):
+    if (notes or name in OWN_FORWARD) and not is_seq2seq(model):
         notes += filter(None, [why_not_padded(model)])
     return notes
 
 
 def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName) -> Decoder:
     """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
-    if is_sharded(model) and name != "plain":
+    if is_sharded(model) and name not in OWN_FORWARD:
         raise UnsupportedError("its weights are divided among the processes")
     if is_seq2seq(model):
-        if name not in ("auto", "plain"):
+        if name not in ("auto", *OWN_FORWARD):
             raise UnsupportedError("it is an encoder-decoder")
         require_own_logits(model)
         return Seq2SeqDecoder(model)
@@ -67,7 +70,7 @@ def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName)
             if not _is_on_a_gpu(model):
                 raise UnsupportedError("it records CUDA graphs, and the model is not on a GPU")
             return static_decoder(model, longest, rows)
-        case "plain":
+        case "plain" | "sharded":
             return PlainDecoder(model)
         case _:
             assert_never(name)

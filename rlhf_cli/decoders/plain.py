@@ -3,6 +3,9 @@
 Prompts of different lengths are padded on the left. Not every family supports that: BART's decoder has no position ids,
 so it counts the padding; RWKV takes neither a mask nor a cache of transformers. `supported_layout` finds out what a
 model supports at its first use, by comparing it with one forward pass per sequence.
+
+From a model that is divided among the processes all sample together, each its own rows. A process announces each pass;
+one whose rows have ended, or that has none, makes passes over two tokens until all have ended (`join_sampling`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision, vocabulary_rows
 from rlhf_cli.models.limits import positions
+from rlhf_cli.sharding import IDLE, announce, is_sharded, join
 
 Layout = Literal["padded", "equal", "whole"]
 PADDED: Layout = "padded"
@@ -115,6 +119,7 @@ class Group:
 
     def forward(self, ids: Tensor) -> Tensor:
         """The logits after the last of these tokens: [b, n] -> [b, V]."""
+        announce(self.model)
         if self.cache is None:
             output = self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
         elif self.is_mamba:
@@ -146,6 +151,19 @@ class Group:
             self.cache.reorder_cache(cast(torch.LongTensor, chosen))
         self.ids, self.position_ids = self.ids[chosen], self.position_ids[chosen]
         self.real_mask = self.real_mask[chosen]
+
+
+@torch.no_grad()
+def join_sampling(model: PreTrainedModel) -> None:
+    """Make the passes of a sharded model that other processes need until each has sampled its last token.
+
+    All processes must call this after their own sampling, also one that has nothing to sample. With a whole model it
+    does nothing.
+    """
+    if is_sharded(model):
+        supported_layout(model)  # a collective operation at the first use
+        ids = torch.tensor([IDLE], device=next(model.parameters()).device)
+        join(model, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
 
 
 # ------------------------------------------------------------------------------- is it the model's own forward?

@@ -80,8 +80,11 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
     if isinstance(config, RMConfig) and (samples := config.evaluation.num_normalization_samples) >= 64:
         found.append(([f"evaluation.num_normalization_samples={samples // 4}"], "a rougher scale of the scores"))
     found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
-    if machine.processes > 1 and plan.setting.divided == 1:
-        found.append((["distributed.shard=true"], "weights cross the network in each pass"))
+    divide = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.divided == 1 else []
+    if divide:
+        found.append((divide, "weights cross the network in each pass"))
+    if is_ppo and machine.processes > 1:
+        found.append(([*divide, "rollout.decoder=sharded"], "all weights cross the network for each token"))
     found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
     if is_ppo:
         found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))

@@ -181,19 +181,21 @@ def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, floa
     shape = model.shape
     one = Batch(batch.tokens, batch.targets, 1, max(1.0, batch.logits_copies - 1), batch.is_chunked)
     hidden = batch.tokens * (3 * shape.widest + 4 * shape.hidden) * setting.number
-    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, copies_of_weights(model, setting))
+    gathered = copies_of_weights(model, setting, trains=False)
+    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, gathered)
 
 
-def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
+def copies_of_weights(model: Held, setting: Setting, *, trains: bool = True) -> dict[str, float]:
     """Weights that exist a second time during a pass.
 
     Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
-    time. A divided model gathers two blocks of layers, the weights outside of them, and the gradient of a block.
+    time. A divided model gathers two blocks of layers, the weights outside of them and, if the pass trains, the gradient
+    of a block and of those weights.
     """
     shape, counts = model.shape, model.shape.counts
     if model.among(setting) > 1:
-        block = shape.layer * (2 * setting.number + (4 if shape.trained > shape.layer else 0))
-        return {"gathered": block + 4 * shape.ends * (2 if shape.lora is None and shape.trained else 1)}
+        block = shape.layer * (2 * setting.number + (4 if trains and shape.trained > shape.layer else 0))
+        return {"gathered": block + 4 * shape.ends * (2 if trains and shape.lora is None and shape.trained else 1)}
     if shape.lora is not None and shape.lora.quantize is not None:
         return {"dequantized": 4.0 * shape.hidden * shape.widest}
     if not setting.half:
@@ -224,7 +226,7 @@ def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> di
         "logits": 3.0 * rows * shape.vocabulary * 4,
     }
     if policy.among(setting) > 1:
-        return parts | copies_of_weights(policy, setting)
+        return parts | copies_of_weights(policy, setting, trains=False)
     if setting.device == "cpu" and not setting.half and shape.lora is None:
         parts["rollout copy"] = shape.counts.joined * 4
     return parts

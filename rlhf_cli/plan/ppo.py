@@ -30,24 +30,24 @@ logits, and a mask of one byte."""
 def plan_ppo(config: PPOConfig, sources: Sources, machine: Machine, setting: Setting) -> StagePlan:
     policy, value, frozen = _ppo_models(config, sources, setting)
     trained = [policy] if value is None else [policy, value]
-    copies = _copies_of_logits(config)
+    logits_copies = _copies_of_logits(config)
     tokens = config.ppo.tokens_per_microbatch
     if tokens == "auto":
-        cap = COPIES_OF_WHOLE_DISTRIBUTIONS if copies > COPIES_OF_FILTERED_LOGITS else LOGITS_COPIES
+        cap = COPIES_OF_WHOLE_DISTRIBUTIONS if logits_copies > COPIES_OF_FILTERED_LOGITS else LOGITS_COPIES
         tokens = auto_tokens([m.shape for m in trained], frozen, machine, setting, cap)
     prompt = min(config.data.max_prompt_length, max(1, policy.shape.positions - config.rollout.max_new_tokens))
-    batch = _ppo_batch(config, prompt, tokens, copies, setting)
+    batch = _ppo_batch(config, prompt, tokens, logits_copies, setting)
     models = [*trained, *frozen]
     rows = -(-config.ppo.rollout_batch_size // setting.processes)
     live = min(rows, config.rollout.max_live_rows or rows)
     length = prompt + config.rollout.max_new_tokens
     static = _static(models, trained, config, setting)
-    # Of a divided policy each process samples from a whole copy.
-    copied = replace(policy, whole=True)
-    rollout = sampling_bytes(copied, live, length, setting)
+    # Of a divided policy each process samples from a whole copy, unless the config says otherwise.
+    copies = config.rollout.decoder != "sharded"
+    rollout = sampling_bytes(replace(policy, whole=True) if copies else policy, live, length, setting)
     scoring = max((forward_bytes(m, batch, setting) for m in models), key=lambda parts: sum(parts.values()))
     phases = [
-        load(models, setting, sampler=policy),
+        load(models, setting, sampler=policy if copies else None),
         Phase("rollout", join(_without(static, config, "rollout"), rollout)),
         Phase("scoring", join(_without(static, config, "scoring"), scoring)),
         *training(trained, batch, setting, frozen=frozen, static=_without(static, config, "update")),
@@ -142,14 +142,14 @@ def _copies_of_logits(config: PPOConfig) -> float:
 def _static(models: list[Held], trained: list[Held], config: PPOConfig, setting: Setting) -> dict[str, float]:
     on_cpu = setting.device == "cpu"
     average = config.ppo.ema_decay is not None and on_cpu
-    is_divided = models[0].among(setting) > 1
+    is_copied = models[0].among(setting) > 1 and config.rollout.decoder != "sharded"
     moved = [model for model in models if model not in trained] if "frozen" in config.offload else []
     return join(
         libraries(setting),
         {
             "weights": sum(weight_bytes(model, setting) for model in models if model not in moved),
             "frozen models": sum(weight_bytes(model, setting) for model in moved),
-            "rollout copy": models[0].shape.weights * float(setting.number) if is_divided else 0.0,
+            "rollout copy": models[0].shape.weights * float(setting.number) if is_copied else 0.0,
             "optimizer": sum(moment_bytes(model, setting) for model in trained),
             "moving average": 4.0 * models[0].shape.trained if average else 0.0,
             # Measured: after a pass in bfloat16 on a CPU a copy of the weights stays with each model.

@@ -103,7 +103,7 @@ def _normalisation(config: RMConfig, model: Held, sources: Sources, setting: Set
     source = sources.of_stage("sft", config, "model.path") if config.model.path is None else sources.rm(config)
     shape = shape_of("SFT model", source, is_classifier=False, precision=precision_of(setting), frozen=None)
     policy = Held(shape)
-    rows = -(-config.evaluation.num_normalization_samples // (1 if setting.divided > 1 else setting.processes))
+    rows = -(-config.evaluation.num_normalization_samples // setting.processes)
     length = max(config.data.max_length, config.evaluation.max_new_tokens)
     return Phase(
         "normalisation",

@@ -145,7 +145,7 @@ def _own_replies(setup: Setup) -> list[Reply]:
         setup.engine.require_current()
     models = setup.models_to_sample()
     parts = list(chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size))
-    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, recompute=True)):
+    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=True)):
         rollout = collect(
             [prompts[i] for i in rows],
             uniforms[list(rows)],

@@ -22,6 +22,7 @@ from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, collect_nothing
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.sharding import first_sharded, in_step
 from rlhf_cli.tensor_ops import pad_rows
 
@@ -59,9 +60,9 @@ def first_sharded_of(setup: Setup) -> torch.nn.Module | None:
     return first_sharded(setup.models.first_sharded, *(s.model for s in setup.rewards if isinstance(s, RewardModel)))
 
 
-def nothing_to_score(setup: Setup, *, recompute: bool) -> None:
+def nothing_to_score(setup: Setup, models: Models, *, recompute: bool) -> None:
     """Make the passes of a rollout without prompts and of its rewards, because other processes have some."""
-    collect_nothing(setup.models, setup.sampling, setup.config.precision, recompute=recompute, with_values=False)
+    collect_nothing(models, setup.sampling, setup.config.precision, recompute=recompute, with_values=False)
     for source in setup.rewards:
         if isinstance(source, RewardModel):
             source.score_nothing()
@@ -129,7 +130,7 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
     )
     found: list[float] = []
     parts = list(chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size))
-    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, recompute=False)):
+    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=False)):
         rollout = collect(
             [setup.train[numbers[i]] for i in rows],
             uniforms[list(rows)],

@@ -2,8 +2,9 @@
 
 Policy, reference, value model and reward models are divided, but for those in `distributed.keep_whole`. A process
 samples from a whole copy of the policy, so that responses of different lengths do not make the processes wait for each
-other. Every other pass is made by all processes together. One that has fewer microbatches than another makes passes
-over a sequence of two tokens, whose loss counts 0.
+other. With `rollout.decoder: sharded` there is no copy, and all sample from the divided policy together. Every other
+pass is made by all processes together. One that has fewer microbatches than another makes passes over a sequence of two
+tokens, whose loss counts 0.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
     """The config if it divides this model among the processes, else None."""
     if not divides(config) or name in config.distributed.keep_whole:
         return None
-    if name == "ref_policy" and config.ref_policy is not None and config.ppo.uses_reference_scores:
-        return None  # it is sampled from
-    return config
+    is_sampled = name == "ref_policy" and config.ref_policy is not None and config.ppo.uses_reference_scores
+    return None if is_sampled and config.rollout.decoder != "sharded" else config
 
 
 def require_dividable(config: PPOConfig) -> None:
-    """Raise ConfigError for a value head on a policy that is divided, and for a divided policy in 4 bits."""
+    """Raise ConfigError for a value head on a policy that is divided, and for a copy of a divided policy in 4 bits."""
     divides_policy = to_divide(config, "policy") is not None
-    if divides_policy and config.policy.lora is not None and config.policy.lora.quantize is not None:
+    in_4_bits = config.policy.lora is not None and config.policy.lora.quantize is not None
+    if divides_policy and in_4_bits and config.rollout.decoder != "sharded":
         raise ConfigError(
             "policy.lora.quantize does not work with a policy that is divided among the processes, whose copy samples. "
-            "Remove it, or set distributed.keep_whole: [policy]"
+            "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
         )
     if divides_policy and config.value_model.init == "shared":
         raise ConfigError(
@@ -80,9 +81,10 @@ class Sampler:
 def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tuple[Sampler | None, list[str | None]]:
     """Divide the models that the config divides.
 
-    Returns the copy of the policy that samples, and notes for the user.
+    Returns the copy of the policy that samples, if there is one, and notes for the user.
     """
-    sampler = Sampler(models.policy, device, config.precision) if to_divide(config, "policy") else None
+    needs_copy = to_divide(config, "policy") is not None and config.rollout.decoder != "sharded"
+    sampler = Sampler(models.policy, device, config.precision) if needs_copy else None
     notes: list[str | None] = []
     named: dict[PPOModelName, PreTrainedModel | None] = {
         "policy": models.policy,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.models.forward import autocast, shares_prefixes
 from rlhf_cli.packing import SHORTEST_PREFIX
 from rlhf_cli.rollout.distribution import Response, Sampling
@@ -115,6 +116,9 @@ def collect_nothing(models: Models, sampling: Sampling, precision: str, **choice
 
     `choices` are `recompute`, `with_values` and `with_full_kl` as there.
     """
+    policy = models.sampler or models.policy
+    with autocast(next(policy.parameters()).device, precision):
+        join_sampling(policy)
     _passes(models, [], [], [], sampling, precision, **choices)
 
 

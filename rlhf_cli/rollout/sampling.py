@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.rollout.stop_strings import stop_string_start
@@ -106,7 +107,8 @@ def sample(
     """Sample one response to each prompt.
 
     Stop tokens and stop strings inside the prompt, or begun in it, end nothing. Log-probabilities and the cumulative
-    distribution are float32 whatever the model computes in.
+    distribution are float32 whatever the model computes in. All processes must call this for a sharded model, each with
+    its own prompts, also one that has none.
 
     Args:
         model: a causal language model.
@@ -126,6 +128,9 @@ def sample(
     """
     if sampling.stop_strings and tokenizer is None:
         raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer to decode responses")
+    if not prompts:
+        join_sampling(model)
+        return []
     device = next(model.parameters()).device
     num_rows, longest = uniforms.shape
     longest_text = max(map(len, prompts)) + longest
@@ -155,6 +160,7 @@ def sample(
         if stay is not None:
             decoder.keep(stay)
             live.keep(stay)
+    join_sampling(model)
     return live.responses()
 
 

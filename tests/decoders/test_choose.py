@@ -91,10 +91,10 @@ def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tok
 ) -> None:
     # The static decoder's own check of the device, passed on this machine.
     monkeypatch.setattr(choose, "_is_on_a_gpu", lambda _: True)
-    names: list[DecoderName] = ["auto", "paged", "static", "plain"]
+    names: list[DecoderName] = ["auto", "paged", "static", "plain", "sharded"]
     assert set(names) == set(get_args(DecoderName))
     responses = [sample(made("qwen2"), PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder=name)) for name in names]
-    assert [type(decoder) for decoder in used] == [PagedDecoder, PagedDecoder, StaticDecoder, PlainDecoder]
+    assert [type(decoder) for decoder in used] == [PagedDecoder] * 2 + [StaticDecoder] + [PlainDecoder] * 2
     for other in responses[1:]:
         same(other, responses[0])
 
@@ -129,6 +129,8 @@ def models(root: Path) -> dict[str, Any]:
         ("static", ["device=cpu"], "static needs a GPU, and device is cpu"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
         ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
+        ("sharded", [], "sharded samples from a policy that distributed.shard divides, and this one is whole"),
+        ("sharded", ["distributed.shard=true", "distributed.keep_whole=[policy]"], "this one is whole. Set it to auto"),
     ],
 )
 def test_a_decoder_that_can_never_run_is_refused_by_the_config(

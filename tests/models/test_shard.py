@@ -70,6 +70,24 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resume
     assert json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8")) < TOLERANCE
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_that_sample_from_a_sharded_model_draw_the_tokens_of_a_whole_one(count, tmp_path):
+    """One has the longest responses and another the shortest. Of four, two have none, and each pair holds the model."""
+    make_models(tmp_path)
+    gaps = run("sampled", count, tmp_path)
+    assert len(gaps) == 5
+    for name, (wrong, gap) in gaps.items():
+        assert wrong == 0, name
+        assert gap < TOLERANCE, name
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_its_sampling_one_pass_early_ends_the_run(tmp_path):
+    make_models(tmp_path)
+    with pytest.raises(AssertionError, match="gloo"):
+        run("sampled", 2, tmp_path, "leaves early")
+
+
 @pytest.mark.slow
 def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_path):
     make_models(tmp_path)

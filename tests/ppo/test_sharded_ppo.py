@@ -24,7 +24,7 @@ ONE_ITERATION = {"ppo": {"num_iterations": 1, "rollout_batch_size": 6, "minibatc
 def compare(pipeline, write_config, run_stage, tmp_path):
     """A function: run PPO whole on one process, and sharded on `count`; compare everything that they write."""
 
-    def run(changes, count=2, sharded=None):
+    def run(changes, count=2, sharded=None, per_node=None):
         root = pipeline("llama")
         changes = merged(
             {
@@ -36,7 +36,7 @@ def compare(pipeline, write_config, run_stage, tmp_path):
         )
         run_stage("ppo", tmp_path / "one", **changes)
         config = write_config("ppo", tmp_path / "two", **merged(changes, sharded or SHARDED))
-        run_forked(count, "ppo", config)
+        run_forked(count, "ppo", config, per_node)
         one, two = tmp_path / "one/ppo", tmp_path / "two/ppo"
         for a, b in zip(*(read_jsonl(root / "samples.jsonl") for root in (one, two)), strict=True):
             assert (a["prompt"], a["response"]) == (b["prompt"], b["response"])
@@ -55,11 +55,14 @@ def test_sharded_ppo_is_the_ppo_of_one_process(compare):
     compare({"ppo": {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}})
 
 
+FROM_SHARDS = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
 CASES = {
     "lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, SHARDED),
     "replay": ({"ppo": {"num_rollouts_per_update": 2, "kl_in": "loss", "entropy_coef": 0.01}}, SHARDED),
     "grpo": ({"rollout": {"samples_per_prompt": 3, "top_k": 20}, "ppo": {"advantage_estimator": "grpo"}}, SHARDED),
     "some whole": ({}, {"distributed": {"shard": True, "keep_whole": ["policy", "rewards"]}}),
+    "sampled from the shards": ({"rollout": {"max_live_rows": 2}, "evaluation": {"num_prompts": 1}}, FROM_SHARDS),
+    "sampled from the shards, lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, FROM_SHARDS),
     "policy alone": ({}, {"distributed": {"shard": True, "keep_whole": ["ref_policy", "value_model", "rewards"]}}),
 }
 
@@ -87,6 +90,27 @@ def test_the_copy_that_samples_is_exact_in_bfloat16(pipeline, write_config, run_
 @pytest.mark.slow
 def test_four_processes_two_of_which_have_no_row_of_a_minibatch(compare):
     compare({"ppo": {"rollout_batch_size": 8, "minibatch_size": 4, "microbatch_size": 1}}, count=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["auto", "sharded"])
+def test_two_machines_that_hold_the_same_shards(compare, decoder):
+    """`hybrid`: two processes of each machine divide the models. Two have no row of a minibatch."""
+    compare(
+        {
+            "ppo": {
+                "rollout_batch_size": 8,
+                "minibatch_size": 4,
+                "microbatch_size": 1,
+                "score_normalization": "reference",
+                "num_reference_samples": 17,
+                "ema_decay": 0.9,
+            }
+        },
+        count=4,
+        sharded={"distributed": {"shard": "hybrid"}, "rollout": {"decoder": decoder}},
+        per_node=2,
+    )
 
 
 FAILS = """

@@ -29,25 +29,29 @@ def run_processes(count, stage, config):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def run_forked(count, stage, config):
-    """Run a stage as `run_processes` does, without `torchrun` and without seconds of imports in each process."""
+def run_forked(count, stage, config, per_node=None):
+    """Run a stage as `run_processes` does, without `torchrun` and without seconds of imports in each process.
+
+    per_node: the processes that count as those of one machine; None for all.
+    """
     code = f"from stages import {stage}\nfrom rlhf_cli.training import launch\nlaunch.main({stage!r}, {stage}.run)"
-    run_forked_code(count, code, "--config", str(config), "--quiet", log=config)
+    run_forked_code(count, code, "--config", str(config), "--quiet", log=config, per_node=per_node)
 
 
-def run_forked_code(count, code, *arguments, log):
+def run_forked_code(count, code, *arguments, log, per_node=None):
     """Run Python code in `count` processes that find each other, as `run_forked` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    local = per_node or count
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local}
     processes = [
         Forked(
             code,
             *arguments,
             folder=ROOT,
             log=Path(f"{log}.log{rank}"),
-            environment={name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
+            environment={name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank % local}.items()},
         )
         for rank in range(count)
     ]

@@ -22,13 +22,16 @@ from rlhf_cli.data.answers import RankedIds, TargetScale
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
+from rlhf_cli.decoders import plain
 from rlhf_cli.models import load, sharded_files
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.shard import shard_model
-from rlhf_cli.sharding import is_first_process, local, plain_class, whole
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.sharding import is_first_process, local, most, plain_class, whole
 from rlhf_cli.training import distributed
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training.distributed import World
@@ -253,6 +256,57 @@ def frozen(folder: str, case: str) -> None:
         figures = {"bytes": kept, "difference": (scores[0] - scores[1]).abs().max().item()}
         Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
     distributed.stop()
+
+
+def sampled(folder: str, defect: str = "") -> None:
+    """The program of each process that samples its share of the prompts from a sharded model. Writes the number of
+    tokens that differ from those of a whole model, and the largest difference of a log-probability.
+
+    With a `defect` the second process ends its sampling one pass early.
+    """
+    world = distributed.start("cpu", timeout_s=3 if defect else 60)
+    whole_model, model = (load.load_policy(str(Path(folder, "llama")), deferred=d) for d in (False, True))
+    for each in (whole_model, model):
+        load.prepare(each, world.device)
+    shard_model(model, world.device, "float32", per_node=CASES["llama hybrid"]["per_node"] if world.size > 2 else None)
+    prompts = [[i % VOCABULARY for i in ids] for ids in random_ids(3, 9, 5, 5, 1, 12, 7, seed=1)]
+    uniforms = draw_uniforms(0, "sharded", 0, len(prompts), 12)
+    found = {}
+    for name, (settings, layout, live) in SAMPLED.items():
+        sampling = Sampling(stop=frozenset(range(10)), **settings)
+        expected = sample(whole_model, prompts, uniforms, sampling, max_live_rows=live)
+        lengths = [len(response.ids) for response in expected]
+        by_length = sorted(range(len(prompts)), key=lengths.__getitem__)
+        # The second process has the shortest two; the others, but for the first, none.
+        share = {0: by_length[2:], 1: by_length[:2]}.get(world.rank, [])
+        missing = lengths[by_length[-1]] - lengths[by_length[1]]
+        assert missing > 1
+        with pytest.MonkeyPatch.context() as patch:
+            if layout is not None:
+                patch.setitem(plain._layouts, model, layout)
+            if defect and world.rank == 1:
+                patch.setattr(plain, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
+            responses = sample(model, [prompts[i] for i in share], uniforms[share], sampling, max_live_rows=live)
+        wrong, gap_of_logprobs = 0, 0.0
+        for i, response in zip(share, responses, strict=True):
+            wrong += response.ids != expected[i].ids
+            pairs = zip(response.logprobs, expected[i].logprobs, strict=False)
+            gap_of_logprobs = max([gap_of_logprobs, *(abs(a - b) for a, b in pairs)])
+        everyone = world.gather((wrong, gap_of_logprobs))
+        found[name] = [sum(n for n, _ in everyone), max(gap for _, gap in everyone)]
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(found), encoding="utf-8")
+    distributed.stop()
+
+
+SAMPLED: dict[str, tuple[dict[str, Any], plain.Layout | None, int | None]] = {
+    "all at once": ({}, None, None),
+    "two at a time": ({}, None, 2),
+    "filtered": ({"top_k": 9, "no_repeat_ngram_size": 3, "temperature": 0.7}, None, None),
+    "a pass for each length": ({}, plain.EQUAL, None),
+    "without a cache": ({}, plain.WHOLE, 3),
+}
+"""Settings, layout of the passes, and rows at a time."""
 
 
 def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
