@@ -94,10 +94,12 @@ def test_four_processes_two_of_which_have_no_row_of_a_minibatch(compare):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["auto", "sharded"])
-def test_two_machines_that_hold_the_same_shards(compare, decoder):
-    """`hybrid`: two processes of each machine divide the models. Two have no row of a minibatch."""
+def test_two_machines_that_hold_the_same_shards(compare, pipeline, decoder):
+    """`hybrid`: two processes of each machine divide the models. Two have no row of a minibatch. Without a copy of the
+    policy the reference policy is sampled from its shards, too."""
     compare(
         {
+            "ref_policy": {"path": str(pipeline("llama") / "sft")},
             "ppo": {
                 "rollout_batch_size": 8,
                 "minibatch_size": 4,
@@ -105,7 +107,7 @@ def test_two_machines_that_hold_the_same_shards(compare, decoder):
                 "score_normalization": "reference",
                 "num_reference_samples": 17,
                 "ema_decay": 0.9,
-            }
+            },
         },
         count=4,
         sharded={"distributed": {"shard": "hybrid"}, "rollout": {"decoder": decoder}},

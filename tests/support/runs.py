@@ -43,17 +43,18 @@ def run_forked_code(count, code, *arguments, log, per_node=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    local = per_node or count
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local}
+    per_node = per_node or count
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": per_node}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(count)]
     processes = [
         Forked(
             code,
             *arguments,
             folder=ROOT,
             log=Path(f"{log}.log{rank}"),
-            environment={name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank % local}.items()},
+            environment={name: str(value) for name, value in {**common, **own}.items()},
         )
-        for rank in range(count)
+        for rank, own in enumerate(ranks)
     ]
     for process in processes:
         exit_code, output = process.wait()
