@@ -189,8 +189,8 @@ def copies_of_weights(model: Held, setting: Setting, *, trains: bool = True) -> 
     """Weights that exist a second time during a pass.
 
     Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
-    time. A divided model gathers two blocks of layers, the weights outside of them and, if the pass trains, the gradient
-    of a block and of those weights.
+    time. A divided model gathers two blocks of layers, the weights outside of them and, if the pass trains, the
+    gradient of a block and of those weights.
     """
     shape, counts = model.shape, model.shape.counts
     if model.among(setting) > 1:

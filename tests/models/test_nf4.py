@@ -20,9 +20,11 @@ from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.stage_run import StageRun
+from support.compare import same_weights
 from support.resume import stopping_after
+from support.runs import run_forked
 from support.setup import config_of
-from support.tiny import CPU, SETTINGS, random_ids
+from support.tiny import CPU, SETTINGS, random_ids, read_jsonl
 
 bnb = pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (extra qlora)")
 IDS = torch.tensor(random_ids(11))
@@ -154,6 +156,25 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
     ppo = run_stage("ppo", tmp_path, policy={"lora": lora}, value_model={"lora": lora}, ppo={"num_iterations": 1})
     assert "nf4_double" in (ppo / "model/adapter/base_model.json").read_text()
     close(logits(load_policy(str(ppo / "model"))), logits(load_policy(str(ppo / "model/adapter"))))
+
+
+@pytest.mark.slow
+def test_responses_from_a_divided_quantized_policy_are_those_of_a_whole_one(run_stage, write_config, base, tmp_path):
+    lora = {"r": 2, "quantize": "nf4"}
+    rm = run_stage("rm", tmp_path, model={"path": str(base), "lora": {**lora, "save": "adapter"}})
+    keys = {
+        "policy": {"path": str(base), "lora": lora},
+        "rewards": [{"type": "reward_model", "path": str(rm)}],
+        "value_model": {"init": "policy", "lora": lora},
+        "num_logged_samples": 4,
+    }
+    one = run_stage("ppo", tmp_path / "one", **keys)
+    sharded = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
+    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **keys, **sharded))
+    same_weights(one, tmp_path / "two/ppo")
+    samples, others = (read_jsonl(folder / "samples.jsonl") for folder in (one, tmp_path / "two/ppo"))
+    assert len(samples) > 4
+    assert [row["response"] for row in samples] == [row["response"] for row in others]
 
 
 def test_policy_value_and_reward_model_share_quantized_weights(write_config, run_stage, base, tmp_path):
