@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.plan.parts import Machine, StagePlan
+from rlhf_cli.plan.shapes import Shape
 from rlhf_cli.plan.sources import Sources
 from rlhf_cli.plan.stages import plan_stage
 
@@ -75,15 +76,26 @@ def planned(size: dict[str, int], gpus: int) -> StagePlan:
         return plan_stage("sft", config, Sources({"sft": config}), Machine("cuda", 80e9, gpus))
 
 
-def step(plan: StagePlan, gpus: int) -> tuple[float, float, float]:
-    """(bytes that a GPU sends, seconds of computing, seconds of sending) of a step.
+def sent_in_pass(shape: Shape, gpus: int) -> float:
+    """Bytes that a GPU sends while a pass gathers all weights once, as each sampled token does.
 
-    Weights are gathered for the forward and for the backward pass, blocks in bfloat16 and the ends in float32, and
-    gradients are summed in float32. In a ring each GPU sends ``(gpus - 1) / gpus`` of that.
+    Blocks are gathered in bfloat16, embeddings and head in float32. In a ring each GPU sends ``(gpus - 1) / gpus``.
     """
+    return (2 * shape.layer * shape.layers + 4 * shape.ends) * (gpus - 1) / gpus
+
+
+def sent_in_step(shape: Shape, gpus: int) -> float:
+    """Bytes that a GPU sends in a training step of one microbatch.
+
+    Weights are gathered for the forward and for the backward pass, and gradients are summed in float32.
+    """
+    return 2 * sent_in_pass(shape, gpus) + 4 * shape.weights * (gpus - 1) / gpus
+
+
+def step(plan: StagePlan, gpus: int) -> tuple[float, float, float]:
+    """(bytes that a GPU sends, seconds of computing, seconds of sending) of a step."""
     shape = plan.models[0].shape
-    blocks, ends = shape.layer * shape.layers, shape.ends
-    sent = (2 * (2 * blocks + 4 * ends) + 4 * (blocks + ends)) * (gpus - 1) / gpus
+    sent = sent_in_step(shape, gpus)
     # Six operations for each weight and token, and two more for the layers that are computed again.
     computes = 8 * shape.weights * TOKENS / FLOPS
     return sent, computes, sent / (NVLINK if gpus <= 8 else NETWORK)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
+from transformers import AutoConfig
 
+from rlhf_cli.plan.shapes import Source, shape_of
+from support.paths import ROOT
 from support.runs import run_forked_code
 from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
 
@@ -27,7 +31,7 @@ def run(program, count, folder, *arguments):
 )
 def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, tmp_path):
     """Six steps with unequal rows; in one of them only the first process has any."""
-    make_models(tmp_path)
+    make_models(tmp_path, *cases)
     (tmp_path / "cases.json").write_text(json.dumps(list(cases)), encoding="utf-8")
     gaps = run("compare", count, tmp_path)
     assert list(gaps) == list(cases)
@@ -56,7 +60,7 @@ SLOW = [
 )
 def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resumes, tmp_path):
     """Each process writes its rows, and a run that is not sharded reads them too."""
-    make_models(tmp_path)
+    make_models(tmp_path, case)
     if saves == 1:
         interrupted(str(tmp_path), case)
     else:
@@ -73,7 +77,7 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resume
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_that_sample_from_a_sharded_model_draw_the_tokens_of_a_whole_one(count, tmp_path):
     """One has the longest responses and another the shortest. Of four, two have none, and each pair holds the model."""
-    make_models(tmp_path)
+    make_models(tmp_path, "llama")
     gaps = run("sampled", count, tmp_path)
     assert len(gaps) == 5
     for name, (wrong, gap) in gaps.items():
@@ -83,14 +87,28 @@ def test_processes_that_sample_from_a_sharded_model_draw_the_tokens_of_a_whole_o
 
 @pytest.mark.slow
 def test_a_process_that_ends_its_sampling_one_pass_early_ends_the_run(tmp_path):
-    make_models(tmp_path)
+    make_models(tmp_path, "llama")
     with pytest.raises(AssertionError, match="gloo"):
         run("sampled", 2, tmp_path, "leaves early")
 
 
+def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(tmp_path):
+    """docs/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""
+    make_models(tmp_path, "llama")
+    figures = run("counted", 2, tmp_path)
+    spec = importlib.util.spec_from_file_location("scale", ROOT / "docs" / "scale.py")
+    scale = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scale)
+    config = AutoConfig.from_pretrained(tmp_path / "llama")
+    shape = shape_of("model", Source(config), is_classifier=False, precision="bfloat16")
+    # The page takes the norms of a layer, 64 of its 7,744 numbers here, to be exchanged with the embeddings.
+    assert figures["step"] == pytest.approx(scale.sent_in_step(shape, 2), rel=0.01)
+    assert figures["sampling"] == pytest.approx(5 * scale.sent_in_pass(shape, 2), rel=0.01)
+
+
 @pytest.mark.slow
 def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_path):
-    make_models(tmp_path)
+    make_models(tmp_path, "llama tied")
     figures = run("frozen", 2, tmp_path, "llama tied")
     assert figures["difference"] == 0.0
     assert figures["bytes"][1] == figures["bytes"][0] / 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -28,6 +29,7 @@ from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.nf4 import quantize
+from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
@@ -73,9 +75,10 @@ PLANTED: dict[str, dict[str, Any]] = {
 }
 
 
-def make_models(folder: Path) -> None:
-    """Write the model of each case."""
-    for name, case in (CASES | PLANTED).items():
+def make_models(folder: Path, *names: str) -> None:
+    """Write the model of each of these cases, or of all."""
+    cases = CASES | PLANTED
+    for name, case in {name: cases[name] for name in names or cases}.items():
         family = case.get("family", "llama")
         wide = {"hidden_size": 64, "intermediate_size": 128} if case.get("wide") else {}
         settings = (
@@ -307,6 +310,46 @@ SAMPLED: dict[str, tuple[dict[str, Any], plain.Layout | None, int | None]] = {
     "without a cache": ({}, plain.WHOLE, 3),
 }
 """Settings, layout of the passes, and rows at a time."""
+
+
+def counted(folder: str) -> None:
+    """The program of each process that counts the bytes it sends: in a training step whose layers are recomputed, and
+    in the sampling of five tokens. A ring is taken to send (N - 1) / N of what is gathered or scattered."""
+    world = distributed.start("cpu")
+    run = Trained(Path(folder, "llama"), {"precision": "bfloat16"}, world)
+    recompute_layers(run.model)
+    stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(world.device, "float32"))
+    ids = [[i % VOCABULARY for i in row] for row in random_ids(9, 5)]
+    rows = [Example(row, [True] * len(row), "") for row in ids]
+    sent = 0.0
+
+    def counting(operation: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            nonlocal sent
+            tensors = [arg for arg in (*args, *options.values()) if isinstance(arg, torch.Tensor)]
+            # The larger one has the rows of all processes.
+            sent += max(tensor.nbytes for tensor in tensors) * (world.size - 1) / world.size
+            return operation(*args, **options)
+
+        return count
+
+    figures = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            patch.setattr(dist, name, counting(getattr(dist, name)))
+        sft._accumulate(run.model, rows, Budget(999), "bfloat16", stage)
+        figures["step"], sent = sent, 0.0
+        run.model.eval()
+        with autocast(world.device, "bfloat16"):
+            sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
+        # The first sampling compares the layouts, too.
+        sent = 0.0
+        with autocast(world.device, "bfloat16"):
+            sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
+        figures["sampling"] = sent
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
+    distributed.stop()
 
 
 def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
