@@ -56,7 +56,10 @@ PHASES = {
     # The innermost function of the table that is at work gives the phase.
     "load_setup": "load",
     "_model_and_tokenizer": "load",
-    "_samples": "normalisation",
+    "_backbone": "load",
+    "_model": "load",
+    "samples_of_sft": "normalisation",
+    "_draw": "normalisation",
     "collect": "scoring",
     "sample": "rollout",
     "_iterate": "scoring",

@@ -7,14 +7,15 @@ Reads   pairs, rankings, scored or labelled rows, and a backbone: the run's SFT 
 Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.jsonl; with evaluation.keep_best also
         best_model
 
- 1. load the backbone with a new, small scalar head; a classifier with one label keeps its own
- 2. encode the rows: prompt, answer and EOS of each answer. Nothing is cut unless data.truncation says so
- 3. for each step: of rankings of K answers, -log sigmoid(better score - worse score), averaged over all pairs of a
+ 1. encode the rows: prompt, answer and EOS of each answer. Nothing is cut unless data.truncation says so
+ 2. draw fresh samples of the SFT model, before the reward model is in memory. A resumed run has kept them
+ 3. load the backbone with a new, small scalar head; a classifier with one label keeps its own
+ 4. for each step: of rankings of K answers, -log sigmoid(better score - worse score), averaged over all pairs of a
     ranking (Ouyang et al. 2022, eq. 1; a preference pair is K = 2); of scored answers, (score - target)^2 with
     targets of mean 0 and standard deviation 1; of answers labelled good or bad, the logistic loss of the score
- 4. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
- 5. write the score's mean and standard deviation over fresh samples of the SFT model into the model's config, as
-    `score_mean` and `score_std`: kl_coef then means the same whatever the scale of the scores
+ 5. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
+ 6. write the score's mean and standard deviation over the samples into the model's config, as `score_mean` and
+    `score_std`: kl_coef then means the same whatever the scale of the scores
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.evaluation.normalization import (
+    Items,
+    Samples,
+    frozen_reward_model,
+    samples_of_sft,
+    texts_to_score,
+    write_statistics,
+)
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
 from rlhf_cli.models.freeze import freeze
+from rlhf_cli.models.frozen import release
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import check_length, longest_input
-from rlhf_cli.models.load import (
-    check_vocabulary,
-    ensure_pad_token,
-    load_reward_model,
-    load_tokenizer,
-    new_reward_model,
-    prepare,
-    save_facts,
-)
+from rlhf_cli.models.load import check_vocabulary, ensure_pad_token, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import prepare_base, round_as_saved, save_of_stage, train_adapters
-from rlhf_cli.models.shard import divides, prepare_for, shard_for
+from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import (
     figures_of_rankings,
@@ -77,10 +79,6 @@ from rlhf_cli.rewards.agreement import (
     verdict,
 )
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.rewards.normalization import score_statistics
-from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.exchange import gather_responses
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator
 from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import totals
@@ -103,7 +101,6 @@ SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {
 
 Item = RankedIds | ScoredIds
 """A training row: the sequences of a ranking, or one with its score."""
-Items = Sequence[RankedIds] | Sequence[ScoredIds]
 
 
 @dataclass(frozen=True)
@@ -124,17 +121,20 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         if not divides(config):
             require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
 
-        # 1. The backbone and its head.
-        model, tokenizer = _model_and_tokenizer(config, stage)
-
-        # 2. Rows to tokens.
-        rows = _rows(config, model, tokenizer, stage.display)
-
-        # 3. Training.
-        passes = set_up_training(model, config, world.device, world.size)
+        # 1. Rows to tokens.
+        rows = _rows(config, stage.display)
         metric = "eval/mse" if config.loss == "mse" else "eval/accuracy"
         best = Best(metric if config.evaluation.keep_best else None, lower=config.loss == "mse")
         require_held_out(best, rows.test)
+
+        # 2. Samples of the SFT model, while no other model is in memory.
+        samples = samples_of_sft(rows.test or rows.train, config, stage)
+
+        # 3. The backbone and its head.
+        model = _model(config, stage)
+
+        # 4. Training.
+        passes = set_up_training(model, config, world.device, world.size)
         loop: Loop[Item] = Loop(
             stage,
             config,
@@ -142,7 +142,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             passes,
             num_rows=len(rows.train),
             evaluate=lambda _: _evaluate(model, rows.test, rows.scale, passes.budget, config, world),
-            save=lambda name: save_of_stage(model, tokenizer, stage.directory / name, config),
+            save=lambda name: save_of_stage(model, rows.encoder.tokenizer, stage.directory / name, config),
             best=best,
             shown=SHOWN[config.loss],
         )
@@ -153,47 +153,61 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             _count(stage.speed, passes.work, _share(batch, world))
             stage.log(step + 1, figures | stage.speed.row(), SHOWN[config.loss])
 
-        # 4. The model is saved, then measured: on held-out rows, and on each probe.
+        # 5. The model is saved, then measured: on held-out rows, and on each probe.
         round_as_saved(model, config)
         final = loop.finish() | probe_figures(model.eval(), rows.probes, passes.budget, config.precision, world)
         stage.log(loop.num_steps, final)
         _show(final, rows, stage.display)
 
-        # 5. The scale of its scores.
-        final |= _normalize(model, rows, best, passes.budget, config, stage)
+        # 6. The scale of its scores.
+        final |= _normalize(model, rows, samples, best, passes.budget, config, stage)
         stage.publish(final)
 
 
-# ------------------------------------------------------------------------------- 1. backbone, 2. to tokens
+# ------------------------------------------------------------------------------- 1. rows, 3. backbone
 
 
-def _model_and_tokenizer(config: RMConfig, stage: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The backbone with its scalar head."""
+def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
+    """The backbone with its scalar head, its tokenizer, and lines for the user.
+
+    With `deferred` the weights are not read if that is possible.
+    """
     path, revision, head_std = *config.inputs["model"], config.model.head_std
     path = model_directory(path)
     tokenizer = load_tokenizer(path, revision)
-    model, new = new_reward_model(path, revision, seed=config.seed, head_std=head_std, deferred=divides(config))
+    model, new = new_reward_model(path, revision, seed=config.seed, head_std=head_std, deferred=deferred)
     if new:
-        stage.display.note(f"{path}: newly initialized: {', '.join(new)}")
+        line = f"{path}: newly initialized: {', '.join(new)}"
     elif head_std is not None:
         raise ConfigError(f"model.head_std: {path} has a trained head with one label, which is kept. Remove head_std")
     else:
-        stage.display.note(f"{path}: is a classifier with one label, its trained head is kept")
+        line = f"{path}: is a classifier with one label, its trained head is kept"
     check_vocabulary(model, tokenizer, path)
     if reads_last_token(model):
         require_eos(tokenizer, path)
     ensure_pad_token(model, tokenizer)
-    frozen = freeze(model, config.model.freeze, "model.freeze")
+    check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
+    return model, tokenizer, [line, freeze(model, config.model.freeze, "model.freeze")]
+
+
+def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
+    """The model, ready to train."""
+    model, _, _ = _backbone(config, deferred=divides(config))
     prepare_base(model, config.model.lora, "model.lora", config, stage.world.device)
-    lines = [frozen, prepare(model, stage.world.device), train_adapters(model, config)]
+    lines = [prepare(model, stage.world.device), train_adapters(model, config)]
     for line in filter(None, [*lines, shard_for(config, model, stage.world.device)]):
         stage.display.note(line)
-    check_length(config.data.max_length, longest_input(model, tokenizer), "data.max_length")
-    return model, tokenizer
+    return model
 
 
-def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, display: Display) -> TokenRows:
-    """Rankings for the pairwise losses, or scored answers for the others; and the probes."""
+def _rows(config: RMConfig, display: Display) -> TokenRows:
+    """Rankings for the pairwise losses, or scored answers for the others; and the probes.
+
+    The backbone tells how it reads a text. Its weights are not in memory when this returns.
+    """
+    model, tokenizer, lines = _backbone(config, deferred=True)
+    for line in filter(None, lines):
+        display.note(line)
     spec = rm_rows(config)
     encoder = answer_encoder(tokenizer, spec, reads_last_token=reads_last_token(model))
     longest = longest_input(model, tokenizer)
@@ -222,7 +236,7 @@ def _rows(config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     return TokenRows(train, test[: config.evaluation.max_rows], probes, scale, encoder)
 
 
-# ----------------------------------------------------------------------------------------- 3. training
+# ----------------------------------------------------------------------------------------- 4. training
 
 
 def _batch(config: RMConfig, train: Items, step: int) -> list[Item]:
@@ -304,7 +318,7 @@ def _loss(
     )
 
 
-# -------------------------------------------------------------------------------------- 4. evaluation
+# -------------------------------------------------------------------------------------- 5. evaluation
 
 
 def _evaluate(
@@ -343,15 +357,21 @@ def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
     (display.note if is_better else display.warn)(sentence)
 
 
-# ----------------------------------------------------------------------------------- 5. normalisation
+# ----------------------------------------------------------------------------------- 6. normalisation
 
 
 def _normalize(
-    model: PreTrainedModel, rows: TokenRows, best: Best, budget: Budget, config: RMConfig, stage: StageRun
+    model: PreTrainedModel,
+    rows: TokenRows,
+    samples: Samples | None,
+    best: Best,
+    budget: Budget,
+    config: RMConfig,
+    stage: StageRun,
 ) -> dict[str, float]:
     """Write the length limits and the statistics of the score into the config of the model and of best_model.
 
-    Returns the statistics of the last model.
+    Returns the statistics of the last model. Its weights are freed if best_model is loaded.
     """
     # PPO cuts texts as the training did.
     data = config.data
@@ -359,41 +379,16 @@ def _normalize(
     if config.loss == "mse":
         # The head predicts (score - target_mean) / target_std.
         facts |= {"target_mean": rows.scale.mean, "target_std": rows.scale.std}
-    models = {"model": model}
+    model.config.update(facts)
+    texts = texts_to_score(model, rows.encoder, rows.test or rows.train, samples, config, stage)
+
+    mean, std = write_statistics(model, texts, facts, stage.directory / "model", budget, config, stage)
     if best.step is not None:
         stage.world.barrier()
-        best_model = load_reward_model(str(stage.directory / "best_model"), deferred=divides(config))
-        prepare_for(config, best_model, stage.world.device)
-        models["best_model"] = best_model
-
-    draw = partial(_sample, config, stage)
-    found: dict[str, float] = {}
-    for name, reward_model in models.items():
-        reward_model.config.update(facts)
-        mean, std = score_statistics(reward_model, rows.encoder, rows.test or rows.train, budget, config, draw, stage)
-        if name == "model":
-            found = {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
-        if stage.world.is_main:
-            save_facts(reward_model, facts | {"score_mean": mean, "score_std": std}, stage.directory / name)
-    return found
-
-
-def _sample(
-    config: RMConfig,
-    stage: StageRun,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-) -> list[Response]:
-    """A fresh sample of the SFT model for each prompt. Each process samples its share."""
-    world, settings = stage.world, config.evaluation
-    prepare_for(config, policy, world.device)
-    rows = world.shard(range(len(prompts)))
-    uniforms = draw_uniforms(config.seed, "rm normalization", 0, len(prompts), settings.max_new_tokens)[rows]
-    sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
-    with autocast(world.device, config.precision):
-        share = sample(policy, [prompts[i] for i in rows], uniforms, sampling)
-    return world.interleave(gather_responses(world, share))
+        release(model)
+        directory = stage.directory / "best_model"
+        write_statistics(frozen_reward_model(directory, config, stage), texts, facts, directory, budget, config, stage)
+    return {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
 
 
 if __name__ == "__main__":

@@ -139,6 +139,9 @@ class RMEvaluation(Section):
     normalises. 0 leaves the score unnormalised."""
     max_new_tokens: PositiveInt = 64
     """Maximum length of those samples in tokens. Use PPO's `rollout.max_new_tokens`."""
+    max_live_rows: PositiveInt | None = None
+    """Maximum number of those samples to decode at the same time, which bounds the memory for their keys and values.
+    null decodes all of them together. The samples are the same."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of those samples. Use PPO's `rollout.temperature`."""
     prompt_words: NonNegativeInt = 0

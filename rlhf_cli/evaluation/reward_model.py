@@ -22,6 +22,7 @@ from rlhf_cli.evaluation import preferences, scores
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, share_figure
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
+from rlhf_cli.evaluation.normalization import sequences_of
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.models.forward import autocast
@@ -29,7 +30,6 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.rewards.agreement import longer_wins, margins_of, scores_of_rows
-from rlhf_cli.rewards.normalization import sequences_of
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.seeding import generator

@@ -14,6 +14,7 @@ from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.nf4 import quantize, quantized_layers
+from rlhf_cli.sharding import is_sharded
 
 
 class HeldEmbedding(nn.Embedding):
@@ -98,6 +99,14 @@ def hold_trained(model: PreTrainedModel) -> None:
             if weight.requires_grad and weight.ndim >= 2 and id(weight) not in special:
                 weight.data = weight.data.bfloat16()
     _give_float32(embeddings)
+
+
+@torch.no_grad()
+def release(model: nn.Module) -> None:
+    """Free the weights of a model that nothing computes with any more. A divided model keeps its share."""
+    if not is_sharded(model):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.new_empty(0)
 
 
 def _embeddings(model: PreTrainedModel) -> tuple[list[nn.Embedding], set[int]]:

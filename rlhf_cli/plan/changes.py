@@ -77,8 +77,10 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
         rows = -(-config.ppo.rollout_batch_size // machine.processes)
         live = min(rows, config.rollout.max_live_rows or rows)
         found += [([f"rollout.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
-    if isinstance(config, RMConfig) and (samples := config.evaluation.num_normalization_samples) >= 64:
-        found.append(([f"evaluation.num_normalization_samples={samples // 4}"], "a rougher scale of the scores"))
+    if isinstance(config, RMConfig):
+        rows = -(-config.evaluation.num_normalization_samples // machine.processes)
+        live = min(rows, config.evaluation.max_live_rows or rows)
+        found += [([f"evaluation.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
     found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
     divide = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.divided == 1 else []
     if divide:

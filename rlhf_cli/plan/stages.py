@@ -77,7 +77,7 @@ def _supervised(
     )
     phases = [load([model], setting), *training([model], batch, setting), save([model], setting)]
     if isinstance(config, RMConfig) and config.evaluation.num_normalization_samples:
-        phases.append(_normalisation(config, model, sources, setting))
+        phases.insert(0, _normalisation(config, sources, setting))
     return StagePlan(stage, [model], phases, batch, tokens, setting)
 
 
@@ -98,18 +98,13 @@ def _rows_batch(
     return Batch(size, size if has_targets else 0, -(-rows * longest // size))
 
 
-def _normalisation(config: RMConfig, model: Held, sources: Sources, setting: Setting) -> Phase:
-    """The SFT model beside the reward model, and its samples."""
+def _normalisation(config: RMConfig, sources: Sources, setting: Setting) -> Phase:
+    """The SFT model and its samples, before the reward model is loaded."""
     source = sources.of_stage("sft", config, "model.path") if config.model.path is None else sources.rm(config)
     shape = shape_of("SFT model", source, is_classifier=False, precision=precision_of(setting), frozen=None)
-    policy = Held(shape)
-    rows = -(-config.evaluation.num_normalization_samples // setting.processes)
-    length = max(config.data.max_length, config.evaluation.max_new_tokens)
-    return Phase(
-        "normalisation",
-        join(
-            libraries(setting),
-            {"weights": weight_bytes(model, setting) + weight_bytes(policy, setting)},
-            sampling_bytes(policy, rows, length, setting),
-        ),
-    )
+    policy, evaluation = Held(shape, "rounded"), config.evaluation
+    rows = -(-evaluation.num_normalization_samples // setting.processes)
+    live = min(rows, evaluation.max_live_rows or rows)
+    length = max(config.data.max_length, evaluation.max_new_tokens)
+    weights = {"weights": weight_bytes(policy, setting)}
+    return Phase("normalisation", join(libraries(setting), weights, sampling_bytes(policy, live, length, setting)))

@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "config.training.microbatch_size",
     "config.ppo.microbatch_size",
     "config.rollout.max_live_rows",
+    "config.evaluation.max_live_rows",
     "config.rollout.decoder",
     "config.gradient_checkpointing",
     "config.compile",

@@ -70,6 +70,9 @@ training.tokens_per_microbatch below 100'
         microbatch = config.training.microbatch_size
         what, longest, lengths, more = "rows", config.data.max_length, str(config.data.max_length), ""
         length_keys = "data.max_length"
+        if isinstance(config, RMConfig) and (samples := config.evaluation.num_normalization_samples):
+            sampled = config.evaluation.max_live_rows or -(-samples // num_processes)
+            more = f"; if it ran out while sampling, lower evaluation.max_live_rows below {sampled}"
     rows = -(-minibatch // num_processes)
     rows = rows if microbatch is None else min(rows, microbatch)
     tokens = rows * longest

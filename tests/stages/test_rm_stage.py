@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +17,14 @@ from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model
+from rlhf_cli.evaluation import normalization
+from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, prepare
 from rlhf_cli.rewards.agreement import label_figures, score_figures, verdict
+from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.training.health_start import weak_reward
-from support.tiny import BAD, GOOD, encoder, read_jsonl, sentence, write_jsonl
+from stages import rm as rm_stage
+from support.tiny import BAD, CPU, GOOD, encoder, read_jsonl, sentence, write_jsonl
 
 
 def metrics_of(root):
@@ -220,3 +226,52 @@ def test_probes_are_measured_with_every_loss(make_model, run_stage, data, tmp_pa
     changes["probes"] = str(write_jsonl(tmp_path / "probes.jsonl", probes))
     rm = run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=changes, loss="mse")
     assert {"probe/p0", "probe/p1"} <= metrics_of(rm).keys()
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def weights_in_memory():
+    """Every parameter that exists in this process and has memory."""
+    found = (thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Parameter))
+    return {id(weight): weight for weight in found if weight.device.type != "meta" and weight.numel()}
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored(
+    lora, pipeline, run_stage, monkeypatch, tmp_path
+):
+    """The SFT model is held in the precision of the passes, and its samples are those of its float32 weights."""
+    root = pipeline("llama")
+    known, others, drawn = weights_in_memory(), [], []
+
+    def count(call, allowed=None):
+        ours = {id(weight) for weight in allowed.parameters()} if allowed is not None else set()
+        found = weights_in_memory()
+        others.append((call, sum(w.numel() for i, w in found.items() if i not in known and i not in ours)))
+
+    def watched(name, *given, **options):
+        count(name)
+        return loads[name](*given, **options)
+
+    def sampled(policy, *given, **options):
+        count("sample", policy)
+        drawn.append((policy.model.layers[0].mlp.up_proj.weight.dtype, given, sample(policy, *given, **options)))
+        return drawn[-1][-1]
+
+    loads = {"new_reward_model": new_reward_model, "load_reward_model": load_reward_model}
+    for program, name in ((rm_stage, "new_reward_model"), (normalization, "load_reward_model")):
+        monkeypatch.setattr(program, name, partial(watched, name))
+    monkeypatch.setattr(normalization, "sample", sampled)
+    model = {"path": str(root / "sft"), "lora": lora}
+    evaluation = {"every_steps": 2, "keep_best": True, "max_live_rows": 4}
+    run_stage("rm", tmp_path, model=model, evaluation=evaluation, precision="bfloat16")
+    assert {name for name, _ in others} == {"sample", *loads}
+    assert [count for _, count in others] == [0] * len(others), others
+
+    ((dtype, given, responses),) = drawn
+    assert dtype == torch.bfloat16
+    policy = load_policy(str(root / "sft/model"))
+    prepare(policy, CPU)
+    with autocast(CPU, "bfloat16"):
+        assert [r.ids for r in sample(policy, *given)] == [r.ids for r in responses]

@@ -11,10 +11,9 @@ from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import RunError
+from rlhf_cli.evaluation import normalization
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.training import distributed, loop
-from rlhf_cli.training.optimizer import build_stepper
-from stages import rm
+from rlhf_cli.training import distributed
 from support.compare import same_weights
 from support.tiny import read_jsonl
 from support.worlds import PROGRAMS, EndedError, in_each_process, run_in_threads
@@ -82,25 +81,17 @@ def test_two_processes_give_the_weights_and_figures_of_one(
                 assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-4), key
 
 
-def test_the_samples_that_normalise_scores_are_shared_out_and_the_optimizer_is_freed_before(
-    pipeline, write_config, monkeypatch, tmp_path
-) -> None:
-    """A second model is loaded then, beside which Adam's moments would not fit."""
-    steppers, shares = [], []
+def test_the_samples_that_normalise_scores_are_shared_out(pipeline, write_config, monkeypatch, tmp_path) -> None:
+    shares = []
 
-    def remembered(*given, **options):
-        steppers.append(build_stepper(*given, **options))
-        return steppers[-1]
+    def counted(policy, prompts, *given, **options):
+        shares.append(len(prompts))
+        return sample(policy, prompts, *given, **options)
 
-    def counted(policy, prompts, *given):
-        shares.append((len(prompts), sum(len(stepper.optimizer.state) for stepper in steppers)))
-        return sample(policy, prompts, *given)
-
-    monkeypatch.setattr(loop, "build_stepper", remembered)
-    monkeypatch.setattr(rm, "sample", counted)
+    monkeypatch.setattr(normalization, "sample", counted)
     changes = {"model": {"path": str(pipeline("llama") / "sft")}, "evaluation": {"num_normalization_samples": 5}}
     run_in_threads(2, "rm", write_config("rm", tmp_path, **changes))
-    assert sorted(shares) == [(2, 0), (3, 0)]
+    assert sorted(shares) == [2, 3]
 
 
 OVERFLOWS = {"sft": "target_logprobs", "rm": "pairwise_loss", "ppo": "policy_loss"}

@@ -1,0 +1,271 @@
+"""The mean and standard deviation of a reward model's score over fresh samples of the SFT model.
+
+They go into the model's config as `score_mean` and `score_std`. PPO normalises scores by them, so that kl_coef means
+the same whatever the scale of the scores.
+
+The samples are drawn before the reward model is loaded, so that no two models are in memory at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Skipped, encode_rows
+from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.records import Prompt, Ranking, Scored
+from rlhf_cli.data.special_tokens import special_tokens_of
+from rlhf_cli.data.views import answered
+from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.limits import positions
+from rlhf_cli.models.load import (
+    is_language_model,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    same_tokenizer,
+    save_facts,
+)
+from rlhf_cli.models.shard import divides, prepare_for
+from rlhf_cli.rewards.models import score_sequences
+from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.exchange import gather_responses
+from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
+from rlhf_cli.training.checkpoint_files import write_text
+from rlhf_cli.training.stage_run import StageRun
+
+SMALLEST_STD = 1e-6
+"""A standard deviation below this would blow scores up to noise."""
+KEPT = "normalization_samples.json"
+"""The file beside the checkpoints with the samples of a run that is not finished."""
+
+
+class Sampled(Protocol):
+    """A response of the policy."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def ended(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A fresh sample of the SFT model."""
+
+    prompt: str
+    prompt_ids: list[int]
+    ids: list[int]
+    """The response. With a stop token if it ended with one."""
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Fresh samples of the SFT model at `path`."""
+
+    path: str
+    samples: list[Sample]
+
+
+Items = Sequence[RankedIds] | Sequence[ScoredIds]
+"""The rows of the stage as tokens."""
+
+
+# ----------------------------------------------------------------------------------------- samples
+
+
+def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples | None:
+    """Fresh samples of the SFT model, which answer the prompts of `items` (`_prompts`).
+
+    Call it while no other model is in memory. A resumed run reads the samples that it has drawn before. None if no
+    samples are needed, there is no model to sample from, or no prompt leaves room for a sample in its positions. All
+    processes must call this.
+    """
+    path = _sft_model(config)
+    if config.evaluation.num_normalization_samples == 0 or path is None:
+        return None
+    samples = stage.world.of_main(lambda: _kept(stage))
+    if samples is None:
+        samples = _draw(path, _prompts(items, config), config, stage)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
+        if stage.world.is_main:
+            # Without the file a resumed run draws the same samples again.
+            with contextlib.suppress(OSError):
+                write_text(stage.checkpoints_directory / KEPT, json.dumps([asdict(s) for s in samples]))
+    return Samples(path, samples) if samples else None
+
+
+def _kept(stage: StageRun) -> list[Sample] | None:
+    try:
+        rows = json.loads((stage.checkpoints_directory / KEPT).read_text(encoding="utf-8"))
+        return [Sample(**row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _draw(path: str, prompts: Sequence[Prompt], config: RMConfig, stage: StageRun) -> list[Sample]:
+    """A sample for each prompt that fits. Each process samples its share."""
+    world, settings = stage.world, config.evaluation
+    tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=divides(config))
+    keep_special = config.data.special_tokens == "keep"
+    encoded = encode_rows(tokenizer, prompts, config.data.prompt_template, keep_special=keep_special)
+    room = positions(policy) - settings.max_new_tokens
+    fitting = [(prompt.prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    if not fitting:
+        return []
+    _hold(policy, config, stage)
+    rows = world.shard(range(len(fitting)))
+    uniforms = draw_uniforms(config.seed, "rm normalization", 0, len(fitting), settings.max_new_tokens)[rows]
+    sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
+    mine = [fitting[i][1] for i in rows]
+    with autocast(world.device, config.precision):
+        share = sample(policy, mine, uniforms, sampling, max_live_rows=settings.max_live_rows)
+    responses = world.interleave(gather_responses(world, share))
+    return [
+        Sample(text, ids, response.ids, response.ended)
+        for (text, ids), response in zip(fitting, responses, strict=True)
+    ]
+
+
+def _sft_model(config: RMConfig) -> str | None:
+    """The model to sample from: the run's own SFT model, or else the language model that the backbone came from.
+
+    None if there is neither: an encoder cannot be sampled from.
+    """
+    own = stage_directory(config.artifacts, "sft")
+    if (own / MANIFEST).is_file():
+        return str(own / "model")
+    path = model_directory(config.model.path) if config.model.path is not None else None
+    return path if path is not None and is_language_model(path, config.model.revision) else None
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def _rows(items: Items, config: RMConfig) -> list[tuple[Ranking | Scored, str]]:
+    """(row, one of its answers) for each sample. The rows are repeated if there are fewer than needed."""
+    rows = [items[i % len(items)].row for i in range(config.evaluation.num_normalization_samples)]
+    return [(row, _one_answer(row, number)) for number, row in enumerate(rows)]
+
+
+def _prompts(items: Items, config: RMConfig) -> list[Prompt]:
+    """The prompt of each row. A row without one is prompted with the first words of its answer."""
+    words = config.evaluation.prompt_words
+    return [
+        Prompt(row.prompt or first_words(answer, words)[0], row.where, {}, row.messages)
+        for row, answer in _rows(items, config)
+    ]
+
+
+def _one_answer(row: Ranking | Scored, number: int) -> str:
+    """An answer of the row. Of rankings it is in turn the best and the worst, so that neither kind prevails."""
+    if isinstance(row, Scored):
+        return row.response
+    return row.rejected if number % 2 else row.chosen
+
+
+# ---------------------------------------------------------------------------------------- statistics
+
+
+def texts_to_score(
+    model: PreTrainedModel,
+    encoder: AnswerEncoder,
+    items: Items,
+    samples: Samples | None,
+    config: RMConfig,
+    stage: StageRun,
+) -> list[list[int]]:
+    """What the statistics are taken over: the samples as the reward model reads them, or else answers of the data.
+
+    The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
+    for none.
+    """
+    if samples is not None:
+        tokenizer = load_tokenizer(samples.path)
+        for one in samples.samples[:8]:
+            reply = tokenizer.decode(one.ids, skip_special_tokens=True)
+            stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})
+        prompts = [one.prompt_ids for one in samples.samples]
+        keep_special = config.data.special_tokens == "keep"
+        return sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples.samples, keep_special=keep_special)
+    rows = _rows(items, config)
+    if rows:
+        stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
+    single = [answered(row, answer) for row, answer in rows]
+    cut = [encoder.cut(row, tokens) for row, tokens in zip(single, encoder.encode_rows(single), strict=True)]
+    return [ids for ids in cut if not isinstance(ids, Skipped)]
+
+
+def frozen_reward_model(directory: Path, config: RMConfig, stage: StageRun) -> PreTrainedModel:
+    """The reward model that the run saved in `directory`, ready to score."""
+    model = load_reward_model(str(directory), deferred=divides(config))
+    _hold(model, config, stage)
+    return model
+
+
+def _hold(model: PreTrainedModel, config: RMConfig, stage: StageRun) -> None:
+    """Freeze a model, hold it in the precision of the passes, and prepare it for them."""
+    model.requires_grad_(False)
+    if not divides(config):
+        hold_frozen(model, stage.world.device, config.precision, exact=False)
+    prepare_for(config, model, stage.world.device)
+
+
+def write_statistics(
+    model: PreTrainedModel,
+    texts: Sequence[list[int]],
+    facts: Mapping[str, float | str],
+    directory: Path,
+    budget: Budget,
+    config: RMConfig,
+    stage: StageRun,
+) -> tuple[float, float]:
+    """The mean and the population standard deviation of the scores of `texts`; 0 and 1 without texts.
+
+    They go with `facts` into the config of the model, which is saved in `directory`.
+    """
+    mean, std = 0.0, 1.0
+    if texts:
+        share = score_sequences(model.eval(), stage.world.shard(texts), config.precision, budget)
+        scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
+        mean, std = scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
+    if stage.world.is_main:
+        save_facts(model, {**facts, "score_mean": mean, "score_std": std}, directory)
+    return mean, std
+
+
+def sequences_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    responses: Sequence[Sampled],
+    *,
+    keep_special: bool,
+) -> list[list[int]]:
+    """A policy's prompts and responses as the reward model reads them: the policy's ids if it can, else their text."""
+    texts = [ids + response.ids for ids, response in zip(prompts, responses, strict=True)]
+    ended = [response.ended for response in responses]
+    if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
+        texts = [closed(ids, end, tokenizer.eos_token_id) for ids, end in zip(texts, ended, strict=True)]
+        return cut_all(texts, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
+    decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+    if not keep_special:
+        decoded = [special_tokens_of(tokenizer).protect(text) for text in decoded]
+    return encode_texts(model, tokenizer, decoded, ended)
