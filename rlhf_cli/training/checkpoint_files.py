@@ -2,6 +2,7 @@
 
     artifacts/<run>/.<stage>.checkpoints/run.json          identity of the unfinished run
                                         /total.json        {"total": its number of steps}
+                                        /normalization_samples.json   rm: samples of the SFT model
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
                                                            (sharded: state-00001-of-00004.safetensors, ...)
                    /.<stage>.partial/                      what the stage has written so far

@@ -256,7 +256,8 @@ def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored
 
     def sampled(policy, *given, **options):
         count("sample", policy)
-        drawn.append((policy.model.layers[0].mlp.up_proj.weight.dtype, given, sample(policy, *given, **options)))
+        again = partial(sample, prompts=given[0], uniforms=given[1], sampling=given[2], **options)
+        drawn.append((policy.model.layers[0].mlp.up_proj.weight.dtype, again, again(policy)))
         return drawn[-1][-1]
 
     loads = {"new_reward_model": new_reward_model, "load_reward_model": load_reward_model}
@@ -269,9 +270,9 @@ def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored
     assert {name for name, _ in others} == {"sample", *loads}
     assert [count for _, count in others] == [0] * len(others), others
 
-    ((dtype, given, responses),) = drawn
+    ((dtype, again, responses),) = drawn
     assert dtype == torch.bfloat16
     policy = load_policy(str(root / "sft/model"))
     prepare(policy, CPU)
     with autocast(CPU, "bfloat16"):
-        assert [r.ids for r in sample(policy, *given)] == [r.ids for r in responses]
+        assert [r.ids for r in again(policy)] == [r.ids for r in responses]
