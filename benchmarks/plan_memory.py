@@ -35,8 +35,7 @@ from typing import Any
 from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from rlhf_cli.plan.memory import Phase
-from rlhf_cli.plan.parts import Machine
+from rlhf_cli.plan.parts import Machine, StagePlan
 from rlhf_cli.plan.plan import plan_of
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -48,8 +47,9 @@ SIZES = {
     "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
 }
 STAGES = ("sft", "rm", "ppo")
-KINDS = ("float32", "bfloat16", "lora", "nf4")
-PROCESSES = (1, 2)
+KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded")
+"""`sharded` is float32 with `distributed.shard: true`, for more than one process."""
+PROCESSES = (1, 2, 4)
 PROMPT, RESPONSE = 64, 64
 EVERY_S = 0.005
 PHASES = {
@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "25M", "100M"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--processes", nargs="+", type=int, choices=PROCESSES, default=list(PROCESSES))
+    parser.add_argument("--processes", nargs="+", type=int, choices=PROCESSES, default=[1, 2])
+    parser.add_argument("--phases", action="store_true", help="print the peak of each phase of the runs in --work")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -110,11 +111,15 @@ def main() -> None:
                 make_inputs(work, case.size)
                 measure(work, case, result)
         record(work)
+        if args.phases:
+            print_phases(work)
     print_table()
 
 
 def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
-    return [(z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds]
+    """The cases. One process divides nothing."""
+    cases = ((z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds)
+    return [case for case in cases if case[2] != "sharded" or case[3] > 1]
 
 
 # --------------------------------------------------------------------------------------------- inputs
@@ -175,6 +180,7 @@ def config_of(work: Path, case: Case) -> Path:
         "precision": "bfloat16" if case.kind == "bfloat16" else "float32",
         "optimizer": {"learning_rate": 1e-5},
         "checkpoints": {"every_minutes": None},
+        "distributed": {"shard": case.kind == "sharded"},
     }
     data: dict[str, Any] = {"test_fraction": 0}
     if case.stage == "ppo":
@@ -326,14 +332,29 @@ def recorded() -> dict[Case, int]:
     return {Case(row["size"], row["stage"], row["kind"], row["processes"]): row["peak"] for row in rows}
 
 
-def planned(case: Case, folder: Path) -> Phase:
-    """The fullest phase of a case by `rlhf plan`, from configs that are written to a folder."""
+def planned(case: Case, folder: Path) -> StagePlan:
+    """What `rlhf plan` computes for a case, from configs that are written to a folder."""
     for kind in ("base", "reward"):
         model_config(SIZES[case.size]).save_pretrained(folder / case.size / kind)
     path = config_of(folder, case)
     machine = Machine("cpu", 1e12, case.processes)
     (one,) = plan_of(path, [], case.stage, machine, machine.memory, None)
-    return one.plan.peak
+    return one.plan
+
+
+def print_phases(work: Path) -> None:
+    """Print the largest measured peak of each phase of the finished runs, and the planned phases, in MB."""
+    for path in sorted((work / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        case, rows = Case(**result["case"]), result["processes"]
+        names = dict.fromkeys(name for row in rows for name in row["phases"])
+        measured = {name: max(row["phases"].get(name, 0) for row in rows) / 1e6 for name in names}
+        print(case.name, max(row["peak"] for row in rows) // 10**6, rows[0]["at"][:3])
+        print("  measured:", {name: round(size) for name, size in measured.items()})
+        with tempfile.TemporaryDirectory() as folder:
+            for phase in planned(case, Path(folder)).phases:
+                parts = {name: round(size / 1e6) for name, size in phase.parts.items()}
+                print(f"  {phase.name}: {phase.total / 1e6:,.0f} = {parts}")
 
 
 def print_table() -> None:
@@ -347,7 +368,7 @@ def print_table() -> None:
             for kind in KINDS:
                 case = Case(size, stage, kind, processes)
                 if case in peaks:
-                    total = planned(case, Path(folder)).total
+                    total = planned(case, Path(folder)).peak.total
                     cells.append(f"{peaks[case] / 1e6:,.0f} / {total / 1e6:,.0f} ({total / peaks[case] - 1:+.0%})")
                 else:
                     cells.append("")

@@ -55,7 +55,7 @@ def far_off(benchmark, folder, sizes):
     found = {}
     for case, peak in benchmark.recorded().items():
         if case.size in sizes:
-            ratio = benchmark.planned(case, folder).total / peak
+            ratio = benchmark.planned(case, folder).peak.total / peak
             if not 0.85 <= ratio <= 1.15:
                 found[case.name] = ratio
     return found
