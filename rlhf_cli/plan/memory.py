@@ -148,8 +148,9 @@ def states_of(model: Held, setting: Setting) -> str:
 def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
     """What a forward and backward pass over a microbatch adds at its fullest moment.
 
-    Either the logits and their gradient exist beside all activations, and the gradient of the head is computed, or a
-    layer's temporary tensors do.
+    Beside all activations and the gradient of the head there are either the logits and their gradient, or the
+    temporary tensors of the last layer and, of a divided model, the blocks that are gathered for it. At the end of its
+    pass there are no activations, and the gradient of its embeddings exists twice.
     """
     shape, tokens = model.shape, batch.tokens
     kept = shape.counts.kept * tokens
@@ -158,12 +159,16 @@ def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
         kept = a_layer + tokens * 4 * shape.layers * shape.hidden
     activations = max(kept, tokens * 16 * shape.hidden)
     temporary = tokens * 3 * shape.widest * setting.number
-    logits, head = logit_bytes(shape, batch, setting), 0.0
-    if shape.has_head and shape.lora is None:
-        head = shape.vocabulary * shape.hidden * 4.0
-    if logits + head < temporary:
-        logits, head, activations = 0.0, 0.0, activations + temporary
-    return join({"activations": activations, "logits": logits, "gradients": head}, copies_of_weights(model, setting))
+    head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and shape.lora is None else 0.0
+    at_head = {"activations": activations, "logits": logit_bytes(shape, batch, setting), "gradients": head}
+    at_layer = {"activations": activations + temporary, "gradients": head}
+    if model.among(setting) > 1:
+        ends, blocks = gathered_bytes(model, setting, trains=True)
+        at_end = {"gradients": 2 * ends if shape.lora is None else 0.0}
+        moments = [join(at_head, {"gathered": ends}), join(at_layer, {"gathered": ends + blocks}), at_end]
+    else:
+        moments = [join(parts, copies_of_weights(model, setting)) for parts in (at_head, at_layer)]
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def logit_bytes(shape: Shape, batch: Batch, setting: Setting) -> float:
@@ -181,21 +186,29 @@ def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, floa
     shape = model.shape
     one = Batch(batch.tokens, batch.targets, 1, max(1.0, batch.logits_copies - 1), batch.is_chunked)
     hidden = batch.tokens * (3 * shape.widest + 4 * shape.hidden) * setting.number
-    gathered = copies_of_weights(model, setting, trains=False)
-    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, gathered)
+    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, copies_of_weights(model, setting))
 
 
-def copies_of_weights(model: Held, setting: Setting, *, trains: bool = True) -> dict[str, float]:
-    """Weights that exist a second time during a pass.
+def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[float, float]:
+    """What a process gathers of a divided model: the weights outside of its blocks, and blocks.
+
+    Two blocks are gathered: one computes while the next arrives. In a backward pass there are also the gradient of a
+    block, and the float32 copy of that of the block before, which is summed over the processes.
+    """
+    shape = model.shape
+    gradient = setting.number + 4 if trains and shape.trained > shape.layer else 0
+    return 4.0 * shape.ends, shape.layer * float(2 * setting.number + gradient)
+
+
+def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
+    """Weights that exist a second time during a pass, of a divided model in one without gradients.
 
     Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
-    time. A divided model gathers two blocks of layers, the weights outside of them and, if the pass trains, the
-    gradient of a block and of those weights.
+    time.
     """
     shape, counts = model.shape, model.shape.counts
     if model.among(setting) > 1:
-        block = shape.layer * (2 * setting.number + (4 if trains and shape.trained > shape.layer else 0))
-        return {"gathered": block + 4 * shape.ends * (2 if trains and shape.lora is None and shape.trained else 1)}
+        return {"gathered": sum(gathered_bytes(model, setting, trains=False))}
     if shape.lora is not None and shape.lora.quantize is not None:
         return {"dequantized": 4.0 * shape.hidden * shape.widest}
     if not setting.half:
@@ -226,7 +239,7 @@ def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> di
         "logits": 3.0 * rows * shape.vocabulary * 4,
     }
     if policy.among(setting) > 1:
-        return parts | copies_of_weights(policy, setting, trains=False)
+        return parts | copies_of_weights(policy, setting)
     if setting.device == "cpu" and not setting.half and shape.lora is None:
         parts["rollout copy"] = shape.counts.joined * 4
     return parts
