@@ -29,6 +29,13 @@ Temperature = Annotated[
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, help="Longest response. The run's own by default.")
 ]
+BestOf = Annotated[
+    int, typer.Option("--best-of", min=1, metavar="N", help="Sample N responses, write the best by score.")
+]
+PenaltyAlpha = Annotated[
+    float | None,
+    typer.Option("--penalty-alpha", min=0, max=1, help="Contrastive search among --top-k tokens (4)."),
+]
 
 
 def add_run_commands(app: typer.Typer) -> None:
@@ -212,14 +219,13 @@ def generate(
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the K most likely tokens.")] = None,
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = None,
-    best_of: Annotated[
-        int, typer.Option("--best-of", min=1, metavar="N", help="Sample N responses, write the best by score.")
-    ] = 1,
+    best_of: BestOf = 1,
     reward_model: Annotated[
         str | None,
         typer.Option("--reward-model", metavar="DIR", help="Score with this model, not with the run's rewards."),
     ] = None,
     beams: Annotated[int, typer.Option("--beams", min=1, help="Beam search with this many beams.")] = 1,
+    penalty_alpha: PenaltyAlpha = None,
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Responses per batch.")] = 64,
     shard: Annotated[
@@ -241,7 +247,7 @@ def generate(
         from rlhf_cli.commands.generate import generate as write
 
         sampling = (temperature, top_k, top_p, max_new_tokens)
-        options = Options(*sampling, best_of, reward_model, beams, seed, batch_size, device)
+        options = Options(*sampling, best_of, reward_model, beams, penalty_alpha, seed, batch_size, device)
         write(
             directory,
             source_of(prompts, overrides, format, keys),

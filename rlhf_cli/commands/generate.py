@@ -52,6 +52,8 @@ class Options:
     reward_model: str | None = None
     """Scores the responses instead of the run's rewards."""
     beams: int = 1
+    penalty_alpha: float | None = None
+    """The penalty of contrastive search, which chooses among `top_k` tokens, or 4."""
     seed: int = 0
     batch_size: int = 64
     device: str = "auto"
@@ -62,9 +64,12 @@ class Options:
             raise ConfigError("--best-of: all samples are equal at --temperature 0. Remove one of them")
         given = {"--best-of": self.best_of > 1, "--temperature": self.temperature is not None}
         given |= {"--top-k": self.top_k is not None, "--top-p": self.top_p is not None}
+        if self.beams > 1 and self.penalty_alpha is not None:
+            raise ConfigError("--penalty-alpha: does nothing with --beams. Remove one of them")
+        search = "--beams" if self.beams > 1 else "--penalty-alpha" if self.penalty_alpha is not None else None
         for option, is_given in given.items():
-            if self.beams > 1 and is_given:
-                raise ConfigError(f"{option}: does nothing with --beams, which draws no samples. Remove one of them")
+            if search is not None and is_given and (search, option) != ("--penalty-alpha", "--top-k"):
+                raise ConfigError(f"{option}: does nothing with {search}, which draws no samples. Remove one of them")
             if self.temperature == 0 and is_given and option in ("--top-k", "--top-p"):
                 raise ConfigError(f"{option}: does nothing at --temperature 0. Remove one of them")
 
@@ -113,6 +118,7 @@ class _Plan:
             "greedy": decoding.greedy,
             "best_of": decoding.num_samples,
             "beams": decoding.num_beams,
+            "contrastive": [decoding.penalty_alpha, decoding.num_candidates],
             "seed": decoding.seed,
             "judges": self.rewards.settings() if self.rewards is not None else None,
         }
@@ -222,11 +228,14 @@ def _plan(directory: str, stage: str | None, compare: Compared | None, options: 
         raise ConfigError(f"--best-of: {directory} has no rewards to choose by. Give --reward-model")
     elif options.best_of == 1:
         rewards = None
+    contrastive = options.penalty_alpha is not None
     decoding = Decoding(
-        _changed(model.rollout(), options),
+        _changed(model.rollout(), replace(options, top_k=None) if contrastive else options),
         greedy=options.temperature == 0,
         num_samples=options.best_of,
         num_beams=options.beams,
+        penalty_alpha=options.penalty_alpha,
+        num_candidates=options.top_k or 4,
         seed=options.seed,
         batch_size=options.batch_size,
     )

@@ -1,19 +1,22 @@
-"""Responses of a trained model to prompts of a file: greedy, sampled, the best of n, or by beam search."""
+"""Responses of a trained model to prompts of a file: greedy, sampled, the best of n, by beam or contrastive search."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.encode import encode_rows, prompt_text
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.errors import ConfigError, DataError, RunError
+from rlhf_cli.evaluation.contrastive import contrastive_search
 from rlhf_cli.evaluation.conversation import form_of
 from rlhf_cli.evaluation.trained import RewardSet, TrainedModel, samples_of
 from rlhf_cli.models.forward import autocast
@@ -38,6 +41,10 @@ class Decoding:
     """Responses per prompt, of which the one with the highest score is kept."""
     num_beams: int = 1
     """More than 1: beam search of transformers."""
+    penalty_alpha: float | None = None
+    """Given: contrastive search with this penalty."""
+    num_candidates: int = 4
+    """Tokens among which contrastive search chooses."""
     seed: int = 0
     batch_size: int = 64
     """Maximum responses decoded at the same time."""
@@ -68,12 +75,15 @@ class Generator:
     Response k to the prompt with number n is drawn from the uniforms of (seed, n, k), so it does not depend on the
     other prompts, except for rounding.
 
-    Raises ArtifactError for a directory without a language model, ConfigError for rewards that do not fit it.
+    Raises ArtifactError for a directory without a language model, ConfigError for rewards that do not fit it, and for
+    contrastive search with a model whose cache is a state.
     """
 
     def __init__(self, source: TrainedModel, decoding: Decoding, rewards: RewardSet | None, device: torch.device):
         self.source, self.decoding, self.device = source, decoding, device
         self.model, self.tokenizer = source.load(device)
+        if decoding.penalty_alpha is not None and self.model._is_stateful:
+            raise ConfigError(f"--penalty-alpha: a {type(self.model).__name__} has no keys and values. Use --beams")
         self.template = "chat" if form_of(source, self.tokenizer).kind == "chat" else source.template
         self.sampling = self._sampling()
         self.rewards: list[RewardSource] = []
@@ -121,28 +131,31 @@ class Generator:
     def _responses(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[Response]:
         decoding, longest = self.decoding, self.decoding.rollout.max_new_tokens
         with autocast(self.device, self.source.precision):
-            if decoding.num_beams > 1:
-                return [self._beam_search(row.ids) for row in rows]
+            if decoding.num_beams > 1 or decoding.penalty_alpha is not None:
+                return [self._search(row.ids) for row in rows]
             draws = [torch.rand(longest, generator=generator(decoding.seed, "generate", *c)) for c in counters]
             uniforms = torch.stack(draws)  # [B, R]
             ids, limit = [row.ids for row in rows], decoding.batch_size
             return sample(self.model, ids, uniforms, self.sampling, self.tokenizer, max_live_rows=limit)
 
-    @torch.no_grad()
-    def _beam_search(self, ids: list[int]) -> Response:
-        """The best of `num_beams` sequences, one prompt at a time: padding would change the last bits."""
-        sampling, rollout = self.sampling, self.decoding.rollout
-        stops = sorted(sampling.stop)
+    def _search(self, ids: list[int]) -> Response:
+        """Beam or contrastive search, one prompt at a time: padding would change the last bits."""
+        sampling, rollout, decoding = self.sampling, self.decoding.rollout, self.decoding
+        stops, strings = sorted(sampling.stop), list(sampling.stop_strings)
         config = GenerationConfig(
-            num_beams=self.decoding.num_beams,
+            num_beams=decoding.num_beams,
             do_sample=False,
             max_new_tokens=rollout.max_new_tokens,
             min_new_tokens=rollout.min_new_tokens or None,
             no_repeat_ngram_size=rollout.no_repeat_ngram_size,
             eos_token_id=stops,
             pad_token_id=stops[0],
-            stop_strings=list(sampling.stop_strings) or None,
         )
+        method: dict[str, Any] = {}
+        if decoding.penalty_alpha is not None:
+            method["custom_generate"] = functools.partial(
+                contrastive_search, penalty_alpha=decoding.penalty_alpha, num_candidates=decoding.num_candidates
+            )
         prompt, num_before = torch.tensor([ids], device=self.device), len(ids)
         if is_seq2seq(self.model):
             # Its output begins with the decoder's start token.
@@ -152,13 +165,13 @@ class Generator:
             prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
-            tokenizer=self.tokenizer if sampling.stop_strings else None,
+            stopping_criteria=StoppingCriteriaList([StopStringCriteria(self.tokenizer, strings)] if strings else []),
+            **method,
         )
         new = output[0, num_before:].tolist()
         end = next((n for n, token in enumerate(new, 1) if token in sampling.stop), None)
         new = new[:end]
-        strings = sampling.stop_strings
-        stopped = bool(strings) and stop_string_start(self.tokenizer, new, strings) is not None
+        stopped = bool(strings) and stop_string_start(self.tokenizer, new, sampling.stop_strings) is not None
         return Response(new, [], end is not None or stopped)
 
     def _judged(self, rows: Sequence[PromptRow], responses: Sequence[Response]) -> list[Answer]:

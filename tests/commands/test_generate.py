@@ -21,6 +21,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError, UserError
 from rlhf_cli.evaluation.generation import Answer, Decoding, Generator
 from rlhf_cli.evaluation.trained import find_model
 from rlhf_cli.models.load import load_tokenizer
+from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
 
@@ -206,6 +207,21 @@ def test_greedy_and_beam_search_agree_with_transformers(
         assert row["ended"] == (tokenizer.eos_token_id in response.tolist())
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_contrastive_search_is_that_of_the_paper(family: str, prompts: Path, tmp_path: Path, make_model: Any) -> None:
+    path = str(make_model(family))
+    options = Options(device="cpu", penalty_alpha=ALPHA, top_k=CANDIDATES, max_new_tokens=LENGTH)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(path)
+
+    def compute(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = model(ids, output_hidden_states=True)
+        return out.logits, out.hidden_states[-1]
+
+    for row in write(path, prompts, tmp_path / "out.jsonl", options=options, num=3):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        assert (row["response"], row["ended"]) == contrastive_response(path, prompt, compute)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -219,6 +235,8 @@ def test_greedy_and_beam_search_agree_with_transformers(
         ({"options": Options(best_of=2), "directory": "MODEL"}, "--best-of: .* has no rewards"),
         ({"options": Options(best_of=2, temperature=0.0)}, "--best-of: all samples are equal at --temperature 0"),
         ({"options": Options(beams=2, temperature=0.5)}, "--temperature: does nothing with --beams"),
+        ({"options": Options(beams=2, penalty_alpha=0.5)}, "--penalty-alpha: does nothing with --beams"),
+        ({"options": Options(top_p=0.5, penalty_alpha=0.5)}, "--top-p: does nothing with --penalty-alpha"),
         ({"options": Options(top_p=0.5, temperature=0.0)}, "--top-p: does nothing at --temperature 0"),
     ],
 )

@@ -193,7 +193,6 @@ NOT_OFFERED = {
     "DPO, SimPO, ORPO and the KTO loss": ("dpo", "simpo", "orpo"),
     "ZeRO, tensor parallel": ("zero_stage", "deepspeed", "tensor_parallel"),
     "8 bits; 4 bits without LoRA": ("load_in_4bit", "load_in_8bit", "quantization", "int8"),
-    "contrastive search": ("penalty_alpha",),
     "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
     "asymmetric score clips": ("score_clip_low", "score_clip_high"),
     "minibatches drawn at random": ("sample_replay_buffer", "random_minibatches"),
