@@ -272,7 +272,7 @@ class PPOConfig(Stage):
         if decoder == "sharded" and (not self.distributed.shard or "policy" in self.distributed.keep_whole):
             raise ValueError(
                 "rollout.decoder: sharded samples from a policy that distributed.shard divides, and this one is whole. "
-                "Set it to auto"
+                "Set it to auto, or divide the policy"
             )
         if decoder == "static" and self.optimizer.precision == "bfloat16":
             raise ValueError(

@@ -152,8 +152,8 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
-    backbone = None if divides(config) else backbone_of(policy, base, config.policy.lora)
-    rewards, reward_notes = _load_rewards(config, tokenizer, world.device, backbone)
+    backbone = backbone_of(policy, base, config.policy.lora)
+    rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if divides(config) else backbone)
     value = choose_value_model(config, base, rewards, policy, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")

@@ -18,6 +18,7 @@ from rlhf_cli.models.adapters import has_adapters
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import check_shared_value_model, scalar_weight
 from rlhf_cli.models.load import load_value_model, new_value_model
+from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.ppo.sharded import to_divide
 from rlhf_cli.rewards.base import RewardSource
@@ -54,7 +55,8 @@ def choose_value_model(
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
 
-    With `value_model.lora` it shares the weights of `backbone` if it starts from there.
+    With `value_model.lora` it shares the weights of `backbone` if it starts from there. If the run divides models among
+    processes it has weights of its own, and starts from the same values.
 
     Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
     """
@@ -82,7 +84,8 @@ def choose_value_model(
             return _from_reward_model(*reward_models[0], config, backbone)
         case "auto" | "policy":
             note = NO_REWARD_MODEL if init == "auto" else None
-            shared = backbone.classifier() if backbone is not None and _may_share(config) else None
+            may_share = backbone is not None and _may_share(config) and not divides(config)
+            shared = backbone.classifier() if backbone is not None and may_share else None
             model = shared or new_value_model(policy_base.path, policy_base.revision, deferred=_is_divided(config))
             return ValueStart(model, base=policy_base, note=_joined(note, SHARES if shared is not None else None))
         case _:
@@ -94,15 +97,25 @@ def _from_reward_model(
 ) -> ValueStart:
     """The weights of a reward model with a new head.
 
-    A reward model that shares the policy's backbone gives its adapters, if they have the form of `value_model.lora`.
+    A reward model of adapters on the policy's backbone gives its adapters, if they have the form of `value_model.lora`.
     """
     lora, note = config.value_model.lora, None
-    if backbone is not None and lora is not None and _may_share(config) and has_adapters(reward_model):
-        shared = backbone.classifier() if has_adapters_of(reward_model, lora) else None
-        if shared is not None:
-            return ValueStart(shared, base=backbone.base, note=SHARES, adapters_of=reward_model)
-        note = OWN_WEIGHTS
+    if backbone is not None and lora is not None and _may_share(config):
+        # Divided models share no weights. Only the adapters of this one are read.
+        adapted = backbone.reward_model(base.path) if divides(config) else reward_model
+        if adapted is not None and has_adapters(adapted):
+            if has_adapters_of(adapted, lora):
+                return _from_adapters(adapted, config, backbone)
+            note = OWN_WEIGHTS
     return ValueStart(new_value_model(base.path, base.revision, deferred=_is_divided(config)), base=base, note=note)
+
+
+def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, backbone: Backbone) -> ValueStart:
+    """The backbone with a new head, which will get the adapters of a reward model on it."""
+    base = backbone.base
+    model, note = (None, None) if divides(config) else (backbone.classifier(), SHARES)
+    model = model or new_value_model(base.path, base.revision, deferred=_is_divided(config))
+    return ValueStart(model, base=base, note=note, adapters_of=adapted)
 
 
 def _is_divided(config: PPOConfig) -> bool:

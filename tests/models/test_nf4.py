@@ -159,13 +159,17 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_responses_from_a_divided_quantized_policy_are_those_of_a_whole_one(run_stage, write_config, base, tmp_path):
-    lora = {"r": 2, "quantize": "nf4"}
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_divided_run_that_samples_from_its_shards_is_that_of_one_process(
+    quantize, run_stage, write_config, base, tmp_path
+):
+    """The value model starts from the reward model's adapters, although divided models share no weights."""
+    lora = {"r": 2, "quantize": quantize}
     rm = run_stage("rm", tmp_path, model={"path": str(base), "lora": {**lora, "save": "adapter"}})
     keys = {
         "policy": {"path": str(base), "lora": lora},
         "rewards": [{"type": "reward_model", "path": str(rm)}],
-        "value_model": {"init": "policy", "lora": lora},
+        "value_model": {"lora": lora},
         "num_logged_samples": 4,
     }
     one = run_stage("ppo", tmp_path / "one", **keys)
