@@ -200,7 +200,8 @@ def kept_bytes(compute: Callable[[], object]) -> int:
         storage = tensor.untyped_storage()
         # The address of the storage object: data_ptr() is 0 for every tensor without numbers (meta, fake).
         kept[storage._cdata] = storage.nbytes()
-        return tensor
+        # An operation that keeps its own output would form a cycle, which Python cannot free. The weights are in it.
+        return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         # All storages live as long as the output, so no two of them have the same address.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -69,6 +70,19 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
             return kept_bytes(compute)
 
         assert shape.counts.kept == (kept(8) - kept(4)) / (4 * ROW)
+
+
+def test_counting_what_autograd_keeps_frees_it():
+    weight, refs = torch.nn.Parameter(torch.ones(3)), []
+
+    def compute():
+        half = weight.bfloat16()
+        output = half.exp()  # whose gradient needs the output itself
+        refs.extend([weakref.ref(half), weakref.ref(output)])
+        return output
+
+    assert kept_bytes(compute) == 6
+    assert [ref() for ref in refs] == [None, None]
 
 
 def test_frozen_weights_are_counted_by_what_can_hold_them():
