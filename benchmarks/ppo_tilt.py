@@ -13,7 +13,6 @@ script.
 import argparse
 import json
 import os
-import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from rlhf_cli.environment import set_up_process
 
 NUM_PROMPTS = 128
 SFT_SAMPLES = 64
-"""Per prompt. The tilt's KL can be at most log(64) = 4.16 nats."""
+"""Per prompt, without --samples. The tilt's KL can be at most log(64) = 4.16 nats."""
 POLICY_SAMPLES = 8
 BEST_OF = (8, 16, 32)
 GOAL = 0.95
@@ -38,16 +37,14 @@ GOAL = 0.95
 
 @dataclass(frozen=True)
 class Seed:
-    """One seed: the policy's replies, the SFT model's, and the processor seconds of the stages."""
+    """One seed: the policy's replies and the SFT model's."""
 
     seed: int
     policy: Measurement
     scores: Tensor
-    """[prompts, SFT_SAMPLES] scores of the SFT model's replies."""
+    """[prompts, samples] scores of the SFT model's replies."""
     gold: Tensor
-    """[prompts, SFT_SAMPLES] the judge's figure of the same replies."""
-    seconds: float
-    """Processor seconds of the whole pipeline: three stages with their start, evaluations and files."""
+    """[prompts, samples] the judge's figure of the same replies."""
 
     @property
     def beta(self) -> float:
@@ -81,27 +78,11 @@ class Seed:
         return (weights * figures).sum(1).mean().item()
 
 
-def train(run: Path, seed: int) -> float:
-    """Run the pipeline unless it is finished; returns the processor seconds that it took when it ran."""
-    record = run / "processor_seconds"
-    if not record.is_file():
-        before = _child_seconds()
-        train_ours(run, seed)
-        record.write_text(f"{_child_seconds() - before:.2f}\n", encoding="utf-8")
-    return float(record.read_text(encoding="utf-8"))
-
-
-def _child_seconds() -> float:
-    """Processor seconds of all finished child processes."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def sft_samples(run: Path) -> tuple[Tensor, Tensor]:
-    """(scores, gold) of the SFT model's replies, [NUM_PROMPTS, SFT_SAMPLES] each; kept in sft_samples.json."""
-    kept = run / "sft_samples.json"
+def sft_samples(run: Path, samples: int) -> tuple[Tensor, Tensor]:
+    """(scores, gold) of the SFT model's replies, [NUM_PROMPTS, samples] each; kept in sft_samples_<samples>.json."""
+    kept = run / f"sft_samples_{samples}.json"
     if not kept.is_file():
-        measured = measure(run / "sft" / "model", run, SFT_SAMPLES, NUM_PROMPTS)
+        measured = measure(run / "sft" / "model", run, samples, NUM_PROMPTS)
         kept.write_text(json.dumps({name: measured.figures[name] for name in ("score", "gold")}), encoding="utf-8")
     figures = json.loads(kept.read_text(encoding="utf-8"))
     return torch.tensor(figures["score"]).T, torch.tensor(figures["gold"]).T
@@ -120,11 +101,10 @@ def report(seeds: Sequence[Seed], command: str) -> str:
                 f"{s.beta:.2f}",
                 *(f"{x:.2f}" for x in (s.policy.mean("gold"), s.tilt_gold)),
                 *(f"{s.policy.mean(name):.2f}" for name in ("right", "unique")),
-                f"{s.seconds:.0f}",
             ]
         )
         best.append([str(s.seed), *(f"{best_of_n(s.scores, n)[0].mean().item():.2f}" for n in BEST_OF)])
-    shares = [s.share for s in seeds]
+    shares, samples = [s.share for s in seeds], seeds[0].scores.shape[1]
     reached = sum(share >= GOAL for share in shares)
     return "\n".join(
         [
@@ -137,17 +117,14 @@ def report(seeds: Sequence[Seed], command: str) -> str:
             f"PPO is to reach {100 * GOAL:.0f} % of the tilt's score at its own KL. {reached} of {len(seeds)} seeds "
             f"do. The mean is {100 * statistics.fmean(shares):.1f} %, the lowest {100 * min(shares):.1f} %.",
             "",
-            *table(
-                ["seed", "KL", "score", "tilt's", "share", "beta", "gold", "tilt's", "right", "unique", "CPU s"], rows
-            ),
+            *table(["seed", "KL", "score", "tilt's", "share", "beta", "gold", "tilt's", "right", "unique"], rows),
             "",
-            f"{NUM_PROMPTS} held-out prompts, {POLICY_SAMPLES} replies each at temperature 1. Tilt: of {SFT_SAMPLES} "
+            f"{NUM_PROMPTS} held-out prompts, {POLICY_SAMPLES} replies each at temperature 1. Tilt: of {samples} "
             "replies of the SFT model per prompt, at the KL of the policy. After the ±: the standard error over "
-            "prompts. CPU s: processor seconds of all three stages, start and evaluation included; other programs on "
-            "the machine raise them.",
+            "prompts.",
             "",
-            f"The tilt is an estimate that is too low: {SFT_SAMPLES} samples express at most "
-            f"{torch.tensor(float(SFT_SAMPLES)).log().item():.2f} nats, and near that only a few of them carry the "
+            f"The tilt is an estimate that is too low: {samples} samples express at most "
+            f"{torch.tensor(float(samples)).log().item():.2f} nats, and near that only a few of them carry the "
             "weight. Best-of-n has no such bias in its score, and its KL is at most log(n) - (n - 1) / n:",
             "",
             *table(["seed", *(f"best of {n}, KL at most {best_of_n_kl_bound(n):.2f}" for n in BEST_OF)], best),
@@ -161,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for models and logs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
+    parser.add_argument("--samples", type=int, default=SFT_SAMPLES, help="replies of the SFT model to a prompt")
     parser.add_argument("--record", action="store_true", help="write the tracked benchmarks/PPO_TILT.md")
     arguments = parser.parse_args()
     work = arguments.work.absolute()
@@ -170,9 +148,9 @@ def main() -> None:
     seeds = []
     for seed in arguments.seeds:
         run = work / f"seed{seed}"
-        seconds = train(run, seed)
+        train_ours(run, seed)
         policy = measure(run / "ppo" / "model", run, POLICY_SAMPLES, NUM_PROMPTS)
-        seeds.append(Seed(seed, policy, *sft_samples(run), seconds))
+        seeds.append(Seed(seed, policy, *sft_samples(run, arguments.samples)))
     text = report(seeds, f"python benchmarks/ppo_tilt.py --work DIR --seeds {' '.join(map(str, arguments.seeds))}")
     ((HERE if arguments.record else work) / "PPO_TILT.md").write_text(text, encoding="utf-8")
     print(text)

@@ -229,7 +229,8 @@ class PPO(Section):
                 raise ValueError("kl_controller: adaptive needs kl_target, in nats per response")
             if self.kl_coef == 0:
                 raise ValueError(
-                    "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Set kl_coef to a value above 0"
+                    "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Set kl_coef to a value above 0, or "
+                    "kl_controller: fixed, kl_target: null and kl_horizon: 10000"
                 )
         refuse_unread(self, self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
         return self

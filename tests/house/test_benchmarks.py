@@ -220,7 +220,7 @@ def test_the_share_of_the_tilt(load):
     kl = math.log(1 / 2) / 4 + math.log(3 / 2) * 3 / 4
     replies = quality.Measurement([["", ""]], {"score": [[0.6, 0.6]], "kl": [[kl, kl]]})
     pairs = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    seed = script.Seed(0, replies, pairs, 2 * pairs, seconds=0.0)
+    seed = script.Seed(0, replies, pairs, 2 * pairs)
     assert seed.beta == pytest.approx(1 / math.log(3))
     assert seed.tilt_score == pytest.approx(0.75)
     assert seed.tilt_gold == pytest.approx(1.5)

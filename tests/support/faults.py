@@ -31,6 +31,9 @@ TASK = {
     "ppo": (
         "ppo.num_iterations=30",
         "ppo.rollout_batch_size=32",
+        "ppo.kl_controller=fixed",
+        "ppo.kl_target=null",
+        "ppo.kl_horizon=10000",
         "optimizer.warmup_steps=10",
         "evaluation.num_prompts=128",
     ),
