@@ -47,8 +47,9 @@ SIZES = {
     "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
 }
 STAGES = ("sft", "rm", "ppo")
-KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded")
-"""`sharded` is float32 with `distributed.shard: true`, for more than one process."""
+KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards")
+"""`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a copy
+of the policy to sample from (`rollout.decoder: sharded`)."""
 PROCESSES = (1, 2, 4)
 PROMPT, RESPONSE = 64, 64
 EVERY_S = 0.005
@@ -119,7 +120,8 @@ def main() -> None:
 def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
     """The cases. One process divides nothing."""
     cases = ((z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds)
-    return [case for case in cases if case[2] != "sharded" or case[3] > 1]
+    allowed = {"sharded": STAGES, "shards": ("ppo",)}
+    return [case for case in cases if case[2] not in allowed or (case[3] > 1 and case[1] in allowed[case[2]])]
 
 
 # --------------------------------------------------------------------------------------------- inputs
@@ -180,7 +182,7 @@ def config_of(work: Path, case: Case) -> Path:
         "precision": "bfloat16" if case.kind == "bfloat16" else "float32",
         "optimizer": {"learning_rate": 1e-5},
         "checkpoints": {"every_minutes": None},
-        "distributed": {"shard": case.kind == "sharded"},
+        "distributed": {"shard": case.kind in ("sharded", "shards")},
     }
     data: dict[str, Any] = {"test_fraction": 0}
     if case.stage == "ppo":
@@ -189,7 +191,7 @@ def config_of(work: Path, case: Case) -> Path:
             "rewards": [{"type": "reward_model", "path": str(folder / "reward")}],
             "value_model": adapters,
             "data": data | {"train": str(folder / "prompts.jsonl"), "max_prompt_length": PROMPT},
-            "rollout": {"max_new_tokens": RESPONSE},
+            "rollout": {"max_new_tokens": RESPONSE, "decoder": "sharded" if case.kind == "shards" else "auto"},
             "ppo": {
                 "num_iterations": 2,
                 "rollout_batch_size": batch,
