@@ -48,8 +48,8 @@ SIZES = {
 }
 STAGES = ("sft", "rm", "ppo")
 KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards")
-"""`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a copy
-of the policy to sample from (`rollout.decoder: sharded`)."""
+"""`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a
+copy of the policy to sample from (`rollout.decoder: sharded`)."""
 PROCESSES = (1, 2, 4)
 PROMPT, RESPONSE = 64, 64
 EVERY_S = 0.005
