@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_cli.models.cost import budget_within
+from rlhf_cli.models.sharded_files import LARGEST_FILE
 from rlhf_cli.plan.memory import (
     LIBRARIES,
     Batch,
@@ -110,16 +111,23 @@ def training(
 
 
 def save(models: list[Held], setting: Setting, *, moments: float = 0.0) -> Phase:
-    """The weights in float32 for the file; of a model with adapters, merged ones."""
+    """What the file of a trained model needs beside the models, on a CPU; weights of its own precision need nothing."""
     held = sum(weight_bytes(model, setting) for model in models)
     if setting.device != "cpu":
         return Phase("save", join({"weights": held, "optimizer": moments}))
-    copy = max(
-        model.shape.counts.base * 4 * (2 if model.shape.lora is not None else 1)
-        for model in models
-        if model.shape.trained
-    )
+    copy = max(_file_bytes(model, setting) for model in models if model.shape.trained)
     return Phase("save", join(libraries(setting), {"weights": held, "optimizer": moments, "file": copy}))
+
+
+def _file_bytes(model: Held, setting: Setting) -> float:
+    """Merged weights in float32, those of one file of a divided model, and their copy in bfloat16."""
+    shape = model.shape
+    if shape.lora is not None and shape.lora.save == "adapter":
+        return 0.0
+    is_divided = model.among(setting) > 1
+    whole = 4 * shape.counts.base if shape.lora is not None or is_divided else 0.0
+    rounded = 2 * shape.counts.base if shape.stored == 2 else 0.0
+    return min(whole + rounded, 1.5 * LARGEST_FILE) if is_divided else whole + rounded
 
 
 def auto_tokens(
