@@ -14,9 +14,9 @@ The system's allocator keeps freed memory, and gaps between the pieces that are 
 resident memory and more. So the runs are made with MALLOC_MMAP_THRESHOLD_=131072, which returns every large tensor to
 the system when it is freed: what remains is what lives.
 
-Linux only. DIR needs 6 GB with 300 million parameters. On two cores that other work shared, a run took 7 to 190 s up to 25
-million parameters, 41 to 201 s at 100 million and 231 to 566 s at 300 million. A finished run is not repeated. The peaks are
-recorded in benchmarks/plan_memory.json, from which a test checks the plan.
+Linux only. DIR needs 6 GB with 300 million parameters. On two cores that other work shared, a run took 7 to 190 s up to
+25 million parameters, 41 to 201 s at 100 million and 231 to 566 s at 300 million. A finished run is not repeated. The
+peaks are recorded in benchmarks/plan_memory.json, from which a test checks the plan.
 """
 
 import argparse
