@@ -66,7 +66,7 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import check_length, longest_input
 from rlhf_cli.models.load import check_vocabulary, ensure_pad_token, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import prepare_base, round_as_saved, save_of_stage, train_adapters
+from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.rewards.agreement import (
@@ -192,10 +192,10 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
 
 def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
     """The model, ready to train."""
-    model, _, _ = _backbone(config, deferred=divides(config))
-    prepare_base(model, config.model.lora, "model.lora", config, stage.world.device)
-    lines = [prepare(model, stage.world.device), train_adapters(model, config)]
-    for line in filter(None, [*lines, shard_for(config, model, stage.world.device)]):
+    lora, device = config.model.lora, stage.world.device
+    model, _, _ = _backbone(config, deferred=divides(config) or defers_base(lora, config, device))
+    prepare_base(model, lora, "model.lora", config, device)
+    for line in filter(None, [prepare(model, device), train_adapters(model, config), shard_for(config, model, device)]):
         stage.display.note(line)
     return model
 

@@ -50,7 +50,7 @@ from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import prepare_base, round_as_saved, save_of_stage, train_adapters
+from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import divides, shard_for
@@ -253,7 +253,8 @@ def _model_and_tokenizer(
     assert config.model.path is not None
     path = model_directory(config.model.path)
     tokenizer = load_tokenizer(path, config.model.revision)
-    model = load_policy(path, config.model.revision, deferred=divides(config) and not new_tokens)
+    deferred = divides(config) or defers_base(config.model.lora, config, device)
+    model = load_policy(path, config.model.revision, deferred=deferred and not new_tokens)
     check_vocabulary(model, tokenizer, path)
     require_eos(tokenizer, path)
     lines = [freeze(model, config.model.freeze, "model.freeze")]

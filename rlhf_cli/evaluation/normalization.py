@@ -28,7 +28,7 @@ from rlhf_cli.data.records import Prompt, Ranking, Scored
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import answered
 from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import (
@@ -122,7 +122,7 @@ def _kept(stage: StageRun) -> list[Sample] | None:
 def _draw(path: str, prompts: Sequence[Prompt], config: RMConfig, stage: StageRun) -> list[Sample]:
     """A sample for each prompt that fits. Each process samples its share."""
     world, settings = stage.world, config.evaluation
-    tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=divides(config))
+    tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=_is_deferred(config, stage))
     keep_special = config.data.special_tokens == "keep"
     encoded = encode_rows(tokenizer, prompts, config.data.prompt_template, keep_special=keep_special)
     room = positions(policy) - settings.max_new_tokens
@@ -214,9 +214,14 @@ def texts_to_score(
 
 def frozen_reward_model(directory: Path, config: RMConfig, stage: StageRun) -> PreTrainedModel:
     """The reward model that the run saved in `directory`, ready to score."""
-    model = load_reward_model(str(directory), deferred=divides(config))
+    model = load_reward_model(str(directory), deferred=_is_deferred(config, stage))
     _hold(model, config, stage)
     return model
+
+
+def _is_deferred(config: RMConfig, stage: StageRun) -> bool:
+    """Whether `_hold` reads the weights."""
+    return divides(config) or is_held(stage.world.device, config.precision)
 
 
 def _hold(model: PreTrainedModel, config: RMConfig, stage: StageRun) -> None:

@@ -1,7 +1,8 @@
 """Deferred weights: a model is built without memory for them, and each is read from its file when it is needed.
 
-A sharded model is built like this, because no process can hold all of it. A deferred weight is one NaN, repeated by a
-stride of 0, so that code which reads it too early fails visibly.
+A sharded model is built like this, because no process can hold all of it. So is a frozen model that is held in 16 or
+4 bits, because in float32 it would take several times the memory. A deferred weight is one NaN, repeated by a stride of
+0, so that code which reads it too early fails visibly.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.heads import reads_last_token
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -34,12 +36,16 @@ class Place:
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         """`count` rows from `first` on, as float32. Only these are read from the disk."""
+        return self.as_stored(first, count).float()
+
+    def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
+        """The same rows in the number format of the file."""
         with safe_open(self.file, framework="pt") as file:
             rows = file.get_slice(self.name)
             if count == 0:
                 return torch.empty(0, *rows.get_shape()[1:])
             tensor: Tensor = rows[first : None if count is None else first + count]
-        return tensor.float()
+        return tensor
 
 
 _places: Any = WeakTensorKeyDictionary()
@@ -59,11 +65,26 @@ def is_deferred(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def read_deferred(module: nn.Module) -> None:
-    """Read the deferred weights of a module."""
+    """Read the deferred weights of a module. Raises ArtifactError for one that is not finite."""
     for weight in module.parameters():
-        if (place := place_of(weight)) is not None:
-            weight.data = place.read()
-            del _places[weight]
+        if place_of(weight) is not None:
+            weight.data = take(weight).float()
+
+
+def take(weight: Tensor) -> Tensor:
+    """The values of a deferred weight in the number format of its file. It no longer counts as deferred: assign them.
+
+    Raises ArtifactError if they are not finite.
+    """
+    place: Place = _places.pop(weight)
+    values = place.as_stored()
+    # A sum is fast, and finite only if all values are.
+    if not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
+        raise ArtifactError(
+            f"{place.file}: weight {place.name} contains NaN or inf, so no training step can be computed from it. Give "
+            "a model whose weights are finite"
+        )
+    return values
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -110,6 +131,7 @@ def load_deferred(
             tensor.data = place.read()
         elif name not in info["missing_keys"] and not torch.isfinite(tensor).all():
             return None
+    model.name_or_path = path
     if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
         model.generation_config = _generation_config(path, revision) or model.generation_config
     return model, info

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.models.deferred import place_of
-from rlhf_cli.models.forward import compute_dtype
+from rlhf_cli.models.checks import try_out
+from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
+from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.sharding import is_sharded
@@ -37,10 +38,13 @@ def hold_base(
         hold: False if the weights must stay in float32 unless `lora` quantizes them.
     """
     model.requires_grad_(False)
+    was_deferred = is_deferred(model)
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
     if hold:
-        hold_frozen(model, device, precision, exact=True)
+        _round(model, device, precision, exact=True)
+    if was_deferred:
+        _complete(model)
 
 
 @torch.no_grad()
@@ -55,6 +59,9 @@ def hold_frozen(
 ) -> None:
     """Keep frozen weights in the 16-bit format that the passes compute in, if they do. No result changes.
 
+    Deferred weights are read one after the other, so that no more than the result and a few copies of the largest one
+    is in memory.
+
     Autocast rounds the weights of linear layers, the head over the vocabulary included, before each product, so a pass
     gives the same bits. Embeddings are not rounded: they are kept in 16 bits only if nothing is lost. Norms and scalar
     heads stay in float32. So does a model whose passes run without autocast (an encoder).
@@ -65,7 +72,40 @@ def hold_frozen(
             merged weights are saved.
         constant: False for a copy whose weights will be replaced: its embeddings stay in float32.
         others: weights of other models that this one shares. They are not touched.
+
+    Raises:
+        ArtifactError: a deferred weight is not finite, or the model cannot compute.
     """
+    was_deferred = is_deferred(model)
+    _round(model, device, precision, exact=exact, constant=constant, others=others)
+    if was_deferred:
+        _complete(model)
+
+
+def is_held(device: torch.device, precision: str) -> bool:
+    """Whether `hold_frozen` changes anything: the passes compute in 16 bits."""
+    return compute_dtype(device, precision) != torch.float32
+
+
+def _complete(model: PreTrainedModel) -> None:
+    """Read the weights that stay in float32, and check the model as `load` does one that is not deferred."""
+    read_deferred(model)
+    was_training = model.training
+    precision = held_precision(model) or "float32"
+    with autocast(torch.device("cpu"), precision):
+        try_out(model, model.name_or_path or "")
+    model.train(was_training)
+
+
+def _round(
+    model: PreTrainedModel,
+    device: torch.device,
+    precision: str,
+    *,
+    exact: bool,
+    constant: bool = True,
+    others: Collection[torch.Tensor] = (),
+) -> None:
     is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
     dtype = compute_dtype(device, precision)
     if is_encoder or dtype == torch.float32:
@@ -77,13 +117,19 @@ def hold_frozen(
         skipped |= tables
     for module in [*_linear_layers(model), *embeddings]:
         for weight in module.parameters(recurse=False):
-            if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped or place_of(weight):
+            if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped:
                 continue
-            rounded = weight.data.to(dtype)
+            given = take(weight) if place_of(weight) is not None else weight.data
             may_round = not exact and id(weight) not in tables
-            if may_round or torch.equal(rounded.float(), weight.data):
-                weight.data = rounded
+            weight.data = given.to(dtype) if may_round or _is_lossless(given, dtype) else given.float()
     _give_float32(embeddings)
+
+
+def _is_lossless(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the values are numbers of `dtype`. They are compared a part at a time, which needs little memory."""
+    return values.dtype == dtype or all(
+        torch.equal(part.to(dtype).float(), part.float()) for part in values.split(1024)
+    )
 
 
 @torch.no_grad()

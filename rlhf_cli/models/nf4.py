@@ -46,7 +46,8 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
             f"{key}: no layer of this {type(model).__name__} can be quantized, since none is a linear layer whose "
             f"inputs are a multiple of {BLOCK}. Remove it"
         )
-    for parent, name, layer in layers:
+    while layers:  # a layer that is done is freed
+        parent, name, layer = layers.pop()
         setattr(parent, name, _quantized(layer, quantization, library, key))
 
 

@@ -17,7 +17,7 @@ from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.conversion import round_weights
 from rlhf_cli.models.deferred import read_deferred
-from rlhf_cli.models.frozen import hold_base
+from rlhf_cli.models.frozen import hold_base, is_held
 from rlhf_cli.models.load import save
 from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.models.shard import divides
@@ -35,6 +35,11 @@ def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: St
         return
     is_static = isinstance(config, PPOConfig) and config.rollout.decoder == "static"
     hold_base(model, lora, key, device, config.precision, hold=not is_static)
+
+
+def defers_base(lora: Lora | None, config: Stage, device: torch.device) -> bool:
+    """Whether `prepare_base` reads the weights that will be under adapters, because it holds them in fewer bits."""
+    return lora is not None and not divides(config) and (lora.quantize is not None or is_held(device, config.precision))
 
 
 def train_adapters(model: PreTrainedModel, config: SFTConfig | RMConfig) -> str | None:

@@ -29,11 +29,11 @@ from rlhf_cli.models.cost import (
 )
 from rlhf_cli.models.forward import autocast, compute_dtype, is_packed
 from rlhf_cli.models.freeze import freeze
-from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
-from rlhf_cli.models.saving import add_adapters, prepare_base
+from rlhf_cli.models.saving import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
@@ -147,14 +147,15 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
     require_dividable(config)
-    policy = load_policy(path, config.policy.revision, deferred=to_divide(config, "policy") is not None)
+    deferred = to_divide(config, "policy") is not None or defers_base(config.policy.lora, config, world.device)
+    policy = load_policy(path, config.policy.revision, deferred=deferred)
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
     backbone = backbone_of(policy, base, config.policy.lora)
     rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if divides(config) else backbone)
-    value = choose_value_model(config, base, rewards, policy, backbone)
+    value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
     models = Models(policy, _load_ref_policy(config, path, tokenizer, world.device), value.model, value.head)
@@ -249,7 +250,10 @@ def _load_ref_policy(
     config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
-    deferred = to_divide(config, "ref_policy") is not None
+    is_divided = to_divide(config, "ref_policy") is not None
+    # The static decoder, if it samples from ref_policy, is first compared in float32.
+    holds = not is_divided and (config.rollout.decoder != "static" or not config.ppo.uses_reference_scores)
+    deferred = is_divided or (holds and is_held(device, config.precision))
     if config.ref_policy is not None:
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
         ref_policy = load_policy(ref_path, config.ref_policy.revision, deferred=deferred)
@@ -262,8 +266,7 @@ def _load_ref_policy(
     else:
         return None
     ref_policy.requires_grad_(False)
-    # The static decoder, if it samples from ref_policy, is first compared in float32.
-    if not deferred and (config.rollout.decoder != "static" or not config.ppo.uses_reference_scores):
+    if holds:
         hold_frozen(ref_policy, device, config.precision, exact=False)
     return ref_policy
 

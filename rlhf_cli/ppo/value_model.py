@@ -18,6 +18,7 @@ from rlhf_cli.models.adapters import has_adapters
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import check_shared_value_model, scalar_weight
 from rlhf_cli.models.load import load_value_model, new_value_model
+from rlhf_cli.models.saving import defers_base
 from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.ppo.sharded import to_divide
@@ -51,6 +52,7 @@ def choose_value_model(
     policy_base: BaseModel,
     rewards: Sequence[RewardSource],
     policy: PreTrainedModel,
+    device: torch.device,
     backbone: Backbone | None = None,
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
@@ -79,21 +81,25 @@ def choose_value_model(
                     "value_model.init: found reward_model, but no reward is a model that reads the policy's tokens. "
                     "Set it to policy"
                 )
-            return _from_reward_model(*reward_models[0], config, backbone)
+            return _from_reward_model(*reward_models[0], config, device, backbone)
         case "auto" if reward_models:
-            return _from_reward_model(*reward_models[0], config, backbone)
+            return _from_reward_model(*reward_models[0], config, device, backbone)
         case "auto" | "policy":
             note = NO_REWARD_MODEL if init == "auto" else None
             may_share = backbone is not None and _may_share(config) and not divides(config)
             shared = backbone.classifier() if backbone is not None and may_share else None
-            model = shared or new_value_model(policy_base.path, policy_base.revision, deferred=_is_divided(config))
+            model = shared or _new_model(policy_base, config, device)
             return ValueStart(model, base=policy_base, note=_joined(note, SHARES if shared is not None else None))
         case _:
             assert_never(init)
 
 
 def _from_reward_model(
-    base: BaseModel, reward_model: PreTrainedModel, config: PPOConfig, backbone: Backbone | None
+    base: BaseModel,
+    reward_model: PreTrainedModel,
+    config: PPOConfig,
+    device: torch.device,
+    backbone: Backbone | None,
 ) -> ValueStart:
     """The weights of a reward model with a new head.
 
@@ -105,22 +111,23 @@ def _from_reward_model(
         adapted = backbone.reward_model(base.path) if divides(config) else reward_model
         if adapted is not None and has_adapters(adapted):
             if has_adapters_of(adapted, lora):
-                return _from_adapters(adapted, config, backbone)
+                return _from_adapters(adapted, config, device, backbone)
             note = OWN_WEIGHTS
-    return ValueStart(new_value_model(base.path, base.revision, deferred=_is_divided(config)), base=base, note=note)
+    return ValueStart(_new_model(base, config, device), base=base, note=note)
 
 
-def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, backbone: Backbone) -> ValueStart:
+def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, device: torch.device, backbone: Backbone) -> ValueStart:
     """The backbone with a new head, which will get the adapters of a reward model on it."""
     base = backbone.base
     model, note = (None, None) if divides(config) else (backbone.classifier(), SHARES)
-    model = model or new_value_model(base.path, base.revision, deferred=_is_divided(config))
+    model = model or _new_model(base, config, device)
     return ValueStart(model, base=base, note=note, adapters_of=adapted)
 
 
-def _is_divided(config: PPOConfig) -> bool:
-    """Whether the value model is divided among the processes."""
-    return to_divide(config, "value_model") is not None
+def _new_model(base: BaseModel, config: PPOConfig, device: torch.device) -> PreTrainedModel:
+    """The weights of `base` with a new head. They are read later if they will be divided, or held in fewer bits."""
+    deferred = to_divide(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
+    return new_value_model(base.path, base.revision, deferred=deferred)
 
 
 def _may_share(config: PPOConfig) -> bool:

@@ -18,7 +18,7 @@ from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
-from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
@@ -181,8 +181,9 @@ def load_reward_source(
     `backbone` share its weights. With `divided_by` the model is divided among the processes as that config says.
     """
     path = model_directory(path)
+    later = divided_by is not None or is_held(device, precision)
     on_backbone = backbone.reward_model(path) if backbone is not None else None
-    model = on_backbone or load_reward_model(path, reward.revision, deferred=divided_by is not None)
+    model = on_backbone or load_reward_model(path, reward.revision, deferred=later)
     tokenizer = load_tokenizer(path, reward.revision)
     check_vocabulary(model, tokenizer, path)
     if reward.template == "chat" and not tokenizer.chat_template:

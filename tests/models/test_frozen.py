@@ -6,11 +6,17 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
+from rlhf_cli.config.models import Lora
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.deferred import is_deferred
 from rlhf_cli.models.forward import autocast, held_precision
-from rlhf_cli.models.frozen import hold_frozen, hold_trained
-from rlhf_cli.models.load import prepare, set_dropout_off
+from rlhf_cli.models.frozen import hold_base, hold_frozen, hold_trained
+from rlhf_cli.models.load import load_policy, new_reward_model, prepare, set_dropout_off
 from support.tiny import CPU, SETTINGS
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -85,3 +91,104 @@ def test_trained_matrices_in_bfloat16_compute_as_rounded_ones(name):
         for parameter, held in zip(expected.parameters(), model.parameters(), strict=True):
             parameter.copy_(held.float())
     assert torch.equal(logits(model, "bfloat16"), logits(expected, "bfloat16"))
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+class PeakOfTensors(TorchDispatchMode):
+    """The most bytes that tensors had at the same time, of those that an operation read or wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self.live[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return result
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A function: number format -> a directory with a model of 6 layers, in which no weight is a large part."""
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    folder = tmp_path_factory.mktemp("files")
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).save_pretrained(folder / str(dtype))
+    return folder
+
+
+HOLDS = {
+    "rounded": lambda model: hold_frozen(model, CPU, "bfloat16", exact=False),
+    "exact": lambda model: hold_base(model, Lora(r=2), "lora", CPU, "bfloat16"),
+    "nf4": lambda model: hold_base(model, Lora(r=2, quantize="nf4"), "lora", CPU, "float32"),
+    "nf4 in bfloat16": lambda model: hold_base(model, Lora(r=2, quantize="nf4_double"), "lora", CPU, "bfloat16"),
+}
+LOADS = {
+    "policy": load_policy,
+    "reward model": lambda path, **more: new_reward_model(path, None, seed=0, head_std=None, **more)[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "kind"),
+    [
+        ("float32", "rounded", "policy"),
+        ("float32", "exact", "policy"),
+        ("bfloat16", "exact", "reward model"),
+        ("float32", "nf4", "reward model"),
+        ("bfloat16", "nf4 in bfloat16", "policy"),
+    ],
+)
+def test_a_frozen_model_is_read_a_weight_at_a_time(dtype, form, kind, files):
+    """The result has the same bytes as after a load in float32. Loading takes what is held and two copies of the
+    largest weight."""
+    path = str(files / f"torch.{dtype}")
+    expected = LOADS[kind](path).requires_grad_(False)
+    HOLDS[form](expected)
+    with PeakOfTensors() as tensors:
+        model = LOADS[kind](path, deferred=True).requires_grad_(False)
+        assert is_deferred(model)
+        HOLDS[form](model)
+    assert not is_deferred(model)
+    assert not model.training
+    held, wanted = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, expected))
+    assert held.keys() == wanted.keys()
+    for name, weight in held.items():
+        assert weight.dtype == wanted[name].dtype, name
+        assert torch.equal(weight, wanted[name]), name
+    size = sum(weight.nbytes for weight in held.values())
+    in_float32 = 4 * sum(weight.numel() for weight in LOADS[kind](path).parameters())
+    largest = 4 * 300 * 64
+    assert tensors.peak < size + 2 * largest
+    if form != "exact" or dtype == "bfloat16":
+        assert size + 2 * largest < 0.75 * in_float32, "the bound says nothing otherwise"
+
+
+def test_a_weight_that_is_not_finite_and_a_model_that_cannot_compute_are_refused(files, tmp_path):
+    """As they are where the weights are read while the model is loaded."""
+    path = str(files / "torch.float32")
+    model = load_policy(path)
+    model.model.layers[3].mlp.up_proj.weight.data[1, 1] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ArtifactError, match=r"layers\.3\.mlp\.up_proj\.weight contains NaN or inf"):
+        HOLDS["rounded"](load_policy(str(tmp_path / "nan"), deferred=True).requires_grad_(False))
+    model = load_policy(path, deferred=True).requires_grad_(False)
+    model.model.layers[2].mlp.up_proj = torch.nn.Linear(65, 128)
+    with pytest.raises(ArtifactError, match=f"{path}: a model with its config.json cannot compute"):
+        HOLDS["exact"](model)
