@@ -38,12 +38,11 @@ def hold_base(
         hold: False if the weights must stay in float32 unless `lora` quantizes them.
     """
     model.requires_grad_(False)
-    was_deferred = is_deferred(model)
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
     if hold:
-        _round(model, device, precision, exact=True)
-    if was_deferred:
+        hold_frozen(model, device, precision, exact=True)
+    elif is_deferred(model):
         _complete(model)
 
 

@@ -120,10 +120,6 @@ def weight_bytes(model: Held, setting: Setting) -> float:
     frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
     if quantization is not None:
         frozen += four_bit * BYTES_OF_NF4[quantization]
-    if setting.device == "cpu" and shape.stored == 4:
-        # Float32 weights on a CPU are pages of their file, mapped into memory. Pages of weights that are then held in
-        # fewer bits stay there until the system needs the memory.
-        frozen += 4 * (four_bit + (counts.frozen_linear - four_bit if of_linear == 2 else 0.0))
     return (trained + frozen) / model.among(setting)
 
 

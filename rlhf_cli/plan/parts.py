@@ -62,7 +62,9 @@ def libraries(setting: Setting) -> dict[str, float]:
 
 
 def load(models: list[Held], setting: Setting, *, sampler: Held | None = None) -> Phase:
-    """Each model is read in float32 beside those before it. On a GPU they are read on the host.
+    """Each model is read beside those before it, on a GPU on the host.
+
+    Weights that are held in fewer bits are read one after the other, and others all in float32.
 
     The whole copy of a divided policy is in float32 until it has been compared with the policy.
     """
@@ -70,10 +72,17 @@ def load(models: list[Held], setting: Setting, *, sampler: Held | None = None) -
     held, most = 0.0, 0.0
     for model in models:
         if not model.shares:
-            reads = model.shape.counts.base * 4 / model.among(setting) if setting.device == "cpu" else 0.0
+            reads = _read_bytes(model, setting) if setting.device == "cpu" else 0.0
             most = max(most, held + max(reads, weight_bytes(model, setting)))
         held += weight_bytes(model, setting)
     return Phase("load", join(libraries(setting), {"weights": max(most, held), "rollout copy": copied}))
+
+
+def _read_bytes(model: Held, setting: Setting) -> float:
+    lora = model.shape.lora
+    if (setting.half and model.kept != "float32") or (lora is not None and lora.quantize is not None):
+        return weight_bytes(model, setting) + 4 * model.shape.largest
+    return model.shape.counts.base * 4 / model.among(setting)
 
 
 def training(

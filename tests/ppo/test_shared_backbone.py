@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_cli.models import frozen
 from rlhf_cli.models.cost import static_bytes
 from rlhf_cli.models.load import load_policy, load_reward_model, new_value_model
-from rlhf_cli.ppo import setup
-from rlhf_cli.rewards import models
 from support.tiny import random_ids
 
 LORA = {"r": 2, "alpha": 4}
@@ -117,13 +116,11 @@ def test_frozen_models_are_held_in_bfloat16_without_a_change(watch, make_model, 
     """Reference and reward model, in a run whose policy trains all its weights: the same numbers in half the memory."""
     keys = {**changes(make_model, adapters("llama")), "policy": {"path": str(make_model("llama"))}}
     held = watch("held", precision="bfloat16", **keys)
-    frozen = [held.setup.models.ref_policy, held.setup.rewards[0].model]
-    for model in frozen:
+    for model in (held.setup.models.ref_policy, held.setup.rewards[0].model):
         linear = {p.dtype for name, p in model.base_model.named_parameters() if "proj" in name}
         assert linear == {torch.bfloat16}
     assert {p.dtype for p in held.setup.models.policy.parameters()} == {torch.float32}
-    for module in (setup, models):
-        monkeypatch.setattr(module, "hold_frozen", lambda *_, **__: None)
+    monkeypatch.setattr(frozen, "_round", lambda *_, **__: None)
     plain = watch("plain", precision="bfloat16", **keys)
     for one, two in zip(held.metrics, plain.metrics, strict=True):
         assert [(k, one[k]) for k in one if not k.startswith(("time/", "speed/", "memory/"))] == [
