@@ -89,11 +89,11 @@ def is_held(device: torch.device, precision: str) -> bool:
 def _complete(model: PreTrainedModel) -> None:
     """Read the weights that stay in float32, and check the model as `load` does one that is not deferred."""
     read_deferred(model)
-    was_training = model.training
-    precision = held_precision(model) or "float32"
-    with autocast(torch.device("cpu"), precision):
-        try_out(model, model.name_or_path or "")
-    model.train(was_training)
+    if not model.config.is_encoder_decoder:
+        was_training = model.training
+        with autocast(torch.device("cpu"), held_precision(model) or "float32"):
+            try_out(model, model.name_or_path or "")
+        model.train(was_training)
 
 
 def _round(

@@ -333,8 +333,7 @@ def _load(
         else:
             offer_classifier(type(config))
         with no_conversion(), no_progress_bar():
-            may_defer = deferred and not config.is_encoder_decoder
-            later = load_deferred(auto._model_mapping, path, revision, config) if may_defer else None
+            later = load_deferred(auto._model_mapping, path, revision, config) if deferred else None
             model, info = later or auto.from_pretrained(
                 path,
                 config=config,
