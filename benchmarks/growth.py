@@ -34,9 +34,14 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
+from rlhf_cli.plan.budget import auto_tokens
+from rlhf_cli.plan.loaded import machine_of_run
+from rlhf_cli.plan.memory import Batch, Held, Phase, Setting
+from rlhf_cli.plan.parts import training as training_phases
+from rlhf_cli.plan.ppo import FULL
+from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses
@@ -234,7 +239,12 @@ PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point],
 
 def automatic_budget(model: PreTrainedModel, device: torch.device, precision: str) -> Budget:
     """The budget of `tokens_per_microbatch: auto`."""
-    return Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model))
+    held, setting = Held(shape_of_loaded("model", model, precision)), Setting(device.type)
+
+    def phases(tokens: int) -> list[Phase]:
+        return training_phases([held], Batch(tokens, tokens, FULL), setting)
+
+    return Budget(auto_tokens(phases, machine_of_run(device, 1), setting), padded=not is_packed(model))
 
 
 def llama(point: Point) -> PreTrainedModel:

@@ -24,9 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_cli.data.batches import token_chunks
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.models.cost import LOGITS_COPIES, activation_bytes
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
+from rlhf_cli.plan.memory import Batch, Held, Setting, pass_bytes
+from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.tensor_ops import token_logprobs
 
 SHAPES = {"a": (128, 344, 4, 4, 2048), "b": (512, 1376, 6, 8, 8192)}
@@ -107,8 +108,9 @@ def print_peak(name: str, size: int) -> None:
     work(model, some, size, backward=True)
     num_tokens = sum(map(len, some))
     learned = sum(len(ids) - len(ids) // 2 for ids in some)
-    reckoned = activation_bytes(model, "float32") * num_tokens + LOGITS_COPIES * 4 * SHAPES[name][-1] * learned
-    print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  modelled {reckoned / 2**20:.1f} MB")
+    model_held = Held(shape_of_loaded("model", model, "float32"))
+    planned = sum(pass_bytes(model_held, Batch(num_tokens, learned, 1), Setting("cpu")).values())
+    print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  planned {planned / 2**20:.1f} MB")
 
 
 def _status(key: str) -> float:

@@ -69,6 +69,7 @@ from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
+from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.rewards.agreement import (
     figures_of_rankings,
     held_out_lines,
@@ -134,7 +135,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         model = _model(config, stage)
 
         # 4. Training.
-        passes = set_up_training(model, config, world.device, world.size)
+        passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"reward model": model}, world))
         loop: Loop[Item] = Loop(
             stage,
             config,

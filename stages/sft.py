@@ -55,6 +55,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
+from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.rollout.questions import answer, first_questions
 from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import totals
@@ -95,7 +96,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         questions = first_questions(_demonstrations(config, "test"), model, tokenizer, config, display) if test else []
 
         # 3. Training.
-        passes = set_up_training(model, config, world.device, world.size)
+        tokens = microbatch_tokens(config, {"model": model}, world)
+        passes = set_up_training(model, config, world.device, tokens)
 
         def show_samples(step: int) -> None:
             num_shown = len(questions) if step == loop.num_steps else 1

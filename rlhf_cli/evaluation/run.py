@@ -20,10 +20,10 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.cost import token_budget
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.plan.loaded import forward_tokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Run:
 
     def budget(self, model: PreTrainedModel, precision: str) -> Budget:
         """How many tokens the model takes in one pass without gradients."""
-        return Budget(token_budget([model], [], self.device, precision, 1), padded=not is_packed(model))
+        return Budget(forward_tokens(model, self.device, precision), padded=not is_packed(model))
 
     def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
         """The held-out rows of the sft stage, encoded for a model; empty without that stage."""

@@ -1,12 +1,11 @@
-"""What a model costs: bytes and floating-point operations for each token, compared with what the device has."""
+"""What a model computes for each token, and what the device has: floating-point operations and memory."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,200 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.kernels.linear import linear
-from rlhf_cli.models.deferred import blocks
-from rlhf_cli.models.forward import autocast, compute_dtype, vocabulary_rows
-from rlhf_cli.sharding import gathered, is_sharded, local
+from rlhf_cli.models.forward import autocast, compute_dtype
 from rlhf_cli.tensor_ops import num_weights
 
-CPU_TOKENS = 2048
-"""Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
-pass on one Zen 5 core, relative to the fastest, with rows of 90 tokens on average (benchmarks/microbatches.py,
-docs/speed.md):
-
-    tokens per microbatch    256    512   1024   2048   4096   8192  16384
-    1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
-    23 M parameters         1.19   1.09   1.02   1.00   1.01
-
-With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
-system and requests them again. Where the times are equal, the smaller memory decides."""
-CPU_BYTES = 300e6
-"""Memory for activations and logits that `auto` chooses on a CPU. It never chooses less than half of CPU_TOKENS for
-this: that costs the larger model above 2 % of its time and saves a third of the memory in its PPO."""
-GPU_TOKENS = 65_536
-"""Most tokens per microbatch that `auto` chooses on a GPU. Its matrix products are large enough long before that."""
-FEWEST_TOKENS = 256
-SHARE = 0.6
-"""Share of the memory left by weights, gradients and moments that a microbatch may use. The rest is for the sampler's
-cache, for fragmentation in the allocator, and for temporary tensors of the backward pass."""
-LOGITS_COPIES = 4
-"""Float32 tensors of the size of the logits that exist together while the log-probability of a token and its gradient
-are computed: the logits, the logits after temperature and filters, and the gradients of both."""
-COPIES_OF_WHOLE_DISTRIBUTIONS = 8
-"""The same if an entropy or a KL over the whole vocabulary has a gradient too."""
-TRAINED_BYTES = {"float32": 12, "8bit": 6, "bfloat16": 4}
-"""Bytes of a trained number beside its float32 weight, by `optimizer.precision`: its gradient and its two moments. In
-bfloat16 they are 6, and the weight is 2 smaller."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files in which Linux reports the memory limit of a container."""
 
 
 # ------------------------------------------------------------------------------------------- memory
-
-
-def token_budget(
-    trained: Sequence[PreTrainedModel],
-    frozen: Sequence[PreTrainedModel],
-    device: torch.device,
-    precision: str,
-    num_processes: int,
-    *,
-    checkpointing: bool = False,
-    logits_copies: int = LOGITS_COPIES,
-    optimizer: str = "float32",
-) -> int:
-    """Maximum tokens per microbatch on each process for `tokens_per_microbatch: auto`.
-
-    ``SHARE * (total - static_bytes) / token_bytes``, at least FEWEST_TOKENS. The upper limit is GPU_TOKENS on a GPU.
-    On a CPU it is CPU_TOKENS, or fewer if CPU_BYTES hold fewer.
-
-    The result depends on the shapes of the models, the precision and the total memory of the device. It depends
-    neither on the memory that is free at the moment nor on a clock, so a run that resumes on a machine of the same
-    kind computes the same bytes.
-
-    Args:
-        trained: the models that are trained. Only one of them has a microbatch in memory at a time.
-        frozen: all other models in the device's memory.
-        device: the total is the GPU's memory, or on a CPU this machine's memory (within its container's limit).
-        precision: of the forward passes.
-        num_processes: processes that share the memory of a CPU.
-        checkpointing: True if layers are recomputed in the backward pass.
-        logits_copies: LOGITS_COPIES or COPIES_OF_WHOLE_DISTRIBUTIONS.
-        optimizer: `optimizer.precision`.
-    """
-    static = static_bytes(trained, frozen, optimizer)
-    per_token = token_bytes(trained, precision, checkpointing=checkpointing, logits_copies=logits_copies)
-    total = total_memory(device) / (1 if device.type == "cuda" else num_processes)
-    return budget_within(total, static, per_token, device.type)
-
-
-def budget_within(total: float, static: float, per_token: float, device: str) -> int:
-    """`token_budget` of a process with `total` bytes, of which the models take `static`.
-
-    >>> [budget_within(8e9, 2e9, 1e6, device) for device in ("cuda", "cpu")], budget_within(4e9, 4e9, 1e6, "cuda")
-    ([3600, 1024], 256)
-    """
-    fitting = int(SHARE * (total - static) / per_token)
-    most = GPU_TOKENS if device == "cuda" else min(CPU_TOKENS, max(CPU_TOKENS // 2, int(CPU_BYTES / per_token)))
-    return max(FEWEST_TOKENS, min(fitting, most))
-
-
-def static_bytes(
-    trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrainedModel], optimizer: str = "float32"
-) -> int:
-    """Bytes that do not depend on the batch, before `hold_trained`.
-
-    The bytes of each weight, and TRAINED_BYTES for each trained number: its gradient and the two moments of AdamW.
-    Weights that several models share count once. A model that is given twice counts twice, for a copy of its weights.
-    Of a sharded model the rows of this process count, and what it gathers at a time.
-    """
-    numbers = sum(local(p).numel() for m in trained for p in m.parameters() if p.requires_grad)
-    moments = TRAINED_BYTES[optimizer] * numbers
-    models = [*trained, *frozen]
-    once = {id(p): local(p).nbytes for m in models for p in m.parameters()}
-    copies = [m for number, m in enumerate(models) if m in models[:number]]
-    exchanged = max((exchanged_bytes(m) for m in models if is_sharded(m)), default=0)
-    return exchanged + moments + sum(once.values()) + sum(local(p).nbytes for m in copies for p in m.parameters())
-
-
-def exchanged_bytes(model: PreTrainedModel) -> int:
-    """The most bytes of a sharded model's weights that a process has gathered at a time, with their gradients.
-
-    The weights outside of the blocks, and two blocks: one computes while the next arrives.
-    """
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
-    return 8 * outside + 12 * max(sizes)
-
-
-def token_bytes(
-    trained: Sequence[PreTrainedModel],
-    precision: str,
-    *,
-    checkpointing: bool = False,
-    logits_copies: int = LOGITS_COPIES,
-) -> float:
-    """Bytes for each token of a microbatch: ``activation_bytes + logits_copies * 4 * V``.
-
-    The activations are those of the trained model that needs most, since only one has a graph at a time. V is the
-    largest vocabulary of a language model among them. With `checkpointing` a model keeps only the input of each layer,
-    and the activations of the one layer that is recomputed: ``activation_bytes / layers + 4 * layers * hidden``.
-    """
-    count = _checkpointed_bytes if checkpointing else activation_bytes
-    # A frozen backbone keeps nothing for a backward pass, but its forward pass needs memory too.
-    activations = max(max(count(m, precision), 16 * m.config.get_text_config().hidden_size) for m in trained)
-    vocabulary = max((vocabulary_rows(m) for m in trained if m.get_output_embeddings() is not None), default=0)
-    return activations + logits_copies * 4 * vocabulary
-
-
-def activation_bytes(model: PreTrainedModel, precision: str) -> float:
-    """Bytes that the backbone keeps for each token until the backward pass.
-
-    They are measured, not computed by a formula: the bytes that autograd keeps for a sequence of 16 tokens, minus
-    those for 8 tokens, over 8. Weights and tables cancel in the difference. For a Llama in float32 the result is about
-    ``4 * layers * (7 * hidden + 2 * key_value_width + 4 * intermediate)``. Each layer keeps the inputs and outputs of
-    two norms; query, key and value; the output of attention twice (as computed, and as the next product reads it);
-    the gate, its activation, the up projection and their product. Other families, adapters and bfloat16 are measured
-    in the same way. Attention that keeps its N x N weights needs more than this for long sequences.
-
-    A model on the `meta` device, which has shapes and no weights, is measured in float32.
-    """
-    return (_kept_bytes(model, 16, precision) - _kept_bytes(model, 8, precision)) / 8
-
-
-def cache_bytes(model: PreTrainedModel, num_tokens: int, number_bytes: int = 4) -> int:
-    """Bytes of the keys and values of `num_tokens` tokens while the sampler runs.
-
-    ``2 * layers * key_value_heads * head_dim * num_tokens * number_bytes``
-    """
-    config = model.config.get_text_config()
-    heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * key_value_heads * head_dim * num_tokens * number_bytes
-
-
-def _checkpointed_bytes(model: PreTrainedModel, precision: str) -> float:
-    config = model.config.get_text_config()
-    layers: int = config.num_hidden_layers
-    return activation_bytes(model, precision) / layers + 4 * layers * config.hidden_size
-
-
-@gathered
-def _kept_bytes(model: PreTrainedModel, num_tokens: int, precision: str) -> int:
-    """`kept_bytes` of a forward pass over one sequence."""
-    device = next(model.parameters()).device
-    ids = (torch.arange(num_tokens, device=device) * 7 + 3) % vocabulary_rows(model)
-    with autocast(device, precision) if device.type != "meta" else contextlib.nullcontext():
-        inputs = {"decoder_input_ids": ids[None]} if model.config.is_encoder_decoder else {}
-        return kept_bytes(lambda: model.base_model(input_ids=ids[None], **inputs))
-
-
-def kept_bytes(compute: Callable[[], object]) -> int:
-    """Bytes of the storages that autograd keeps for a computation. Each storage counts once."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        # The address of the storage object: data_ptr() is 0 for every tensor without numbers (meta, fake).
-        kept[storage._cdata] = storage.nbytes()
-        # An operation that keeps its own output would form a cycle, which Python cannot free. The weights are in it.
-        return tensor.detach()
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # All storages live as long as the output, so no two of them have the same address.
-        output = compute()
-    del output
-    return sum(kept.values())
 
 
 def total_memory(device: torch.device) -> int:

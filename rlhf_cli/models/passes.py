@@ -19,7 +19,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
-from rlhf_cli.models.cost import Work, peak_flops, token_budget, work_of
+from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
@@ -39,24 +39,8 @@ class Passes:
     """Seconds spent on compiling."""
 
 
-def set_up_training(
-    model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, num_processes: int
-) -> Passes:
-    """Set up the passes of a model that is trained alone, and find its microbatch budget.
-
-    The budget counts the memory of the plain passes, so it is computed before `compile` changes them.
-    """
-    tokens = config.training.tokens_per_microbatch
-    if tokens == "auto":
-        tokens = token_budget(
-            [model],
-            [],
-            device,
-            config.precision,
-            num_processes,
-            checkpointing=config.gradient_checkpointing,
-            optimizer=config.optimizer.precision,
-        )
+def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
+    """Set up the passes of a model that is trained alone, of at most `tokens` tokens in a microbatch."""
     budget = Budget(tokens, config.training.microbatch_size, padded=not is_packed(model))
     work = work_of(model)
     lines, compile_s = set_up_passes([model], config, device)

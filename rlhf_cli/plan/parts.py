@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_cli.models.cost import budget_within
 from rlhf_cli.models.sharded_files import LARGEST_FILE
 from rlhf_cli.plan.memory import (
     LIBRARIES,
@@ -19,7 +18,6 @@ from rlhf_cli.plan.memory import (
     pass_bytes,
     weight_bytes,
 )
-from rlhf_cli.plan.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class Machine:
     per_node: int = 8
     """Processes of one machine, for `distributed.shard: hybrid`."""
     name: str = "this machine"
+    auto_is_half: bool = True
+    """Whether `precision: auto` computes in 16 bits on its GPU."""
 
 
 @dataclass(frozen=True)
@@ -137,23 +137,3 @@ def _file_bytes(model: Held, setting: Setting) -> float:
     whole = 4 * shape.counts.base if shape.lora is not None or is_divided else 0.0
     rounded = 2 * shape.counts.base if shape.stored == 2 else 0.0
     return min(whole + rounded, 1.5 * LARGEST_FILE) if is_divided else whole + rounded
-
-
-def auto_tokens(
-    trained: list[Shape], frozen: list[Held], machine: Machine, setting: Setting, logits_copies: int
-) -> int:
-    """What `tokens_per_microbatch: auto` chooses (`rlhf_cli.models.cost.token_budget`)."""
-    static = sum(weight_bytes(model, setting) for model in frozen)
-    for shape in trained:
-        held = Held(shape, "exact" if shape.lora is not None else "float32")
-        static += weight_bytes(held, setting) + gradient_bytes(held, setting) + moment_bytes(held, setting)
-    a_token = max(_token_bytes(shape, setting) for shape in trained)
-    vocabulary = max((shape.vocabulary for shape in trained if shape.has_head), default=0)
-    return budget_within(machine.memory, static, a_token + logits_copies * 4 * vocabulary, setting.device)
-
-
-def _token_bytes(shape: Shape, setting: Setting) -> float:
-    kept = shape.counts.kept
-    if setting.checkpointing:
-        kept = kept / shape.layers + 4 * shape.layers * shape.hidden
-    return max(kept, 16 * shape.hidden)

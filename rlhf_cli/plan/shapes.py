@@ -1,13 +1,12 @@
-"""Models without weights: the numbers that they hold, and the bytes that a token costs in a training pass.
+"""The shapes of models: the numbers that they hold, and the bytes that a token costs in a training pass.
 
-A model is built from its config as fake tensors (`FakeTensorMode`). They have shapes and a device but no storage, and
-torch runs the same operations on them as on real ones, autocast included. So what autograd keeps is counted on the very
-layers that will run. Models of one and of two layers are built, and the other layers add the same again. A model whose
-layers differ is built whole.
+A run takes them from its models (`shape_of_loaded`). A plan has no weights, and builds each model from its config: one
+of one layer and one of two, and the other layers add the same again. A model whose layers differ is built whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -15,36 +14,27 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.kernels import attention
-from rlhf_cli.kernels.linear import use_fast_linear
-from rlhf_cli.kernels.norm import use_fast_norm
-from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.cost import kept_bytes
-from rlhf_cli.models.forward import autocast, hidden_at, vocabulary_rows
+from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.heads import offer_classifier
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.nf4 import BLOCK
+from rlhf_cli.models.nf4 import BLOCK, quantized_shape
 from rlhf_cli.models.refusals import reason_of
-from rlhf_cli.packing import pack
+from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights
 
-ROW = 16
-"""Tokens of each sequence in the pass whose memory is counted."""
 SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the paged decoder copies, to compute them as one product."""
 UNREAD = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a config that do not change the model."""
 KEY = "model"
 """The config key in messages, until `shape_of` replaces it."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -153,6 +143,8 @@ def shape_of(
     Raises:
         ConfigError: transformers cannot build the model, or a pattern or a target of `lora` matches nothing.
     """
+    if source.config.is_encoder_decoder:
+        raise ConfigError(f"{key}: is an encoder-decoder, and rlhf plan counts decoders and encoders only")
     # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
     plain = None if lora is None else lora.model_copy(update={"quantize": None}).model_dump_json()
     settings = {name: value for name, value in source.config.to_dict().items() if name not in UNREAD}
@@ -164,6 +156,25 @@ def shape_of(
     except ConfigError as error:
         raise ConfigError(f"{key}{str(error).removeprefix(KEY)}") from None
     return replace(shape, name=name, stored=source.stored, lora=lora)
+
+
+def shape_of_loaded(
+    name: str, model: PreTrainedModel, precision: str, *, stored: int = 4, lora: Lora | None = None
+) -> Shape:
+    """The shape of a model in memory, after its adapters were added and its other weights were frozen.
+
+    A trained model makes two short passes (`activation_bytes`). A divided model is counted whole; all processes must
+    call this.
+
+    Args:
+        name: what the run calls it.
+        model: ready for training, before `gradient_checkpointing` and `compile`.
+        precision: of the passes, as in the config.
+        stored: bytes of a number in its file.
+        lora: the adapters that are trained, or None.
+    """
+    shape = _with_counts(model, _counts(model, activation_bytes(model, precision)))
+    return replace(shape, name=name, stored=stored, lora=lora)
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,37 +197,55 @@ def _shape(
         if layers is not None:
             inner.num_hidden_layers = layers
             if getattr(inner, "layer_types", None):
-                inner.layer_types = inner.layer_types[:layers]
+                with contextlib.suppress(AttributeError):  # some families compute it from the number
+                    inner.layer_types = inner.layer_types[:layers]
         return read
 
     def counts(layers: int) -> Counts:
-        return _counts(_built(config(layers), is_classifier), precision, lora, frozen)
+        model = _built(config(layers), is_classifier)
+        if frozen is None:
+            model.requires_grad_(False)
+        else:
+            freeze(model, frozen, f"{KEY}.freeze")
+        if lora is not None:
+            add_lora(model, lora, f"{KEY}.lora", seed=0)
+        return _counts(model, fake_activation_bytes(model, precision, KEY))
 
     whole = _built(config(), is_classifier)
-    inner = whole.config.get_text_config()
-    layers: int = inner.num_hidden_layers
+    layers: int = whole.config.get_text_config().num_hidden_layers
     found = None
     if layers > 2 and not frozen:
         one = counts(1)
         found = one.plus(counts(2).plus(one, -1), layers - 1)
     if found is None or round(found.base) != whole.num_parameters():
         found = counts(layers)
+    return _with_counts(whole, found)
+
+
+def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
+    """The shape of a model whose counts are known. Its adapters are not looked at."""
+    inner = model.config.get_text_config()
+    layers: int = inner.num_hidden_layers
     heads = getattr(inner, "num_attention_heads", None) or 1
     head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-    tables = {id(p) for m in whole.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    matrices = [p for p in whole.base_model.parameters() if p.ndim == 2 and id(p) not in tables]
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    sizes = [
+        quantized_shape(p)
+        for name, p in model.base_model.named_parameters()
+        if id(p) not in tables and ".lora_" not in name
+    ]
     return Shape(
         name="",
-        counts=found,
+        counts=counts,
         layers=layers,
         hidden=inner.hidden_size,
-        widest=max((max(p.shape) for p in matrices), default=inner.hidden_size),
-        vocabulary=vocabulary_rows(whole),
-        has_head=whole.get_output_embeddings() is not None,
-        largest=max(p.numel() for p in whole.parameters()),
+        widest=max((max(size) for size in sizes if len(size) == 2), default=inner.hidden_size),
+        vocabulary=vocabulary_rows(model),
+        has_head=model.get_output_embeddings() is not None,
+        largest=max(num_weights(p) for name, p in model.named_parameters() if ".lora_" not in name),
         cache=2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * head_dim,
         stored=4,
-        positions=positions(whole),
+        positions=positions(model),
     )
 
 
@@ -234,15 +263,8 @@ def _built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
     return model
 
 
-def _counts(model: PreTrainedModel, precision: str, lora: Lora | None, frozen: Sequence[str] | None) -> Counts:
-    """The counts of a model on the meta device. Its layers become those that the stages use."""
-    base = model.num_parameters()
-    if frozen is None:
-        model.requires_grad_(False)
-    else:
-        freeze(model, frozen, f"{KEY}.freeze")
-    if lora is not None:
-        add_lora(model, lora, f"{KEY}.lora", seed=0)
+def _counts(model: PreTrainedModel, kept: float) -> Counts:
+    """The counts of a model, of which autograd keeps `kept` bytes for each token."""
     trained = sum(num_weights(p) for p in model.parameters() if p.requires_grad)
     head = model.get_output_embeddings()
     linear = {
@@ -254,11 +276,11 @@ def _counts(model: PreTrainedModel, precision: str, lora: Lora | None, frozen: S
     tables = {id(m.weight): m.weight for m in backbone if isinstance(m, nn.Embedding) and id(m.weight) not in linear}
 
     def size(modules: list[nn.Linear | Conv1D]) -> int:
-        return sum(module.weight.numel() for module in modules)
+        return sum(num_weights(module.weight) for module in modules)
 
     layers = [module for _, module in linear.values()]
     return Counts(
-        base=base,
+        base=sum(num_weights(p) for name, p in model.named_parameters() if ".lora_" not in name),
         trained=trained,
         frozen=sum(num_weights(p) for p in model.parameters() if not p.requires_grad),
         frozen_linear=size([m for m in layers if not m.weight.requires_grad and (m in backbone or m is head)]),
@@ -268,47 +290,5 @@ def _counts(model: PreTrainedModel, precision: str, lora: Lora | None, frozen: S
         ),
         linear=size(layers),
         joined=size([m for name, m in linear.values() if name.removesuffix(".base_layer").endswith(SIDE_BY_SIDE)]),
-        kept=_kept(model, precision),
+        kept=kept,
     )
-
-
-def _make_fake(model: PreTrainedModel) -> None:
-    """Turn the weights and buffers of a model on the meta device into fake tensors on the CPU."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is not None and id(old) not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    is_weight = isinstance(old, nn.Parameter)
-                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
-                if old is not None:
-                    tensors[name] = made[id(old)]  # type: ignore[assignment]
-
-
-def _kept(model: PreTrainedModel, precision: str) -> float:
-    """Bytes for each token that autograd keeps in the backbone: those of eight rows minus those of four."""
-    if not any(p.requires_grad for p in model.parameters()):
-        return 0.0
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _make_fake(model)
-        for use in (use_fast_linear, use_fast_norm, use_fast_attention):
-            use(model)
-        try:
-            model.set_attn_implementation(attention.EACH)
-            is_packed = model.config._attn_implementation == attention.EACH
-        except (TypeError, ValueError):
-            is_packed = False
-
-        def kept(rows: int) -> int:
-            batch = pack([[1] * ROW] * rows)
-
-            def compute() -> object:
-                with autocast(CPU, precision):
-                    if is_packed:
-                        return hidden_at(model, batch, torch.arange(len(batch.ids)))
-                    return model.base_model(input_ids=batch.ids.view(rows, ROW))
-
-            return kept_bytes(compute)
-
-        return (kept(8) - kept(4)) / (4 * ROW)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -17,7 +18,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.refusals import reason_of
-from rlhf_cli.plan.shapes import Source
+from rlhf_cli.plan.shapes import Shape, Source, shape_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Sources:
     """The configs of a run's stages. A stage that is not among them has finished, or is not needed."""
 
     configs: Mapping[str, Stage]
+
+    def shape(self, name: str, source: Source, **options: Any) -> Shape:
+        """`shape_of` with the same arguments."""
+        return shape_of(name, source, **options)
 
     def sft(self, config: SFTConfig) -> Source:
         """The model that the SFT stage trains."""
@@ -109,7 +114,7 @@ def from_scratch(scratch: ScratchModel, new_tokens: int) -> Source:
         config = AutoConfig.for_model(scratch.architecture, **{**scratch.config, **special, "vocab_size": rows})
     except Exception as error:
         raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
-    return _checked(Source(config), "model.scratch")
+    return Source(config)
 
 
 def from_path(path: str, revision: str | None, key: str) -> Source:
@@ -131,10 +136,4 @@ def from_path(path: str, revision: str | None, key: str) -> Source:
             ) from None
         raise ArtifactError(f"{key}: {path}: cannot read its config.json ({reason_of(error)})") from None
     stored = getattr(config.dtype, "itemsize", 4) if config.dtype is not None else 4
-    return _checked(Source(config, stored), f"{key}: {path}")
-
-
-def _checked(source: Source, where: str) -> Source:
-    if source.config.is_encoder_decoder:
-        raise ConfigError(f"{where}: is an encoder-decoder, and rlhf plan counts decoders and encoders only")
-    return source
+    return Source(config, stored)

@@ -6,11 +6,10 @@ from rlhf_cli.config.data import Data
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.models.cost import LOGITS_COPIES
+from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Phase, Setting, join, sampling_bytes, weight_bytes
-from rlhf_cli.plan.parts import Machine, StagePlan, auto_tokens, libraries, load, precision_of, save, training
-from rlhf_cli.plan.ppo import plan_ppo
-from rlhf_cli.plan.shapes import shape_of
+from rlhf_cli.plan.parts import Machine, StagePlan, libraries, load, precision_of, save, training
+from rlhf_cli.plan.ppo import FULL, plan_ppo, ppo_models, ppo_tokens
 from rlhf_cli.plan.sources import Sources
 
 PAIR = 1.5
@@ -27,10 +26,20 @@ def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) ->
     return _supervised(stage, config, sources, machine, setting)
 
 
+def planned_tokens(config: Stage, sources: Sources, machine: Machine) -> int:
+    """The `tokens_per_microbatch` of a stage. `auto` is computed, and nothing else of the plan is."""
+    setting = setting_of(config, machine)
+    if isinstance(config, PPOConfig):
+        return ppo_tokens(config, ppo_models(config, sources, setting), machine, setting)
+    assert isinstance(config, SFTConfig | RMConfig)
+    return _tokens(config, _model(config, sources, setting), machine, setting)
+
+
 def setting_of(config: Stage, machine: Machine) -> Setting:
     """How a process of this machine computes the stage."""
     device = machine.device if config.device == "auto" else config.device
-    half = config.precision == "bfloat16" or (config.precision == "auto" and device == "cuda")
+    is_auto = config.precision == "auto"
+    half = device == "cuda" and machine.auto_is_half if is_auto else config.precision != "float32"
     shard = config.distributed.shard
     divided = min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
@@ -51,20 +60,8 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
 def _supervised(
     stage: str, config: SFTConfig | RMConfig, sources: Sources, machine: Machine, setting: Setting
 ) -> StagePlan:
-    is_rm = isinstance(config, RMConfig)
-    source = sources.rm(config) if isinstance(config, RMConfig) else sources.sft(config)
-    shape = shape_of(
-        "reward model" if is_rm else "model",
-        source,
-        is_classifier=is_rm,
-        precision=precision_of(setting),
-        lora=config.model.lora,
-        frozen=config.model.freeze,
-    )
-    model = Held(shape, "exact" if config.model.lora is not None else "float32")
-    tokens = config.training.tokens_per_microbatch
-    if tokens == "auto":
-        tokens = auto_tokens([shape], [], machine, setting, LOGITS_COPIES)
+    model = _model(config, sources, setting)
+    tokens = _tokens(config, model, machine, setting)
     sequences = PAIR if isinstance(config, RMConfig) and config.is_pairwise else 1.0
     batch = _rows_batch(
         config.data,
@@ -73,12 +70,37 @@ def _supervised(
         config.training.microbatch_size,
         tokens,
         setting,
-        has_targets=not is_rm,
+        has_targets=isinstance(config, SFTConfig),
     )
     phases = [load([model], setting), *training([model], batch, setting), save([model], setting)]
     if isinstance(config, RMConfig) and config.evaluation.num_normalization_samples:
         phases.insert(0, _normalisation(config, sources, setting))
     return StagePlan(stage, [model], phases, batch, tokens, setting)
+
+
+def _model(config: SFTConfig | RMConfig, sources: Sources, setting: Setting) -> Held:
+    """The model that the stage trains."""
+    is_rm = isinstance(config, RMConfig)
+    shape = sources.shape(
+        "reward model" if is_rm else "model",
+        sources.rm(config) if isinstance(config, RMConfig) else sources.sft(config),
+        is_classifier=is_rm,
+        precision=precision_of(setting),
+        lora=config.model.lora,
+        frozen=config.model.freeze,
+    )
+    return Held(shape, "exact" if config.model.lora is not None else "float32")
+
+
+def _tokens(config: SFTConfig | RMConfig, model: Held, machine: Machine, setting: Setting) -> int:
+    """The `tokens_per_microbatch` of the stage."""
+    given = config.training.tokens_per_microbatch
+    if given != "auto":
+        return given
+    has_targets = isinstance(config, SFTConfig)
+    return auto_tokens(
+        lambda tokens: training([model], Batch(tokens, tokens if has_targets else 0, FULL), setting), machine, setting
+    )
 
 
 def _rows_batch(
@@ -101,7 +123,7 @@ def _rows_batch(
 def _normalisation(config: RMConfig, sources: Sources, setting: Setting) -> Phase:
     """The SFT model and its samples, before the reward model is loaded."""
     source = sources.of_stage("sft", config, "model.path") if config.model.path is None else sources.rm(config)
-    shape = shape_of("SFT model", source, is_classifier=False, precision=precision_of(setting), frozen=None)
+    shape = sources.shape("SFT model", source, is_classifier=False, precision=precision_of(setting), frozen=None)
     policy, evaluation = Held(shape, "rounded"), config.evaluation
     rows = -(-evaluation.num_normalization_samples // setting.processes)
     live = min(rows, evaluation.max_live_rows or rows)

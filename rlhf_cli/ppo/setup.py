@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
@@ -19,14 +20,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
 from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.models.adapter_files import BaseModel
-from rlhf_cli.models.cost import (
-    COPIES_OF_WHOLE_DISTRIBUTIONS,
-    LOGITS_COPIES,
-    Work,
-    peak_flops,
-    token_budget,
-    work_of,
-)
+from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, compute_dtype, is_packed
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import hold_frozen, is_held
@@ -37,6 +31,8 @@ from rlhf_cli.models.saving import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.shard import divides
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
+from rlhf_cli.plan.loaded import microbatch_tokens
+from rlhf_cli.plan.ppo import name_of_reward
 from rlhf_cli.ppo.engine import load_engine, require_engine
 from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.processes import responses_together
@@ -320,32 +316,18 @@ def _check_lengths(
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:
     """The size of a microbatch: as configured, or what fits into memory beside all models."""
-    world, given = stage.world, config.ppo.tokens_per_microbatch
-    reward_models = [source for source in rewards if isinstance(source, RewardModel)]
-    trained = [model for model in (models.policy, models.value_model) if model is not None]
-    frozen = [model for model in (models.ref_policy, *(s.model for s in reward_models)) if model is not None]
-    frozen += [models.sampler] if models.sampler is not None else []
-    if config.ppo.ema_decay is not None and world.device.type == "cpu":
-        frozen.append(models.policy)  # The moving average of its weights is kept on the CPU.
-    full_kl = config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full"
-    needs_distributions = config.ppo.entropy_coef != 0 or full_kl
-    stage.tokens_per_microbatch = (
-        token_budget(
-            trained,
-            frozen,
-            world.device,
-            config.precision,
-            world.size,
-            checkpointing=config.gradient_checkpointing,
-            optimizer=config.optimizer.precision,
-            logits_copies=COPIES_OF_WHOLE_DISTRIBUTIONS if needs_distributions else LOGITS_COPIES,
-        )
-        if given == "auto"
-        else given
-    )
-    padded = not all(is_packed(model) for model in trained)
+    named = {"policy": models.policy, "reference policy": models.ref_policy, "value model": models.value_model}
+    reward_models = [
+        (name_of_reward(config, reward), source)
+        for reward, source in zip(config.rewards, rewards, strict=True)
+        if isinstance(reward, ModelReward) and isinstance(source, RewardModel)
+    ]
+    named |= {name: source.model for name, source in reward_models}
+    loaded = {name: model for name, model in named.items() if model is not None}
+    stage.tokens_per_microbatch = microbatch_tokens(config, loaded, stage.world)
+    padded = not all(is_packed(model) for model in (models.policy, models.value_model) if model is not None)
     budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded=padded)
-    for source in reward_models:
+    for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))
     return budget
 

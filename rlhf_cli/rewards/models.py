@@ -16,7 +16,6 @@ from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError, RewardError
-from rlhf_cli.models.cost import CPU_TOKENS, token_budget
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
@@ -26,6 +25,8 @@ from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
+from rlhf_cli.plan.budget import CPU_TOKENS
+from rlhf_cli.plan.loaded import forward_tokens
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit, trained_limit, written
 from rlhf_cli.sharding import IDLE, gathered, in_step, is_sharded
@@ -222,7 +223,7 @@ def load_reward_source(
         std=float(std or 1.0) if normalize else 1.0,
         precision=precision,
         keep_special=keep_special,
-        budget=Budget(token_budget([model], [], device, precision, 1), padded=not is_packed(model)),
+        budget=Budget(forward_tokens(model, device, precision), padded=not is_packed(model)),
     )
     return source, [note for note in notes if note]
 

@@ -1,0 +1,73 @@
+"""What `tokens_per_microbatch: auto` chooses: the most tokens with which every phase of the plan fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from rlhf_cli.plan.memory import Phase, Setting
+from rlhf_cli.plan.parts import Machine
+
+CPU_TOKENS = 2048
+"""Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
+pass on one Zen 5 core, relative to the fastest, with rows of 90 tokens on average (benchmarks/microbatches.py,
+docs/speed.md):
+
+    tokens per microbatch    256    512   1024   2048   4096   8192  16384
+    1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
+    23 M parameters         1.19   1.09   1.02   1.00   1.01
+
+With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
+system and requests them again. Where the times are equal, the smaller memory decides."""
+CPU_BYTES = 300e6
+"""Memory for activations and logits that `auto` chooses on a CPU. It never chooses less than half of CPU_TOKENS for
+this: that costs the larger model above 2 % of its time and saves a third of the memory in its PPO."""
+GPU_TOKENS = 65_536
+"""Most tokens per microbatch that `auto` chooses on a GPU. Its matrix products are large enough long before that."""
+FEWEST_TOKENS = 256
+SHARE_OF_GPU = 0.8
+"""Share of a GPU's memory that a planned phase may take. Measured peaks were at most 1.14 times the planned ones
+(docs/scale.md), on a CPU; 1.14 times 0.8 leaves a tenth for CUDA and NCCL and for gaps between the allocator's
+blocks."""
+SHARE_OF_CPU = 0.6
+"""The same on a CPU, whose C library keeps freed memory: the peaks of models whose weights are trained were then up to
+1.6 times the planned ones. The system, and the code of the libraries, take their part, too."""
+BY_TOKENS = ("scoring", "update", "checkpoint")
+"""The phases whose memory depends on the size of a microbatch."""
+
+
+def auto_tokens(phases: Callable[[int], Sequence[Phase]], machine: Machine, setting: Setting) -> int:
+    """The most tokens per microbatch with which every phase in BY_TOKENS takes at most its share of the memory.
+
+    At least FEWEST_TOKENS, and at most GPU_TOKENS on a GPU. On a CPU the limit is CPU_TOKENS, or fewer if CPU_BYTES
+    hold the activations and logits of fewer.
+
+    It follows from the shapes of the models, the config and the total memory: neither from the memory that is free at
+    the moment nor from a clock. So a run that resumes on a machine of the same kind computes the same bytes.
+
+    Args:
+        phases: the phases of the plan with full microbatches of a number of tokens.
+        machine: what each process has.
+        setting: how a process computes.
+    """
+
+    def total(tokens: int) -> float:
+        return max(phase.total for phase in phases(tokens) if phase.name in BY_TOKENS)
+
+    def batch(tokens: int) -> float:
+        parts = [phase.parts for phase in phases(tokens) if phase.name in BY_TOKENS]
+        return max(part.get("activations", 0.0) + part.get("logits", 0.0) for part in parts)
+
+    if setting.device == "cuda":
+        return max(FEWEST_TOKENS, most_tokens(total, SHARE_OF_GPU * machine.memory, GPU_TOKENS))
+    limit = max(CPU_TOKENS // 2, most_tokens(batch, CPU_BYTES, CPU_TOKENS))
+    return max(FEWEST_TOKENS, most_tokens(total, SHARE_OF_CPU * machine.memory, limit))
+
+
+def most_tokens(need: Callable[[int], float], room: float, limit: int) -> int:
+    """The most tokens, up to `limit`, whose `need` is at most `room`. The need grows with the tokens.
+
+    >>> most_tokens(lambda tokens: 100 + 2 * tokens, 160, 1000), most_tokens(lambda tokens: tokens, 160, 100)
+    (30, 100)
+    """
+    return bisect_right(range(1, limit + 1), room, key=need)
