@@ -1,36 +1,68 @@
-"""Write the table of docs/model_sizes.md: which model size fits which machine.
+"""Write docs/model_sizes.md: which model size fits which machine.
 
-    python docs/model_sizes.py          # rewrites docs/model_sizes.md, about a minute
+    python docs/model_sizes.py          # rewrites the page, half a minute
 
-The models are built on torch's `meta` device, where they have shapes and no weights, so nothing is downloaded and no
-large memory is needed. The figures come from rlhf_cli/models/cost.py, the cost model that also chooses
-`tokens_per_microbatch: auto`.
+The figures are those of `rlhf plan` (rlhf_cli/plan). Nothing is downloaded: a plan needs the config of a model and no
+weights.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig
 
-from rlhf_cli.config.models import Lora
+from rlhf_cli.commands.plan import ROOM
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.cost import cache_bytes, static_bytes, token_bytes
+from rlhf_cli.plan.parts import Machine
+from rlhf_cli.plan.sources import Sources
+from rlhf_cli.plan.stages import plan_stage
 
+PAGE = Path(__file__).with_suffix(".md")
 TOKENS = 1024
-"""Tokens per microbatch: one text of 1,024, and the fewest that `auto` chooses on a CPU with enough memory."""
-ROWS, LENGTH = 32, 1024
-"""Responses that are sampled together (`rollout.max_live_rows`), and their longest text, prompt included."""
+"""Tokens per microbatch, and those of the longest text."""
+ROWS = 32
+"""Responses that are sampled together (`rollout.max_live_rows`)."""
+MINIBATCH = 16
 GB = 1e9
-SPARE = 1.5
-"""GB of a machine that the run cannot use: the operating system's or the CUDA context's, and the libraries'."""
-MACHINES = {"laptop, 16 GB": 16, "GPU, 24 GB": 24, "GPU, 80 GB": 80}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Machines of one kind."""
+
+    title: str
+    device: str
+    changes: dict[str, Any]
+    """Keys of every config."""
+    machines: dict[str, int]
+    """Their memory in GB, by name."""
+    methods: tuple[str, ...]
+
+
+PLACES = (
+    Place(
+        "On a CPU, in float32",
+        "cpu",
+        {"precision": "float32"},
+        {"laptop, 16 GB": 16, "laptop, 32 GB": 32},
+        ("SFT", "SFT, LoRA", "RM", "PPO", "PPO, LoRA", "GRPO"),
+    ),
+    Place(
+        "On a GPU: float32 masters, passes in bfloat16",
+        "cuda",
+        {"precision": "bfloat16", "gradient_checkpointing": True},
+        {"GPU, 24 GB": 24, "GPU, 48 GB": 48, "GPU, 80 GB": 80},
+        ("SFT", "SFT, LoRA", "SFT, QLoRA", "RM", "PPO", "PPO, LoRA", "PPO, QLoRA", "GRPO", "GRPO, LoRA"),
+    ),
+)
+LORA: dict[str, dict[str, Any]] = {"LoRA": {"r": 16}, "QLoRA": {"r": 16, "quantize": "nf4"}}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama", {"hidden": 576, "mlp": 1536, "layers": 30, "heads": 9, "kv": 3, "vocab": 49152}),
@@ -42,69 +74,45 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"hidden": 3584, "mlp": 18944, "layers": 28, "heads": 28, "kv": 4, "vocab": 152064, "tied": False},
     ),
+    "Llama-3.1-8B": (
+        "llama",
+        {"hidden": 4096, "mlp": 14336, "layers": 32, "heads": 32, "kv": 8, "vocab": 128256, "tied": False},
+    ),
+    "Qwen2.5-14B": (
+        "qwen2",
+        {"hidden": 5120, "mlp": 13824, "layers": 48, "heads": 40, "kv": 8, "vocab": 152064, "tied": False},
+    ),
+    "Qwen2.5-32B": (
+        "qwen2",
+        {"hidden": 5120, "mlp": 27648, "layers": 64, "heads": 40, "kv": 8, "vocab": 152064, "tied": False},
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Peak memory of a stage above its imports, in one CPU process, and what the cost model says of it."""
-
-    millions: float
-    """Parameters of each model."""
-    static_mb: int
-    """Weights, gradients and moments: 16 bytes for each trained weight, 4 for each frozen one."""
-    modelled_mb: int
-    peak_mb: int
-
-    @property
-    def ratio(self) -> float:
-        """Measured over modelled, of the part that depends on the batch."""
-        return (self.peak_mb - self.static_mb) / (self.modelled_mb - self.static_mb)
-
-
-MEASURED = {
-    "SFT": [Measured(0.9, 14, 493, 539), Measured(26, 416, 1095, 1230), Measured(100, 1600, 2699, 2931)],
-    "RM": [Measured(0.9, 14, 463, 642), Measured(26, 416, 1080, 1640), Measured(100, 1600, 2685, 3653)],
-    "PPO": [Measured(0.9, 36, 513, 651), Measured(26, 1040, 1694, 2210), Measured(100, 4000, 4986, 6063)],
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """The models of a run, and what kind of run it is."""
-
-    stage: str
-    trained: list[PreTrainedModel]
-    frozen: list[PreTrainedModel]
 
 
 def main() -> None:
-    """Print the page and write it."""
+    """Write the page."""
     set_up_process()
-    warnings.simplefilter("ignore")
-    page = render()
-    (Path(__file__).parent / "model_sizes.md").write_text(page, encoding="utf-8")
-    print(page)
+    PAGE.write_text(render(), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
 
 
 def render() -> str:
     """The page in Markdown."""
-    needs = {name: {method: needed(make(name)) for method, make in METHODS.items()} for name in MODELS}
-    lines = [INTRODUCTION.format(TOKENS=f"{TOKENS:,}", ROWS=ROWS, LENGTH=f"{LENGTH:,}"), "## Largest model that fits\n"]
-    lines += table(
-        ["machine", *METHODS], [[m, *(largest(needs, x, size) for x in METHODS)] for m, size in MACHINES.items()]
-    )
-    lines += ["\n## Memory of one process, GB\n"]
-    lines += table(["model", *METHODS], [[m, *(f"{row[x]:.1f}" for x in METHODS)] for m, row in needs.items()])
-    lines += ["\n## The cost model against measured peaks\n", MEASUREMENT]
-    rows = [
-        [stage, *(f"{x:,g}" for x in (m.millions, m.static_mb, m.modelled_mb, m.peak_mb)), f"{m.ratio:.2f}"]
-        for stage, runs in MEASURED.items()
-        for m in runs
-    ]
-    head = ["stage", "M parameters", "static, MB", "modelled peak, MB", "measured peak, MB", "ratio of the rest"]
-    lines += table(head, rows)
-    return "\n".join(lines) + "\n"
+    lines = [INTRODUCTION.format(TOKENS=f"{TOKENS:,}", ROWS=ROWS, HALF=TOKENS // 2, ROOM=f"{100 * ROOM:.0f} %")]
+    for place in PLACES:
+        needs = {name: {method: needed(name, method, place) for method in place.methods} for name in MODELS}
+        lines += [f"## {place.title}\n", "The largest of the models that fits:\n"]
+        lines += table(
+            ["", *place.machines],
+            [[x, *(largest(needs, x, size) for size in place.machines.values())] for x in place.methods],
+        )
+        lines += ["\nPeak of the process, in GB:\n"]
+        lines += table(
+            ["model", *place.methods],
+            [[name, *(f"{row[x]:.1f}" for x in place.methods)] for name, row in needs.items()],
+        )
+        lines += [""]
+    return "\n".join([*lines, ACCURACY])
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -113,33 +121,26 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def largest(needs: dict[str, dict[str, float]], method: str, gigabytes: float) -> str:
-    """The largest of the models that needs less than the machine has to spare."""
-    fitting = [name for name, row in needs.items() if row[method] <= gigabytes - SPARE]
+    """The largest of the models that fits, by the rule of `rlhf plan`."""
+    fitting = [name for name, row in needs.items() if row[method] <= ROOM * gigabytes]
     return fitting[-1] if fitting else "none of these"
 
 
-def needed(run: Run) -> float:
-    """Gigabytes that a run needs: the static part, and the rest times the largest measured ratio of its stage.
-
-    An update and a rollout take turns. During a rollout there are no gradients. There is instead a copy of the
-    policy's weights in the sampler's order, and the keys and values of the live rows.
-    """
-    static = static_bytes(run.trained, run.frozen)
-    update = TOKENS * token_bytes(run.trained, "float32")
-    rollout = 0.0
-    if run.stage == "PPO":
-        policy = run.trained[0]
-        gradients = sum(4 * p.numel() for m in run.trained for p in m.parameters() if p.requires_grad)
-        copies = sum(4 * p.numel() for p in policy.parameters())
-        rollout = copies + cache_bytes(policy, ROWS * LENGTH) - gradients
-    margin = max(measured.ratio for measured in MEASURED[run.stage])
-    return (static + max(margin * update, rollout)) / GB
+def needed(name: str, method: str, place: Place) -> float:
+    """The planned peak of a stage, in GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        config_of_model(name).save_pretrained(folder)
+        configs = configs_of(folder, method, place)
+        stage = list(configs)[-1]
+        # The memory of the machine does not matter, because the size of a microbatch is given.
+        machine = Machine(place.device, 1e12)
+        return plan_stage(stage, configs[stage], Sources(configs), machine).peak.total / GB
 
 
-def language_model(name: str, *, lora: bool = False, head: bool = False) -> PreTrainedModel:
-    """A model on the meta device, with a scalar head instead of the vocabulary's if `head`."""
+def config_of_model(name: str) -> Any:
+    """The config of a model, whose file has bfloat16 numbers."""
     family, size = MODELS[name]
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         family,
         hidden_size=size["hidden"],
         intermediate_size=size["mlp"],
@@ -148,54 +149,75 @@ def language_model(name: str, *, lora: bool = False, head: bool = False) -> PreT
         num_key_value_heads=size["kv"],
         vocab_size=size["vocab"],
         tie_word_embeddings=size.get("tied", True),
-        num_labels=1,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
         pad_token_id=0,
     )
-    build = AutoModelForSequenceClassification if head else AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = build.from_config(config)
-        if lora:
-            add_lora(model, Lora(r=16), "policy.lora", seed=0)
-    return model
 
 
-METHODS: dict[str, Callable[[str], Run]] = {
-    "SFT": lambda name: Run("SFT", [language_model(name)], []),
-    "RM": lambda name: Run("RM", [language_model(name, head=True)], []),
-    "PPO": lambda name: Run(
-        "PPO",
-        [language_model(name), language_model(name, head=True)],
-        [language_model(name), language_model(name, head=True)],
-    ),
-    "PPO, LoRA": lambda name: Run(
-        "PPO",
-        [language_model(name, lora=True), language_model(name, head=True, lora=True)],
-        [language_model(name, head=True)],
-    ),
-    "GRPO, reward function": lambda name: Run("PPO", [language_model(name)], [language_model(name)]),
-}
+def configs_of(folder: str, method: str, place: Place) -> dict[str, Stage]:
+    """The configs of a stage and of those before it."""
+    stage, _, kind = method.partition(", ")
+    lora = {"lora": LORA[kind]} if kind else {}
+    common = {"artifacts": "a", "optimizer": {"learning_rate": 1e-5}, **place.changes}
+    rows = {
+        "data": {"train": "rows.jsonl", "max_length": TOKENS},
+        "training": {"num_steps": 1, "minibatch_size": MINIBATCH, "tokens_per_microbatch": TOKENS},
+    }
+    sft = SFTConfig.model_validate({**common, **rows, "model": {"path": folder, **(lora if stage == "SFT" else {})}})
+    # As a folder of adapters, the reward model shares the policy's weights.
+    adapters = {"model": {"lora": {**LORA[kind], "save": "adapter"}}} if kind else {}
+    rm = RMConfig.model_validate({**common, **rows, **adapters, "evaluation": {"num_normalization_samples": ROWS}})
+    if stage in ("SFT", "RM"):
+        return {"sft": sft} if stage == "SFT" else {"sft": sft, "rm": rm}
+    is_group = stage == "GRPO"
+    config = {
+        **common,
+        "policy": lora,
+        "data": {"train": "prompts.jsonl", "max_prompt_length": TOKENS // 2},
+        "rewards": [{"type": "length", "target": 1}] if is_group else [{"type": "reward_model"}],
+        "rollout": {
+            "max_new_tokens": TOKENS // 2,
+            "max_live_rows": ROWS,
+            **({"samples_per_prompt": 8} if is_group else {}),
+        },
+        "ppo": {
+            "num_iterations": 1,
+            "rollout_batch_size": 8 * MINIBATCH,
+            "minibatch_size": MINIBATCH,
+            "tokens_per_microbatch": TOKENS,
+            **({"advantage_estimator": "grpo"} if is_group else {}),
+        },
+        **({"value_model": lora} if lora and not is_group else {}),
+    }
+    return {"sft": sft, "rm": rm, "ppo": PPOConfig.model_validate(config)}
+
 
 INTRODUCTION = """# What model size fits which machine
 
 <!-- Written by docs/model_sizes.py; do not edit by hand. -->
 
-One process, AdamW, all weights in float32 (16 bytes for each trained weight, 4 for each frozen one), microbatches of
-{TOKENS} tokens without gradient checkpointing. PPO has a policy, a value model, a reference and a reward model of the
-same size. With LoRA (r = 16) policy and value model train adapters, and the reference is the policy without them. GRPO
-has no value model and takes its rewards from a function. Rollouts sample {ROWS} responses at a time
-(`rollout.max_live_rows`), {LENGTH} tokens each with their prompt.
+The figures are those of `rlhf plan`, which computes your own run, phase by phase ([scale.md](scale.md)). They are for
+one process, AdamW in float32, and models of these sizes that are published in bfloat16. Texts and microbatches have
+{TOKENS} tokens. PPO has a policy, a value model, a reference and a reward model of the same size. GRPO has no value
+model and takes its rewards from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of
+{HALF} tokens after prompts of {HALF}.
 
-`rlhf plan` computes your own run, phase by phase and closer to measured peaks ([scale.md](scale.md)).
+In full, a trained weight takes 16 bytes: its float32 master, its gradient and its two moments. With LoRA (r = 16) and
+QLoRA (NF4) only adapters take that. In PPO with adapters, policy, reference, value and reward model share one set of
+frozen weights. `optimizer.precision`, `offload` and `distributed.shard` lower the figures further
+([training.md](training.md#memory)). On GPUs `gradient_checkpointing` is on, on CPUs it is off. On a CPU a process also
+copies weights and moments while it writes a checkpoint, 12 bytes for each trained weight:
+`checkpoints.every_minutes: null` saves them.
 
-Computed on models without weights, which keep 13 to 25 % more for each token than the layers that run. A figure is
-the static part (weights, gradients, moments) plus the cost model's part for the batch, which is multiplied
-by the largest ratio that was measured for its stage (last table). Peaks were measured on a CPU only. The figures for
-GPUs are computed, not measured. In bfloat16 the activations are smaller than computed here, but each pass keeps a
-bfloat16 copy of the weights (2 bytes each), which is not counted.
+A run fits if its peak is at most {ROOM} of the memory.
 """
-MEASUREMENT = """Peak memory above the imports, in one CPU process with `tokens_per_microbatch: auto`. The peak is
-9 to 12 % above the cost model for SFT, 36 to 52 % for RM (normalisation after training) and 22 to 30 % for PPO (copies
-for the rollout, memory that the allocator keeps). The last column compares only the part that depends on the batch.
+ACCURACY = """## How close this is
+
+Planned peaks were within 15 % of measured ones, on a CPU and with models of up to 300 million parameters
+([scale.md](scale.md#the-plan-against-measured-peaks)). **The figures for GPUs are computed, not measured.** So are
+those of larger models. On a CPU the C library keeps freed memory, and a peak can be higher than planned; the same
+section says how to avoid that.
 """
 
 if __name__ == "__main__":

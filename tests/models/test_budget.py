@@ -1,14 +1,11 @@
-"""Microbatches by tokens, rows per process, memory estimates, operation counts, and speed metrics."""
+"""Microbatches by tokens, rows per process, operation counts, and speed metrics."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import os
 import random
 import statistics
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +18,6 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -31,10 +27,9 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.models import cost
-from rlhf_cli.models.cost import CPU_TOKENS, FEWEST_TOKENS, activation_bytes, peak_flops, token_budget, work_of
+from rlhf_cli.models.cost import peak_flops, work_of
 from rlhf_cli.models.forward import shares_prefixes
-from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.processes import rows_of_process
@@ -46,8 +41,7 @@ from rlhf_cli.training.speed import Speed
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.budget import CPU, llama
-from support.paths import ROOT, TESTS
-from support.tiny import ARCHITECTURES, read_jsonl
+from support.tiny import read_jsonl
 
 GB = 1024**3
 
@@ -201,122 +195,6 @@ def test_dealing_balances_tokens_better_than_every_nth_row():
             a, b = (sum(lengths[row] for row in hand) for hand in hands)
             gaps[name] += abs(a - b)
     assert gaps["dealt"] < 0.4 * gaps["every second"], gaps
-
-
-# ---------------------------------------------------------------------------------------------- memory
-
-
-def test_activation_bytes_equal_the_formula():
-    model = llama()
-    wanted = 4 * 3 * (7 * 64 + 2 * 32 + 4 * 176)
-    assert activation_bytes(model, "float32") == pytest.approx(wanted, rel=0.05)
-    assert activation_bytes(model, "float32") == activation_bytes(model, "float32")
-    assert activation_bytes(llama(layers=6), "float32") == pytest.approx(2 * wanted, rel=0.05)
-    assert activation_bytes(model, "bfloat16") < 0.8 * wanted
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_activation_bytes_of_every_family_have_a_lower_bound(architecture, pipeline):
-    model = load_policy(str(pipeline(architecture) / "sft/model"))
-    prepare(model, CPU)
-    state = torch.get_rng_state()
-    config = model.config.get_text_config()
-    least = 4 * config.num_hidden_layers * 6 * config.hidden_size
-    assert activation_bytes(model, "float32") > least
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_the_budget_by_hand(monkeypatch):
-    """The budget follows from shapes and total memory, within its bounds."""
-    model, judge = llama(), llama(cls=LlamaForSequenceClassification)
-    weights, judging = (sum(p.numel() for p in m.parameters()) for m in (model, judge))
-    a_token = activation_bytes(model, "float32") + 4 * 4 * 500
-
-    def budget(gigabytes, trained=(model,), frozen=(), num_processes=1):
-        monkeypatch.setattr(cost, "total_memory", lambda _: gigabytes * GB)
-        return token_budget(trained, frozen, CPU, "float32", num_processes)
-
-    wanted = int(0.6 * (0.05 * GB - 16 * weights) / a_token)
-    assert FEWEST_TOKENS < wanted < CPU_TOKENS
-    assert budget(0.05) == wanted
-    assert budget(0.1, num_processes=2) == wanted
-    assert budget(0.05, frozen=[judge]) == int(0.6 * (0.05 * GB - 16 * weights - 4 * judging) / a_token)
-    assert activation_bytes(judge, "float32") <= activation_bytes(model, "float32"), (
-        "only the larger of the two graphs exists at a time"
-    )
-    assert budget(0.06, trained=[model, judge]) == int(0.6 * (0.06 * GB - 16 * (weights + judging)) / a_token)
-    assert budget(64) == CPU_TOKENS
-    assert budget(0.0001) == FEWEST_TOKENS
-    for p in model.model.layers.parameters():
-        p.requires_grad_(False)
-    assert budget(0.05) > wanted, "frozen weights need no gradient and no moments"
-    a_frozen = activation_bytes(model, "float32") + 4 * 4 * 500
-    monkeypatch.setattr(cost, "CPU_BYTES", 1500.5 * a_frozen)
-    assert budget(64) == 1500
-    monkeypatch.setattr(cost, "CPU_BYTES", 700 * a_frozen)
-    assert budget(64) == CPU_TOKENS // 2
-
-
-def test_the_budget_of_recomputed_layers(monkeypatch):
-    """It keeps the input of each layer and the activations of one: more layers cost little."""
-    monkeypatch.setattr(cost, "total_memory", lambda _: int(0.05 * GB))
-    shallow, deep = llama(layers=2), llama(layers=8)
-    found = {
-        (model.config.num_hidden_layers, checkpointing): token_budget(
-            [model], [], CPU, "float32", 1, checkpointing=checkpointing
-        )
-        for model in (shallow, deep)
-        for checkpointing in (False, True)
-    }
-    weights = sum(p.numel() for p in deep.parameters())
-    a_token = activation_bytes(deep, "float32") / 8 + 4 * 8 * deep.config.hidden_size + 4 * 4 * 500
-    assert found[8, True] == min(CPU_TOKENS, int(0.6 * (0.05 * GB - 16 * weights) / a_token))
-    assert found[8, True] > 1.5 * found[8, False]
-    assert found[2, True] >= found[2, False]
-
-
-def test_the_memory_limit_of_a_container_is_used(monkeypatch, tmp_path):
-    whole = cost.total_memory(CPU)
-    assert whole > GB // 2
-    limit = tmp_path / "memory.max"
-    for text, wanted in (("max\n", whole), (f"{GB // 4}\n", GB // 4), (f"{2**62}\n", whole)):
-        limit.write_text(text)
-        monkeypatch.setattr(cost, "LIMITS", (str(limit), str(tmp_path / "missing")))
-        assert cost.total_memory(CPU) == wanted
-
-
-PEAK = """
-import sys
-from pathlib import Path
-import torch
-from support.budget import llama, run_and_estimate
-model = llama(hidden=128, intermediate=344, layers=4, heads=4, key_value_heads=4, vocab=2048)
-run_and_estimate(model, 64)
-def memory(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
-before = memory("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-print(run_and_estimate(model, 2048) / (memory("VmHWM") - before))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_estimated_memory_is_close_to_measured_memory(tmp_path):
-    """Compared with the peak of a process that returns freed memory immediately."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT))),
-        "MALLOC_MMAP_THRESHOLD_": "16384",
-        "MALLOC_TRIM_THRESHOLD_": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    found = subprocess.run(
-        [sys.executable, "-c", PEAK], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert 0.75 < float(found.stdout) < 1.35, "estimated bytes over measured bytes"
 
 
 # ------------------------------------------------------------------------------------------ operations

@@ -16,7 +16,7 @@ from rlhf_cli.decoders import plain as plain_decoder
 from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, supported_layout, why_not_padded
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
-from rlhf_cli.models.cost import activation_bytes, work_of
+from rlhf_cli.models.cost import work_of
 from rlhf_cli.models.forward import (
     computes_in_bfloat16,
     hidden_at,
@@ -29,6 +29,7 @@ from rlhf_cli.models.heads import check_shared_value_model, shared_value_model
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
+from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample

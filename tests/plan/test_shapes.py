@@ -7,7 +7,13 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    LlamaConfig,
+)
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
@@ -86,6 +92,15 @@ def test_counting_what_autograd_keeps_frees_it():
 
     assert kept_bytes(compute) == 6
     assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_the_cache_of_a_token_is_what_a_forward_pass_writes(name):
+    model, cache = AutoModelForCausalLM.from_config(config_of(name)), DynamicCache(config=config_of(name))
+    model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache)
+    written = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    shape = shape_of("model", Source(config_of(name)), is_classifier=False, precision="float32", frozen=None)
+    assert 5 * shape.cache == written
 
 
 def test_frozen_weights_are_counted_by_what_can_hold_them():

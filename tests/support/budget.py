@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.models import cost
-from rlhf_cli.models.cost import activation_bytes
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
+from rlhf_cli.plan.memory import Batch, Held, Setting, pass_bytes
+from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.tensor_ops import token_logprobs
 
 CPU = torch.device("cpu")
@@ -31,9 +31,10 @@ def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, voc
 
 
 def run_and_estimate(model, num_tokens):
-    """Run a forward and backward pass over rows of 64 tokens; return the bytes that `auto` estimates for it."""
+    """Run a forward and backward pass over rows of 64 tokens; return the bytes that the plan computes for it."""
     torch.set_num_threads(1)
     some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
     logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))
     (-token_logprobs(logits, targets).sum()).backward()
-    return num_tokens * (activation_bytes(model, "float32") + cost.LOGITS_COPIES * 4 * 2048)
+    held = Held(shape_of_loaded("model", model, "float32"))
+    return sum(pass_bytes(held, Batch(num_tokens, len(targets), 1), Setting("cpu")).values())

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.metrics import OF_THE_MACHINE
-from rlhf_cli.models.cost import TRAINED_BYTES
+from rlhf_cli.plan.memory import STATES
 from rlhf_cli.training import adamw
 from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
 from rlhf_cli.training.optimizer import build_stepper
@@ -105,7 +105,7 @@ def test_bytes_of_a_trained_weight(precision, expected):
     held = [model.weight, model.weight.grad, *stepper.state()[0].values()]
     count = sum(tensor.nbytes for tensor in held) / model.weight.numel() - 4
     assert count == pytest.approx(expected, abs=0.01)
-    assert TRAINED_BYTES[precision] == round(expected)
+    assert sum(STATES[precision][1:]) == pytest.approx(expected, abs=0.01)
 
 
 def losses(run_stage, root, make_model, name="llama", **changes):
