@@ -96,8 +96,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         questions = first_questions(_demonstrations(config, "test"), model, tokenizer, config, display) if test else []
 
         # 3. Training.
-        tokens = microbatch_tokens(config, {"model": model}, world)
-        passes = set_up_training(model, config, world.device, tokens)
+        passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"model": model}, world))
 
         def show_samples(step: int) -> None:
             num_shown = len(questions) if step == loop.num_steps else 1

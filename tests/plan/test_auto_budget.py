@@ -102,8 +102,8 @@ def test_auto_by_hand(chosen):
 
     # One layer's activations, and the input of each.
     recomputed = (a_token - 2 * 4 * 500) / 3 + 3 * 4 * 64 + 2 * 4 * 500
-    wanted = int((SHARE_OF_CPU * total - LIBRARIES - 16 * weights - head) / recomputed)
-    assert chosen(model, total, gradient_checkpointing=True) == min(CPU_TOKENS, wanted) > 1.9 * chosen(model, total)
+    more = int((SHARE_OF_CPU * total - LIBRARIES - 16 * weights - head) / recomputed)
+    assert chosen(model, total, gradient_checkpointing=True) == more > 1.9 * wanted
 
     # A classifier has no logits. Its largest temporary tensors are those of a feed-forward.
     judge = llama(cls=LlamaForSequenceClassification)
