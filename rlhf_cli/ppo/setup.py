@@ -167,8 +167,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     longest = _check_lengths(models, rewards, train, test, config, stage)
     budget = _budget(config, stage, models, rewards)
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
-    # Only now: the budget counts plain passes.
-    trained = [model for model in (policy, value.model) if model is not None]
+    trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
     lines, compile_s = set_up_passes(trained, config, world.device)
     for line in lines:
         display.note(line)
