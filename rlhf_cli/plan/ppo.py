@@ -214,8 +214,6 @@ def _static(models: PPOModels, config: PPOConfig, setting: Setting) -> dict[str,
             "rollout copy": models.policy.shape.weights * float(setting.number) if is_copied else 0.0,
             "optimizer": sum(moment_bytes(model, setting) for model in models.trained),
             "moving average": 4.0 * models.policy.shape.trained if average else 0.0,
-            # Measured: after a pass in bfloat16 on a CPU a copy of the weights stays with each model.
-            "16-bit copies": sum(2 * m.shape.counts.linear for m in models.all[1:]) if on_cpu and setting.half else 0.0,
         },
     )
 
