@@ -152,18 +152,18 @@ def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
 def test_a_shipped_run_fits_this_machine_and_shows_its_length():
     text = run("configs/support").stdout
     assert text.count("fits in") == 3
-    assert "1,000 optimizer steps, at most 3,072,000 tokens" in text
+    assert "520 optimizer steps, at most 1,597,440 tokens" in text
     assert re.search(r"^  update +\d+  .*activations", text, re.MULTILINE)
 
 
 def test_hours_follow_from_a_given_or_a_measured_speed(tmp_path):
     (sft,) = plan("configs/support/sft.yaml", "--tokens-per-s", 1000)
-    assert sft["hours"] == pytest.approx(3_072_000 / 1000 / 3600)
+    assert sft["hours"] == pytest.approx(1_597_440 / 1000 / 3600)
     (tmp_path / "sft").mkdir()
     rows = [{"step": n, "time/step_s": 0.4, "time/data_s": 0.1, "loss/sft": 1.0} for n in (1, 2)]
     (tmp_path / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
     (sft,) = plan("configs/support/sft.yaml", "--set", f"artifacts={tmp_path}")
-    assert sft["hours"] == pytest.approx(1000 * 0.5 / 3600)
+    assert sft["hours"] == pytest.approx(520 * 0.5 / 3600)
     (sft,) = plan("configs/support/sft.yaml", "--set", "training.num_epochs=2", "--set", "training.num_steps=null")
     assert sft["steps"] is None
 
