@@ -92,9 +92,8 @@ Items = Sequence[RankedIds] | Sequence[ScoredIds]
 def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples | None:
     """Fresh samples of the SFT model, which answer the prompts of `items` (`_prompts`).
 
-    Call it while no other model is in memory. A resumed run reads the samples that it has drawn before. None if no
-    samples are needed, there is no model to sample from, or no prompt leaves room for a sample in its positions. All
-    processes must call this.
+    Call it on all processes, while no other model is in memory. A resumed run reads the samples that it has drawn
+    before. None if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
     """
     path = _sft_model(config)
     if config.evaluation.num_normalization_samples == 0 or path is None:

@@ -34,7 +34,8 @@ def _name_unknown_pre_tokenizers(converter: Any, name: str) -> None:
     def recognize_or_name(model: Any, tokenizer: Any) -> str:
         try:
             known: str = recognize(model, tokenizer)
-        except NotImplementedError:  # An unknown tokenizer. The caller has compared its steps with those of `name`.
+        except NotImplementedError:
+            # The converter does not know this tokenizer. The caller knows that it splits text as `name` does.
             return name
         return known
 

@@ -145,8 +145,8 @@ def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
     """What a forward and backward pass over a microbatch adds at its fullest moment.
 
     Beside all activations and the gradient of the head there are either the logits and their gradient, or the
-    temporary tensors of the last layer and, of a divided model, the blocks that are gathered for it. At the end of its
-    pass there are no activations, and the gradient of its embeddings exists twice.
+    temporary tensors of the last layer and, of a divided model, the blocks that are gathered for it. When the backward
+    pass of a divided model ends, its activations are free and the gradient of its embeddings exists twice.
     """
     shape, tokens = model.shape, batch.tokens
     kept = shape.counts.kept * tokens

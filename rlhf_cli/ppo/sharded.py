@@ -2,9 +2,9 @@
 
 Policy, reference, value model and reward models are divided, but for those in `distributed.keep_whole`. A process
 samples from a whole copy of the policy, so that responses of different lengths do not make the processes wait for each
-other. With `rollout.decoder: sharded` there is no copy, and all sample from the divided policy together. Every other
-pass is made by all processes together. One that has fewer microbatches than another makes passes over a sequence of two
-tokens, whose loss counts 0.
+other. With `rollout.decoder: sharded` all processes sample from the divided policy together, without a copy. All
+processes make every other pass together. One that has fewer microbatches than another makes passes over a sequence of
+two tokens, whose loss counts 0.
 """
 
 from __future__ import annotations
