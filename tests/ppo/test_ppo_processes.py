@@ -12,7 +12,7 @@ import pytest
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.metrics import OF_THE_MACHINE
 from support.compare import same_weights
-from support.runs import run_forked, run_processes
+from support.runs import run_forked
 from support.setup import learning
 from support.tiny import merged, read_jsonl
 from support.worlds import run_in_threads
@@ -138,7 +138,7 @@ def test_all_processes_skip_the_same_steps(watch, write_config, base, tmp_path):
 def test_a_nan_loss_stops_all_processes(write_config, base, tmp_path):
     changes = merged(base, {"optimizer": {"learning_rate": 1e30}})
     with pytest.raises(AssertionError, match=r"ppo iteration 1, step 2: .*failed_batch\.jsonl"):
-        run_processes(2, "ppo", write_config("ppo", tmp_path, **changes))
+        run_forked(2, "ppo", write_config("ppo", tmp_path, **changes))
     assert len(read_jsonl(tmp_path / "ppo.failed_batch.jsonl")) == 4
 
 
