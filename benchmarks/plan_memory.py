@@ -48,7 +48,7 @@ SIZES = {
     "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
 }
 STAGES = ("sft", "rm", "ppo")
-KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards")
+KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora")
 """`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a
 copy of the policy to sample from (`rollout.decoder: sharded`)."""
 PROCESSES = (1, 2, 4)
@@ -121,8 +121,11 @@ def main() -> None:
 def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
     """The cases. One process divides nothing."""
     cases = ((z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds)
-    allowed = {"sharded": STAGES, "shards": ("ppo",)}
-    return [case for case in cases if case[2] not in allowed or (case[3] > 1 and case[1] in allowed[case[2]])]
+    return [
+        (size, stage, kind, processes)
+        for size, stage, kind, processes in cases
+        if not kind.startswith("shard") or (processes > 1 and (stage == "ppo" or kind != "shards"))
+    ]
 
 
 # --------------------------------------------------------------------------------------------- inputs
@@ -176,14 +179,14 @@ def config_of(work: Path, case: Case) -> Path:
     """Write the config of a run."""
     folder, batch = work / case.size, SIZES[case.size].ppo_batch
     lora = {"lora": {"r": 16, **({"quantize": "nf4"} if case.kind == "nf4" else {})}}
-    adapters: dict[str, Any] = lora if case.kind in ("lora", "nf4") else {}
+    adapters: dict[str, Any] = lora if case.kind in ("lora", "nf4", "sharded-lora") else {}
     config: dict[str, Any] = {
         "artifacts": str(work / "artifacts" / case.name),
         "device": "cpu",
-        "precision": "bfloat16" if case.kind == "bfloat16" else "float32",
+        "precision": "bfloat16" if "bfloat16" in case.kind else "float32",
         "optimizer": {"learning_rate": 1e-5},
         "checkpoints": {"every_minutes": None},
-        "distributed": {"shard": case.kind in ("sharded", "shards")},
+        "distributed": {"shard": case.kind.startswith("shard")},
     }
     data: dict[str, Any] = {"test_fraction": 0}
     if case.stage == "ppo":

@@ -14,7 +14,7 @@ import torch
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.ppo.processes import or_failure
-from rlhf_cli.ppo.scores import ask_rewards, first_sharded_of, nothing_to_score, texts_of
+from rlhf_cli.ppo.scores import ask_rewards, first_sharded_of, nothing_to_score, rows_at_once, texts_of
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
@@ -144,7 +144,7 @@ def _own_replies(setup: Setup) -> list[Reply]:
     if setup.engine is not None:
         setup.engine.require_current()
     models = setup.models_to_sample()
-    parts = list(chunks(setup.world.shard(list(range(len(prompts)))), config.ppo.rollout_batch_size))
+    parts = list(chunks(setup.world.shard(list(range(len(prompts)))), rows_at_once(setup)))
     for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=True)):
         rollout = collect(
             [prompts[i] for i in rows],

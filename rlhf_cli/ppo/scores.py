@@ -27,6 +27,11 @@ from rlhf_cli.sharding import first_sharded, in_step
 from rlhf_cli.tensor_ops import pad_rows
 
 
+def rows_at_once(setup: Setup) -> int:
+    """The most responses that a process samples and scores together: as many as its share of a rollout batch."""
+    return -(-setup.config.ppo.rollout_batch_size // setup.world.size)
+
+
 def texts_of(setup: Setup, responses: Sequence[Response]) -> list[str]:
     """The responses as text."""
     return [response_text(setup.tokenizer, response, setup.sampling) for response in responses]
@@ -129,7 +134,7 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
         sampler=models.sampler if config.ref_policy is None else None,
     )
     found: list[float] = []
-    parts = list(chunks(world.shard(list(range(total))), config.ppo.rollout_batch_size))
+    parts = list(chunks(world.shard(list(range(total))), rows_at_once(setup)))
     for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=False)):
         rollout = collect(
             [setup.train[numbers[i]] for i in rows],

@@ -24,10 +24,6 @@ from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.sharding import whole
 
-COMPARED = 2
-"""The copy is float32 until the decoders have been compared with its forward pass: while the run is set up, and in the
-first sampling."""
-
 
 def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
     """The config if it divides this model among the processes, else None."""
@@ -56,7 +52,8 @@ def require_dividable(config: PPOConfig) -> None:
 class Sampler:
     """A whole copy of a sharded policy, from which a process samples.
 
-    Create it before the policy is sharded. Each process holds it in the precision of the passes.
+    Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
+    the first sampling: while the run is set up, the decoder is compared with its forward pass.
     """
 
     def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
@@ -68,7 +65,7 @@ class Sampler:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the policy's weights, one at a time. All processes must call this."""
-        if self._num_copied == COMPARED:
+        if self._num_copied == 1:
             device = next(self.model.parameters()).device
             hold_frozen(self.model, device, self.precision, exact=False, constant=False)
         for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):

@@ -22,6 +22,7 @@ from rlhf_cli.concurrency import for_each
 from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.rewards import guard
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
 from rlhf_cli.rewards.guard import user_code
 from rlhf_cli.training.signals import is_interrupt
@@ -142,7 +143,7 @@ def is_cancellation(error: BaseException) -> bool:
 
 def raised(error: BaseException) -> str:
     """The exception of a user's function with its file and line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != guard.__file__][-1]
     text = shown(str(error))
     return f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(last.filename).name}:{last.lineno})"
 

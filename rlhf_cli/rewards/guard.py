@@ -96,15 +96,32 @@ class Kept:
 _kept = Kept()
 
 
+EXIT_NOW = os._exit
+
+
+def _raising_exit() -> Callable[[int], object]:
+    """`os._exit` as an exception that we can report. In a child process of the user's code it still ends the child."""
+    mine = os.getpid()
+
+    def exit_(status: int) -> None:
+        if os.getpid() != mine:
+            EXIT_NOW(status)
+        raise SystemExit(status)
+
+    return exit_
+
+
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
     """Within this context the settings of the user's code apply, and after it those from before.
 
     Covers the global random generators of torch, NumPy and Python, `MODES`, inference mode, and the handlers of the
     signals that stop a run. These handlers are ours again after the context; the user's code cannot keep its own.
+    Within it `os._exit` raises SystemExit.
     """
     modes, generators = _values(MODES), _values(GENERATORS)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    os._exit = _raising_exit()  # type: ignore[assignment]
     try:
         with torch.inference_mode(mode=False):
             entered = [_kept.modes.get(number, value) for number, value in enumerate(modes)]
@@ -118,6 +135,7 @@ def user_code() -> Iterator[None]:
                 _kept.modes |= {n: value for n, value in enumerate(now) if value != entered[n]}
                 _kept.generators = _values(GENERATORS)
     finally:
+        os._exit = EXIT_NOW
         _set(MODES, modes)
         for (_, set_to), state in zip(GENERATORS, generators, strict=True):
             set_to(state)

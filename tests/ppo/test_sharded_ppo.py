@@ -76,7 +76,7 @@ def test_sharded_ppo_is_the_ppo_of_one_process_with(name, compare):
 
 @pytest.mark.slow
 def test_the_copy_that_samples_is_exact_in_bfloat16(pipeline, write_config, run_stage, tmp_path):
-    """Its weights are bfloat16 numbers in the first rollout: the evaluation before it has sampled already."""
+    """Its weights are bfloat16 numbers in the first rollout."""
     root = pipeline("llama")
     changes = merged(LEARNS, {"policy": {"path": str(root / "sft")}, "precision": "bfloat16"})
     changes = merged(changes, {"rewards": [{"type": "reward_model", "path": str(root / "rm")}], **ONE_ITERATION})

@@ -127,6 +127,7 @@ def test_a_reward_that_switches_gradients_off_does_not_change_the_run(tmp_path, 
 
 EXITS = {
     "sys.exit(0)": "SystemExit: 0",
+    "sys.modules['os']._exit(0)": "SystemExit: 0",
     "raise SystemExit": "SystemExit",
     "raise KeyboardInterrupt": "KeyboardInterrupt",
     "raise asyncio.CancelledError": "CancelledError",
@@ -172,6 +173,12 @@ def test_a_second_signal_during_a_call_stops_immediately(function, in_a_stage, i
     with pytest.raises(KeyboardInterrupt):
         source_of(function(body, is_async=is_async, on_error="zero")).score(batch(["x"]))
     assert in_a_stage.received == signal.SIGTERM
+
+
+def test_a_child_process_of_the_code_ends_by_itself(function):
+    body = "import os\npid = os.fork() or os._exit(7)\nreturn [float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))]"
+    assert total_score([source_of(function(body))], batch(["x"])).total.tolist() == [7.0]
+    assert os._exit is guard.EXIT_NOW
 
 
 def test_an_exit_from_a_judge_is_an_error(tmp_path):
