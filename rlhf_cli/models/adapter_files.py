@@ -32,6 +32,7 @@ from rlhf_cli.digests import digest_once
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import read_text
 from rlhf_cli.models.adapters import head_names, inject, lora_of
+from rlhf_cli.models.deferred import place_of, take
 from rlhf_cli.models.nf4 import quiet_bitsandbytes
 from rlhf_cli.program import install_extra
 from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
@@ -282,6 +283,8 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
             raise ArtifactError(f"{adapter.path}: weight {name} does not fit {adapter.base.path}")
         if not given[name].isfinite().all():
             raise ArtifactError(f"{adapter.path}: weight {name} contains NaN or inf")
+        if place_of(needed[name]) is not None:  # a head that the base has, too
+            needed[name].data = take(needed[name]).float()
         needed[name].copy_(given[name])
     return sorted(adapter.head) if with_head else []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.deferred import change
 from rlhf_cli.models.nf4 import dequantize, quiet_bitsandbytes
 from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import seeded
@@ -139,6 +141,30 @@ def merge_in_place(model: torch.nn.Module) -> None:
         layer.merge()
         setattr(parent, name, layer.get_base_layer())
     vars(model).pop("peft_config", None)
+
+
+@torch.no_grad()
+def merge_when_read(model: torch.nn.Module) -> None:
+    """`merge_in_place` for a model with deferred weights: a weight gets its adapter when it is read."""
+    for parent, name, layer in _adapted(model):
+        base = layer.get_base_layer()
+        setattr(parent, name, base)
+        # The copy has the adapter and no weight of the base.
+        memo = {id(weight): torch.nn.Parameter(torch.empty(0)) for weight in base.parameters()}
+        change(base.weight, partial(_with_adapter, copy.deepcopy(layer, memo)))
+    vars(model).pop("peft_config", None)
+
+
+@torch.no_grad()
+def _with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """A weight with the adapter of this layer added. The layer does not keep it."""
+    base = layer.get_base_layer()
+    base.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.merge()
+    merged: torch.Tensor = base.weight.data
+    base.weight = torch.nn.Parameter(torch.empty(0))
+    layer.merged_adapters.clear()
+    return merged
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -2,14 +2,15 @@
 
 A sharded model is built like this, because no process can hold all of it. So is a frozen model that is held in 16 or
 4 bits, because in float32 it would take several times the memory. A deferred weight is one NaN, repeated by a stride of
-0, so that code which reads it too early fails visibly.
+0, so that code which reads it too early fails visibly. A weight under adapters gets them when it is read (`change`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,26 @@ class Place:
 
     file: str
     name: str
+    changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+    """Functions that turn the tensor of the file, in float32, into the weight, one after the other."""
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` rows from `first` on, as float32. Only these are read from the disk."""
+        """`count` rows from `first` on, as float32. Only these are read, unless the weight has changes."""
         return self.as_stored(first, count).float()
 
     def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
-        """The same rows in the number format of the file."""
+        """The same rows in the number format of the file; of a weight with changes as float32."""
+        end = None if count is None else first + count
+        if self.changes:
+            values = replace(self, changes=()).read()
+            for function in self.changes:
+                values = function(values)
+            return values[first:end]
         with safe_open(self.file, framework="pt") as file:
             rows = file.get_slice(self.name)
             if count == 0:
                 return torch.empty(0, *rows.get_shape()[1:])
-            tensor: Tensor = rows[first : None if count is None else first + count]
+            tensor: Tensor = rows[first:end]
         return tensor
 
 
@@ -85,6 +94,12 @@ def take(weight: Tensor) -> Tensor:
             "a model whose weights are finite"
         )
     return values
+
+
+def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    """Let a deferred weight be `function` of what it would have been. The function gets all of it, in float32."""
+    place: Place = _places[weight]
+    _places[weight] = replace(place, changes=(*place.changes, function))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

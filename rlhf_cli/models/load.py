@@ -39,14 +39,14 @@ from rlhf_cli.models.adapter_files import (
     own_generation_config,
     read_adapter,
 )
-from rlhf_cli.models.adapters import merge_in_place
+from rlhf_cli.models.adapters import merge_in_place, merge_when_read
 from rlhf_cli.models.checks import check_weights, try_out
 from rlhf_cli.models.conversion import add_to_json, converted
 from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
 from rlhf_cli.models.forward import PRECISIONS, choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
 from rlhf_cli.models.loading import no_conversion, no_progress_bar, set_dropout_off
-from rlhf_cli.models.nf4 import quantize
+from rlhf_cli.models.nf4 import quantize, round_when_read
 from rlhf_cli.models.refusals import check_directory, reason_of, refuse_classifier, refuse_endless, refuse_pickles
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
 from rlhf_cli.models.sharded_files import save_sharded
@@ -181,9 +181,9 @@ def _forget_facts(model: PreTrainedModel) -> None:
         vars(model.config).pop(key, None)
 
 
-def load_value_model(path: str) -> PreTrainedModel:
-    """A saved value model, with its head."""
-    model, _ = _load(AutoModelForSequenceClassification, path, None, for_values=True)
+def load_value_model(path: str, *, deferred: bool = False) -> PreTrainedModel:
+    """A saved value model, with its head. With `deferred` its other weights are read later."""
+    model, _ = _load(AutoModelForSequenceClassification, path, None, for_values=True, deferred=deferred)
     if not reads_last_token(model) or model.config.num_labels != 1:
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Give the `value_model` directory "
@@ -318,7 +318,7 @@ def _load(
     check_directory(path, revision, weights=True)
     adapter = read_adapter(path)
     if adapter is not None:
-        return _load_adapted(auto, adapter, new_head=new_head, **settings)
+        return _load_adapted(auto, adapter, new_head=new_head, deferred=deferred, **settings)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # A config may name a kernel from the hub as its attention, which is code.
@@ -359,10 +359,11 @@ def _load(
 
 
 def _load_adapted(
-    auto: Any, adapter: AdapterDirectory, *, new_head: bool, **settings: Any
+    auto: Any, adapter: AdapterDirectory, *, new_head: bool, deferred: bool, **settings: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """The base model with the adapters merged into its weights, and the names of its new parameters.
 
+    With `deferred` a weight is merged when it is read, if the base can be deferred.
     A head in the adapters is kept if it has the number of labels that `settings` ask for.
     """
     if auto is AutoModelForCausalLM and adapter.is_classifier:
@@ -376,12 +377,13 @@ def _load_adapted(
     if keeps_head:
         settings["num_labels"] = adapter.num_labels
     base, new_head = adapter.base, new_head or keeps_head
-    model, new = _load(auto, base.path, base.revision, new_head=new_head, deferred=False, **settings)
+    model, new = _load(auto, base.path, base.revision, new_head=new_head, deferred=deferred, **settings)
+    is_later = is_deferred(model)
     if adapter.quantization is not None:
         # The adapters were trained on rounded weights, and fit only those.
-        quantize(model, adapter.quantization, adapter.path)
+        (round_when_read if is_later else quantize)(model, adapter.quantization, adapter.path)
     read = attach(model, adapter, with_head=keeps_head)
-    merge_in_place(model)
+    (merge_when_read if is_later else merge_in_place)(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     take_facts(model, adapter)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels.linear import FastLinear
-from rlhf_cli.models.deferred import read_deferred
+from rlhf_cli.models.deferred import change, read_deferred
 from rlhf_cli.program import install_extra
 
 BLOCK = 64
@@ -35,6 +35,30 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
     no layer can be quantized.
     """
     library = _bitsandbytes(key)
+    layers = _quantizable(model, key)
+    while layers:  # a layer that is done is freed
+        parent, name, layer = layers.pop()
+        setattr(parent, name, _quantized(layer, quantization, library, key))
+
+
+def round_when_read(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
+    """Give the deferred weights that `quantize` would replace the values that they would have in 4 bits.
+
+    Raises what `quantize` raises. Wrong weights are noticed when one is read.
+    """
+    library = _bitsandbytes(key)
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        plain = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+        plain.weight = nn.Parameter(values, requires_grad=False)
+        return _weight_of(_quantized(plain, quantization, library, key))
+
+    for _, _, layer in _quantizable(model, key):
+        change(layer.weight, rounded)
+
+
+def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """(parent, name, layer) of every layer that can be quantized; raises ConfigError if there is none."""
     layers = [
         (parent, name, child)
         for parent in model.base_model.modules()
@@ -46,9 +70,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
             f"{key}: no layer of this {type(model).__name__} can be quantized, since none is a linear layer whose "
             f"inputs are a multiple of {BLOCK}. Remove it"
         )
-    while layers:  # a layer that is done is freed
-        parent, name, layer = layers.pop()
-        setattr(parent, name, _quantized(layer, quantization, library, key))
+    return layers
 
 
 def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: str) -> nn.Module:

@@ -36,8 +36,9 @@ class Loaded(Sources):
 
     def shape(self, name: str, source: Source, **options: Any) -> Shape:
         """The shape of the model in memory; `source` only tells the number format of its file."""
-        lora = options.get("lora")
-        return shape_of_loaded(name, self.models[name], self.precision, stored=source.stored, lora=lora)
+        lora, stored, is_merged = options.get("lora"), source.stored, source.has_adapters
+        model = self.models[name]
+        return shape_of_loaded(name, model, self.precision, stored=stored, lora=lora, is_merged=is_merged)
 
     def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
         """Whether the reward model shares weights with the policy."""

@@ -118,9 +118,18 @@ def weight_bytes(model: Held, setting: Setting) -> float:
     of_tables = 2 if setting.half and is_lossless else 4
     rest = counts.frozen - counts.frozen_linear - counts.frozen_tables
     frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
+    if is_lossless and setting.half:
+        frozen += 2 * max(0.0, _num_merged(model) - four_bit)
     if quantization is not None:
         frozen += four_bit * BYTES_OF_NF4[quantization]
     return (trained + frozen) / model.among(setting)
+
+
+def _num_merged(model: Held) -> float:
+    """Numbers of frozen layers that are kept exactly and got adapters when they were read: 16 bits do not hold them."""
+    shape = model.shape
+    is_exact = shape.is_merged and model.kept == "exact"
+    return shape.counts.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
 
 
 def gradient_bytes(model: Held, setting: Setting) -> float:
@@ -211,7 +220,7 @@ def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
         return {}
     in_float32 = counts.linear
     if model.kept == "rounded" or (model.kept == "exact" and shape.stored == 2):
-        in_float32 -= counts.frozen_linear
+        in_float32 -= counts.frozen_linear - _num_merged(model)
     if setting.states == "bfloat16" and shape.lora is None:
         in_float32 = 0.0
     if setting.checkpointing:

@@ -79,9 +79,11 @@ def load(models: list[Held], setting: Setting, *, sampler: Held | None = None) -
 
 
 def _read_bytes(model: Held, setting: Setting) -> float:
-    lora = model.shape.lora
+    """Weights that are held in fewer bits are read one after the other; adding an adapter needs three copies of one."""
+    shape, lora = model.shape, model.shape.lora
     if (setting.half and model.kept != "float32") or (lora is not None and lora.quantize is not None):
-        return weight_bytes(model, setting) + 4 * model.shape.largest
+        merging = 3 * shape.hidden * shape.widest if shape.is_merged else 0
+        return weight_bytes(model, setting) + 4 * max(shape.largest, merging)
     return model.shape.counts.base * 4 / model.among(setting)
 
 

@@ -43,6 +43,8 @@ class Source:
 
     config: PreTrainedConfig
     stored: int = 4
+    has_adapters: bool = False
+    """Whether adapters beside it are added to its weights when they are read."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Shape:
     positions: int
     """The longest sequence that it reads, in tokens."""
     lora: Lora | None = None
+    is_merged: bool = False
+    """Whether adapters are added to its weights when they are read, which makes them float32 numbers."""
 
     @property
     def weights(self) -> int:
@@ -155,11 +159,17 @@ def shape_of(
         shape = _shape(text, kind, is_classifier, precision, plain, patterns)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{key}{str(error).removeprefix(KEY)}") from None
-    return replace(shape, name=name, stored=source.stored, lora=lora)
+    return replace(shape, name=name, stored=source.stored, lora=lora, is_merged=source.has_adapters)
 
 
 def shape_of_loaded(
-    name: str, model: PreTrainedModel, precision: str, *, stored: int = 4, lora: Lora | None = None
+    name: str,
+    model: PreTrainedModel,
+    precision: str,
+    *,
+    stored: int = 4,
+    lora: Lora | None = None,
+    is_merged: bool = False,
 ) -> Shape:
     """The shape of a model in memory, after its adapters were added and its other weights were frozen.
 
@@ -172,9 +182,10 @@ def shape_of_loaded(
         precision: of the passes, as in the config.
         stored: bytes of a number in its file.
         lora: the adapters that are trained, or None.
+        is_merged: whether other adapters were added to its weights.
     """
     shape = _with_counts(model, _counts(model, activation_bytes(model, precision)))
-    return replace(shape, name=name, stored=stored, lora=lora)
+    return replace(shape, name=name, stored=stored, lora=lora, is_merged=is_merged)
 
 
 @functools.lru_cache(maxsize=256)

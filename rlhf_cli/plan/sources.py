@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,9 @@ class Sources:
         It is the model that the stage's config names, or else the finished stage. Raises ConfigError without both.
         """
         planned = self.configs.get(stage)
-        if isinstance(planned, SFTConfig):
-            return self.sft(planned)
-        if isinstance(planned, RMConfig):
-            return self.rm(planned)
+        if isinstance(planned, SFTConfig | RMConfig):
+            source = self.sft(planned) if isinstance(planned, SFTConfig) else self.rm(planned)
+            return replace(source, has_adapters=_are_alone(planned.model.lora))
         directory = Path(config.artifacts) / stage
         if directory.is_dir():
             return from_path(str(directory), None, key)
@@ -123,7 +122,7 @@ def from_path(path: str, revision: str | None, key: str) -> Source:
     if is_adapter(directory):
         adapter = read_adapter(directory)
         assert adapter is not None
-        return from_path(adapter.base.path, adapter.base.revision, key)
+        return replace(from_path(adapter.base.path, adapter.base.revision, key), has_adapters=True)
     try:
         config = AutoConfig.from_pretrained(
             directory, revision=revision, trust_remote_code=False, local_files_only=True

@@ -15,8 +15,9 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.adapters import has_adapters
+from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import vocabulary_rows
-from rlhf_cli.models.heads import check_shared_value_model, scalar_weight
+from rlhf_cli.models.heads import check_shared_value_model, scalar_heads, scalar_weight
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.saving import defers_base
 from rlhf_cli.models.shard import divides
@@ -68,7 +69,7 @@ def choose_value_model(
     if init == "shared":
         return ValueStart(head=_shared_head(path, policy))
     if path is not None:
-        return ValueStart(_value_model_from(path, policy), base=BaseModel(path))
+        return ValueStart(_value_model_from(path, policy, deferred=_defers(config, device)), base=BaseModel(path))
     reward_models = [
         (BaseModel(model_directory(config.stage_model(reward.path, "rm")), reward.revision), source.model)
         for reward, source in zip(config.rewards, rewards, strict=True)
@@ -125,9 +126,13 @@ def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, device: torch.de
 
 
 def _new_model(base: BaseModel, config: PPOConfig, device: torch.device) -> PreTrainedModel:
-    """The weights of `base` with a new head. They are read later if they will be divided, or held in fewer bits."""
-    deferred = to_divide(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
-    return new_value_model(base.path, base.revision, deferred=deferred)
+    """The weights of `base` with a new head."""
+    return new_value_model(base.path, base.revision, deferred=_defers(config, device))
+
+
+def _defers(config: PPOConfig, device: torch.device) -> bool:
+    """Whether the weights are read later: they will be divided, or held in fewer bits."""
+    return to_divide(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
 
 
 def _may_share(config: PPOConfig) -> bool:
@@ -146,7 +151,10 @@ def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
     head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
     torch.nn.init.zeros_(head.weight)
     if path is not None:
-        weight = scalar_weight(load_value_model(path))
+        value_model = load_value_model(path, deferred=True)
+        for layer in scalar_heads(value_model):
+            read_deferred(layer)
+        weight = scalar_weight(value_model)
         if weight.shape != head.weight.shape:
             raise ConfigError(
                 f"value_model.path: {path} has hidden size {weight.shape[1]}, the policy {head.in_features}; init: "
@@ -156,9 +164,9 @@ def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
-def _value_model_from(path: str, policy: PreTrainedModel) -> PreTrainedModel:
+def _value_model_from(path: str, policy: PreTrainedModel, *, deferred: bool) -> PreTrainedModel:
     """The value model at `path`, checked against the policy's vocabulary."""
-    model = load_value_model(path)
+    model = load_value_model(path, deferred=deferred)
     if vocabulary_rows(model) < vocabulary_rows(policy):
         raise ConfigError(
             f"value_model.path: {path} embeds {vocabulary_rows(model)} tokens, the policy {vocabulary_rows(policy)}. "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +15,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.deferred import is_deferred
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.deferred import is_deferred, place_of
 from rlhf_cli.models.forward import autocast, held_precision
 from rlhf_cli.models.frozen import hold_base, hold_frozen, hold_trained
-from rlhf_cli.models.load import load_policy, new_reward_model, prepare, set_dropout_off
+from rlhf_cli.models.load import (
+    load_policy,
+    load_reward_model,
+    load_value_model,
+    new_reward_model,
+    new_value_model,
+    prepare,
+    set_dropout_off,
+)
 from support.tiny import CPU, SETTINGS
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
+TWO_WEIGHTS = 2 * 4 * 300 * 64
+"""Bytes of two float32 copies of the largest weight in `files`."""
 ENCODER_DECODERS = {
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     "bart": {
@@ -105,12 +119,15 @@ class PeakOfTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        num_before = len(self.live)
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self.live[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        if len(self.live) > num_before:
+            self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return result
 
 
@@ -156,15 +173,27 @@ LOADS = {
     ],
 )
 def test_a_frozen_model_is_read_a_weight_at_a_time(dtype, form, kind, files):
-    """The result has the same bytes as after a load in float32. Loading takes what is held and two copies of the
-    largest weight."""
-    path = str(files / f"torch.{dtype}")
-    expected = LOADS[kind](path).requires_grad_(False)
-    HOLDS[form](expected)
+    """The result has the same bytes as after a load in float32."""
+    size, in_float32 = read_twice(LOADS[kind], str(files / f"torch.{dtype}"), HOLDS[form])
+    if form != "exact" or dtype == "bfloat16":
+        assert size + TWO_WEIGHTS < 0.75 * in_float32, "the bound says nothing otherwise"
+
+
+def read_twice(load, path, hold):
+    """Compare a load in float32 with one a weight at a time, which takes what is held, and two copies of the largest
+    weight. Returns the bytes of what is held, and of the same in float32.
+
+    Adapters take their own bytes, too. DoRA's norms need more copies of a layer, which is a larger part of this model
+    than of others."""
+    adapters = Path(path) / "adapter_model.safetensors"
+    more = adapters.stat().st_size + 3 * 4 * 64 * 128 if adapters.is_file() else 0
+    expected = load(path).requires_grad_(False)
+    in_float32 = sum(weight.nbytes for weight in expected.parameters())
+    hold(expected)
     with PeakOfTensors() as tensors:
-        model = LOADS[kind](path, deferred=True).requires_grad_(False)
+        model = load(path, deferred=True).requires_grad_(False)
         assert is_deferred(model)
-        HOLDS[form](model)
+        hold(model)
     assert not is_deferred(model)
     assert not model.training
     held, wanted = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, expected))
@@ -173,11 +202,8 @@ def test_a_frozen_model_is_read_a_weight_at_a_time(dtype, form, kind, files):
         assert weight.dtype == wanted[name].dtype, name
         assert torch.equal(weight, wanted[name]), name
     size = sum(weight.nbytes for weight in held.values())
-    in_float32 = 4 * sum(weight.numel() for weight in LOADS[kind](path).parameters())
-    largest = 4 * 300 * 64
-    assert tensors.peak < size + 2 * largest
-    if form != "exact" or dtype == "bfloat16":
-        assert size + 2 * largest < 0.75 * in_float32, "the bound says nothing otherwise"
+    assert tensors.peak < size + TWO_WEIGHTS + more
+    return size, in_float32
 
 
 def test_a_weight_that_is_not_finite_and_a_model_that_cannot_compute_are_refused(files, tmp_path):
@@ -192,3 +218,82 @@ def test_a_weight_that_is_not_finite_and_a_model_that_cannot_compute_are_refused
     model.model.layers[2].mlp.up_proj = torch.nn.Linear(65, 128)
     with pytest.raises(ArtifactError, match=f"{path}: a model with its config.json cannot compute"):
         HOLDS["exact"](model)
+
+
+# ------------------------------------------------------------------------------------- adapters
+
+ADAPTERS = {
+    "lora": Lora(r=2, alpha=6),
+    "rslora on some layers": Lora(r=3, rslora=True, target_modules=["q_proj", "down_proj"]),
+    "dora": Lora(r=2, dora=True),
+    "nf4": Lora(r=2, quantize="nf4"),
+    "dora on some layers in nf4_double": Lora(r=2, dora=True, quantize="nf4_double", target_modules=["up_proj"]),
+}
+
+
+@pytest.fixture
+def adapters(files, tmp_path):
+    """A function: name, is it a reward model -> a directory of adapters that are not zero, and its base."""
+
+    def make(name, *, is_reward=False):
+        base = str(files / ("torch.bfloat16" if "nf4" in name else "torch.float32"))
+        model = LOADS["reward model"](base) if is_reward else load_policy(base)
+        hold_base(model, ADAPTERS[name], "lora", CPU, "float32")
+        add_lora(model, ADAPTERS[name], "lora", seed=0)
+        with torch.no_grad():
+            for weight in (p for p in model.parameters() if p.requires_grad):
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 10)
+        save_adapter(model, tmp_path / "adapter", BaseModel(base), ADAPTERS[name].quantize)
+        return str(tmp_path / "adapter"), base
+
+    return make
+
+
+def load_later(path):
+    return load_policy(path, deferred=True)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_merged_a_weight_at_a_time(name, adapters):
+    """In float32, and rounded once: the same bytes as after merging all of them in float32."""
+    path, base = adapters(name)
+    size, in_float32 = read_twice(load_policy, path, HOLDS["rounded"])
+    assert size + TWO_WEIGHTS < 0.75 * in_float32, "the bound says nothing otherwise"
+    changed = 0
+    weights = [load(p).parameters() for load, p in ((load_policy, path), (load_policy, base), (load_later, path))]
+    for merged, plain, later in zip(*weights, strict=True):
+        changed += not torch.equal(merged, plain)
+        assert torch.equal(place_of(later).read(1, 2), merged[1:3]), "the rows of one process"
+    assert changed > 0
+
+
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [(load_reward_model, "dora"), (lambda p, **o: new_value_model(p, None, **o), "nf4"), (load_value_model, "lora")],
+    ids=["reward model", "new value model", "value model"],
+)
+def test_the_head_beside_adapters_is_read_with_them(load, name, adapters):
+    path, _ = adapters(name, is_reward=True)
+    read_twice(load, path, HOLDS["nf4" if name == "lora" else "rounded"])
+    score = load(path, deferred=True).score.weight
+    assert (score.abs().max() == 0) == (name == "nf4")
+
+
+def test_adapters_on_adapters_and_a_trained_head_in_the_base(adapters, tmp_path):
+    """Each adapter adds to what the one before gave. A head in the base gives way to that beside the adapters."""
+    path, _ = adapters("lora")
+    model = load_policy(path)
+    add_lora(model, Lora(r=2), "lora", seed=1)
+    with torch.no_grad():
+        for weight in (p for p in model.parameters() if p.requires_grad):
+            weight.add_(0.01)
+    save_adapter(model, tmp_path / "second", BaseModel(path))
+    read_twice(load_policy, str(tmp_path / "second"), HOLDS["rounded"])
+
+    path, _ = adapters("lora", is_reward=True)
+    load_reward_model(path).save_pretrained(tmp_path / "classifier")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/base_model.json").unlink()
+    config["base_model_name_or_path"] = str(tmp_path / "classifier")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    read_twice(load_reward_model, path, HOLDS["rounded"])

@@ -17,12 +17,16 @@ from transformers import (
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import autocast, hidden_at
-from rlhf_cli.models.load import prepare
+from rlhf_cli.models.frozen import hold_frozen
+from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
+from rlhf_cli.plan.memory import Held, Setting, copies_of_weights, weight_bytes
 from rlhf_cli.plan.shapes import Source, shape_of, shape_of_loaded
+from rlhf_cli.plan.sources import from_path
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
 CONFIGS = {
@@ -115,6 +119,29 @@ def test_frozen_weights_are_counted_by_what_can_hold_them():
     assert tables.kept == 0
     tied = shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32", frozen=None)
     assert tied.counts.frozen_tables == 0
+
+
+@pytest.mark.parametrize("kept", ["exact", "rounded"])
+def test_adapters_are_counted_as_they_are_read(kept, tmp_path):
+    """Of bfloat16 weights with adapters only the embeddings and the head stay bfloat16 numbers."""
+    pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    model = load_policy(str(tmp_path / "base"))
+    add_lora(model, Lora(r=2), "lora", seed=0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    save_adapter(model, tmp_path / "adapter", BaseModel(str(tmp_path / "base")))
+
+    real = load_policy(str(tmp_path / "adapter"), deferred=True).requires_grad_(False)
+    hold_frozen(real, torch.device("cpu"), "bfloat16", exact=kept == "exact")
+    source = from_path(str(tmp_path / "adapter"), None, "policy.path")
+    shape = shape_of("policy", source, is_classifier=False, precision="bfloat16", frozen=None)
+    setting = Setting("cpu", half=True)
+    assert weight_bytes(Held(shape, kept), setting) == sum(p.nbytes for p in real.parameters())
+    layers = sum(p.numel() for p in real.model.layers.parameters() if p.ndim == 2)
+    assert copies_of_weights(Held(shape, kept), setting) == {"16-bit copies": 2 * layers * (kept == "exact")}
 
 
 def test_llama_70b_has_its_published_size_and_takes_seconds():
