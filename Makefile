@@ -69,10 +69,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
-# Only the slow tests use these: lm-evaluation-harness and what it needs (0.35 GB), torchao, and what llama.cpp's
-# converter imports.
+# Only the slow tests use these: lm-evaluation-harness and what it needs (0.35 GB), torchao, what llama.cpp's converter
+# imports, and TRL, whose DPO trains from our SFT model.
 $(VENV)/.installed-slow: $(VENV)/.installed-dev $(LLAMA_CPP)/convert_hf_to_gguf.py
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,lm-eval,torchao,gguf]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,lm-eval,torchao,gguf]' trl
 	touch $@
 
 # llama.cpp's converter. Of the package indexes only the source package of llama-cpp-python (77 MB) has it.

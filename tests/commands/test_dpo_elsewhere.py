@@ -22,7 +22,6 @@ from rlhf_cli.models.load import load_tokenizer
 from support.paths import ROOT
 from support.tiny import read_jsonl
 
-PYTHON = os.environ.get("TRL_PYTHON") or (sys.executable if importlib.util.find_spec("trl") else None)
 LINES = re.search(r"^```python\n(.*?DPOTrainer.*?)^```", (ROOT / "docs/other_libraries.md").read_text(), re.M | re.S)
 REPORT = """
 import json
@@ -35,13 +34,11 @@ print("REPORT" + json.dumps(report))
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    PYTHON is None,
-    reason="TRL is not installed. Install benchmarks/trl-1.16-constraints.txt into an environment of its own, and name "
-    "its Python in TRL_PYTHON",
+    importlib.util.find_spec("trl") is None,
+    reason="TRL is not installed: pip install --constraint constraints.txt trl",
 )
 def test_trls_dpo_trains_from_our_sft_artifact_on_converted_rows(pipeline: Any, data: Any, tmp_path: Path) -> None:
     """The lines of the docs, on a tiny model: the loss falls, the margin rises, and the tokens are ours."""
-    assert PYTHON is not None
     assert LINES is not None
     root, rows = pipeline("llama"), tmp_path / "dpo.jsonl"
     converted = CliRunner().invoke(
@@ -59,7 +56,9 @@ def test_trls_dpo_trains_from_our_sft_artifact_on_converted_rows(pipeline: Any, 
         code = code.replace(here, there)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run([PYTHON, "-c", code + REPORT], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code + REPORT], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.rpartition("REPORT")[2])
     steps = [entry for entry in report["log"] if "rewards/margins" in entry]
