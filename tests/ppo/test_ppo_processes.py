@@ -10,8 +10,7 @@ import itertools
 import pytest
 
 from rlhf_cli.artifacts import read_manifest
-from rlhf_cli.metrics import OF_THE_MACHINE
-from support.compare import same_weights
+from support.compare import same_runs
 from support.runs import run_forked
 from support.setup import learning
 from support.tiny import merged, read_jsonl
@@ -21,15 +20,11 @@ TWO = [run_in_threads, pytest.param(run_forked, marks=pytest.mark.slow)]
 
 
 def compare_one_and_two_processes(watch, write_config, base, tmp_path, changes, run_two=run_forked):
-    """Run on one process and on two, compare weights and common metrics, and return the record of the first run."""
+    """Run on one process and on two, compare all that they write, and return the record of the first run."""
     changes = merged({"optimizer": {"eps": 1e-3}}, changes)
     one = watch("one", **changes)
     run_two(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
-    same_weights(one.stage_dir, tmp_path / "two/ppo")
-    rows = read_jsonl(tmp_path / "two/ppo/metrics.jsonl")
-    for a, b in zip(one.metrics, rows, strict=True):
-        common = {key: value for key, value in a.items() if not key.startswith((*OF_THE_MACHINE, "policy/sampler_gap"))}
-        assert {key: b[key] for key in common} == pytest.approx(common, rel=1e-3, abs=1e-4)
+    same_runs(one.stage_dir, tmp_path / "two/ppo")
     return one
 
 

@@ -5,45 +5,38 @@ from __future__ import annotations
 import pytest
 
 from rlhf_cli.artifacts import read_manifest
-from support.compare import same_weights
+from support.compare import same_runs
 from support.runs import run_forked
-from support.tiny import read_jsonl
 
 SHARDED = {"distributed": {"shard": True}}
 STEPS = {"training": {"minibatch_size": 5, "num_steps": 5}, "optimizer": {"eps": 1e-3}}
 BEST = {"evaluation": {"every_steps": 2, "keep_best": True}}
 
 
-def same_runs(stage, changes, write_config, run_stage, root, tolerance=1e-5):
+def same_results(stage, changes, write_config, run_stage, root):
     """Run a stage on one process and sharded on two; assert the same figures in each row, files and weights."""
     run_stage(stage, root / "one", **changes)
     run_forked(2, stage, write_config(stage, root / "two", **changes, **SHARDED))
     one, two = root / "one" / stage, root / "two" / stage
-    same_weights(one, two, tolerance)
+    same_runs(one, two)
     files = [{str(path.relative_to(place)) for path in place.rglob("*")} for place in (one, two)]
     assert files[0] == files[1]
-    for a, b in zip(*(read_jsonl(place / "metrics.jsonl") for place in (one, two)), strict=True):
-        for key in a:
-            if key.startswith(("loss/", f"{stage}/", "eval/")):
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=tolerance), key
-    first, second = read_manifest(one), read_manifest(two)
-    assert first is not None
-    assert second is not None
-    assert second.num_processes == 2
-    assert second.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-5)
+    manifest = read_manifest(two)
+    assert manifest is not None
+    assert manifest.num_processes == 2
 
 
 def test_a_sharded_run_is_the_run_of_one_process(make_model, write_config, run_stage, tmp_path):
     """With layers that are recomputed in the backward pass."""
     changes = {"model": {"path": str(make_model("llama"))}, "gradient_checkpointing": True, **STEPS}
-    same_runs("sft", changes, write_config, run_stage, tmp_path)
+    same_results("sft", changes, write_config, run_stage, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [{"r": 4}, {"r": 4, "save": "adapter", "dora": True}], ids=["merged", "adapter"])
 def test_sharded_adapters_are_those_of_one_process(lora, make_model, write_config, run_stage, tmp_path):
     changes = {"model": {"path": str(make_model("llama")), "lora": lora}, **STEPS, **BEST}
-    same_runs("sft", changes, write_config, run_stage, tmp_path)
+    same_results("sft", changes, write_config, run_stage, tmp_path)
 
 
 @pytest.mark.slow
@@ -53,4 +46,4 @@ def test_a_sharded_reward_model_has_the_scores_and_the_normalisation_of_one_proc
 ):
     """The held-out rows don't divide evenly, and the SFT model is sampled from. GPT-2 gets a padding token."""
     changes = {"model": {"path": str(pipeline(architecture) / "sft"), "lora": lora}, **STEPS, **BEST}
-    same_runs("rm", changes, write_config, run_stage, tmp_path)
+    same_results("rm", changes, write_config, run_stage, tmp_path)

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import torch
 from safetensors.torch import load_file
+
+from rlhf_cli.metrics import OF_THE_MACHINE
+from support.tiny import read_jsonl
+
+TOLERANCE = 1e-5
+"""The largest difference of a weight or a figure on one process and on several, relative to numbers above 1."""
 
 
 def weights_of(directory):
@@ -14,14 +25,14 @@ def weights_of(directory):
     }
 
 
-def same_weights(one, two, tolerance=1e-5):
+def same_weights(one, two, tolerance=TOLERANCE):
     a, b = weights_of(one), weights_of(two)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(b[name], a[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def close(actual, expected, tolerance=1e-5):
+def close(actual, expected, tolerance=TOLERANCE):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -37,3 +48,45 @@ def same_gradients(actual, expected, tolerance):
     assert size > 0
     gap = max((actual[name] - expected[name]).abs().max() for name in expected)
     assert gap <= tolerance * size, f"relative difference {gap / size:.1e}"
+
+
+def same_runs(one: Path, two: Path) -> None:
+    """Assert that two runs of a stage, given by its directories, have the same weights, figures and sampled texts."""
+    same_figures(one, two)
+    same_weights(one, two)
+
+
+def same_figures(one: Path, two: Path) -> None:
+    """Assert that two runs have the same figures to within TOLERANCE, and exactly the same texts."""
+    a, b = ({path: v for path, v in _leaves(_written(folder)) if not _of_machine(path[-1])} for folder in (one, two))
+    assert a.keys() == b.keys()
+    assert any(path[0] == "samples" for path in a)
+    wrong = [f"{'/'.join(path)}: {a[path]!r} and {b[path]!r}" for path in a if not _same(a[path], b[path])]
+    assert not wrong, "\n".join(wrong)
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    """What a run writes as JSON about its training and its samples."""
+    rows = {path.stem: read_jsonl(path) for path in (folder / "metrics.jsonl", folder / "samples.jsonl")}
+    files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("evaluation.json")}
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return {**rows, **files, "manifest": manifest["metrics"]}
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each number and text of nested mappings and lists, with its path."""
+    if not isinstance(tree, dict | list):
+        yield path, tree
+        return
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _leaves(value, (*path, str(key)))
+
+
+def _of_machine(key: str) -> bool:
+    return key.startswith(OF_THE_MACHINE) or key.endswith("seconds")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= TOLERANCE * max(1.0, abs(a))
+    return bool(a == b)

@@ -75,7 +75,8 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Not splitlines: a text may contain U+0085 or U+2028.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

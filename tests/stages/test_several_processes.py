@@ -1,0 +1,133 @@
+"""Every stage on several processes, with whole copies and divided models: the tokens and figures of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.artifacts import read_manifest
+from support.compare import same_figures, same_runs
+from support.runs import run_forked, run_forked_code
+from support.tiny import SETTINGS, STOP, merged
+
+pytestmark = pytest.mark.slow
+VOCABULARY = 301
+"""Neither 2 nor 4 processes divide it."""
+TIED = {"llama": False, "qwen2": True, "gpt2": True}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory, tokenizer) -> Callable[[str], str]:
+    """A function: family -> directory of a tiny random model. All families have one tokenizer."""
+    directories: dict[str, Path] = {}
+
+    def make(family: str) -> str:
+        if family not in directories:
+            special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+            settings = SETTINGS[family] | special | {"vocab_size": VOCABULARY, "tie_word_embeddings": TIED[family]}
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+            directories[family] = tmp_path_factory.mktemp(family) / "model"
+            model.save_pretrained(directories[family])
+            tokenizer.save_pretrained(directories[family])
+        return str(directories[family])
+
+    return make
+
+
+FEW_TOKENS = {"tokens_per_microbatch": 60}
+"""Some processes make more passes than others."""
+STEPS = {"training": {"num_steps": 5, "minibatch_size": 6, **FEW_TOKENS}, "evaluation": {"every_steps": 2}}
+ITERATIONS = {"ppo": {"num_iterations": 3, "ppo_epochs": 1, **FEW_TOKENS}, "num_logged_samples": 8}
+
+
+@pytest.fixture
+def changes_of(model_of, run_stage, tokenizer, tmp_path) -> Callable[..., dict[str, Any]]:
+    """A function: stage, family of its model or policy, family of PPO's reward and value model -> config changes."""
+
+    def changes(stage: str, family: str, scorer: str = "") -> dict[str, Any]:
+        # A large eps makes the size of a gradient visible in Adam's first steps.
+        common = {"optimizer": {"eps": 1e-3}}
+        if stage != "ppo":
+            return merged(STEPS, {"model": {"path": model_of(family)}, **common})
+        run_stage("rm", tmp_path, model={"path": model_of(scorer)}, training={"num_steps": 1})
+        models = {
+            "policy": {"path": model_of(family)},
+            "rewards": [{"type": "reward_model", "path": str(tmp_path / "rm")}],
+            "rollout": {"stop_tokens": tokenizer.convert_ids_to_tokens(sorted(STOP))},
+        }
+        return merged(ITERATIONS, models | common)
+
+    return changes
+
+
+SHARDED = {"distributed": {"shard": True}}
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "sft whole": (("sft", "gpt2"), {}),
+    "sft sharded": (("sft", "qwen2"), SHARDED),
+    "rm whole": (("rm", "qwen2"), {}),
+    "rm sharded": (("rm", "gpt2"), SHARDED),
+    "ppo whole": (("ppo", "gpt2", "llama"), {}),
+    "ppo sharded": (("ppo", "qwen2", "gpt2"), SHARDED),
+    "ppo sampled from the shards": (("ppo", "gpt2", "qwen2"), {**SHARDED, "rollout": {"decoder": "sharded"}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_processes_give_the_tokens_and_figures_of_one(name, changes_of, write_config, run_stage, tmp_path):
+    """Five optimizer steps or more, on shares of one row and of two. The value model is of another family."""
+    (stage, *families), distributed = CASES[name]
+    changes = changes_of(stage, *families)
+    one = run_stage(stage, tmp_path / "one", **changes)
+    run_forked(4, stage, write_config(stage, tmp_path / "four", **merged(changes, distributed)))
+    four = tmp_path / "four" / stage
+    manifest = read_manifest(four)
+    assert manifest is not None
+    assert manifest.num_processes == 4
+    same_runs(one, four)
+
+
+PLANTED = """
+import sys
+from rlhf_cli.training import launch
+from rlhf_cli.training.distributed import World
+from stages import rm, ppo
+
+summed = World.sync_gradients
+defect = sys.argv.pop(1)
+
+def sync_gradients(world, parameters):
+    parameters = list(parameters)
+    gradients = lambda: [p.grad for p in parameters if p.grad is not None]
+    if defect == "dropped process" and world.rank == 1:
+        [gradient.zero_() for gradient in gradients()]
+    summed(world, parameters)
+    if defect == "doubled gradient":
+        [gradient.mul_(2) for gradient in gradients()]
+
+World.sync_gradients = sync_gradients
+launch.main("{stage}", {stage}.run)
+"""
+
+
+@pytest.mark.parametrize(("stage", "figure"), [("rm", "loss/rm"), ("ppo", "objective/score")])
+def test_a_defect_of_the_sum_of_gradients_is_seen(stage, figure, changes_of, write_config, run_stage, tmp_path):
+    """In the first gradient. `figure` comes before it, and is that of one process."""
+    ppo, rm = {"num_iterations": 1, "rollout_batch_size": 4}, {"num_steps": 1}
+    changes = merged(changes_of(stage, "llama", "gpt2"), {"ppo": ppo} if stage == "ppo" else {"training": rm})
+    one = run_stage(stage, tmp_path / "one", **changes)
+    for defect in ("none", "dropped process", "doubled gradient"):
+        config = write_config(stage, tmp_path / defect, **changes)
+        arguments = (defect, "--config", str(config), "--quiet")
+        run_forked_code(2, PLANTED.format(stage=stage), *arguments, log=config)
+        if defect == "none":
+            same_runs(one, tmp_path / defect / stage)
+            continue
+        with pytest.raises(AssertionError, match="grad_norm: ") as seen:
+            same_figures(one, tmp_path / defect / stage)
+        assert f"metrics/0/{figure}:" not in str(seen.value)
