@@ -5,7 +5,8 @@
 
 Runs a short pipeline on each number of processes and prints, for each stage, the median tokens per second of its steps
 (PPO: of rollout, scoring and update together), the speed-up, and the bytes that a process sends in a step: 4 bytes a
-trained weight, in PPO for each optimizer step, and 28 bytes a token of the rollout. A ring sends twice as much at most.
+trained weight, in PPO for each optimizer step, and 28 bytes a token of the rollout. These are computed, for two
+processes; sharding.py counts them. N processes send 2 (N - 1) / N times as much for the gradients.
 Use a machine with an idle core for each process.
 """
 
