@@ -459,4 +459,7 @@ def gpu(found: dict[str, Any]) -> list[str]:
     """The table of gpu.py."""
     if found["device"] == "cpu":
         raise KeyError("a run without a GPU only checks the script")
-    return [f"{found['device']}, {found['date']}: `benchmarks/gpu.py`.", "", *table(found["head"], found["rows"])]
+    lines = [f"{found['device']}, {found['date']}: `benchmarks/gpu.py`.", ""]
+    for one in (found, found["memory"], found["tests"]):
+        lines += table(one["head"], one["rows"]) if one["rows"] else []
+    return lines

@@ -43,11 +43,11 @@ from support.decoders import (
     random_ids,
     same,
 )
+from support.gpu import needs_gpu
 from support.tiny import read_jsonl
 
 NAMES = ["llama", "llama one key head", "mistral", "qwen2", "qwen3", "gpt2"]
 PRECISIONS = [torch.float32, torch.bfloat16]
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
 
 def autocast(dtype):
@@ -564,7 +564,7 @@ def test_the_sampler_reads_one_number_per_step_one_step_late(monkeypatch):
 # --------------------------------------------------------------------------------------------- on a GPU only
 
 
-@no_gpu
+@needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @torch.no_grad()
@@ -585,7 +585,7 @@ def test_a_replayed_graph_equals_the_step(name, dtype):
     assert set(replayed.graphs) == {(4, 128), (4, 256), (2, 256)}
 
 
-@no_gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_static_decoder_samples_on_a_gpu(name, dtype):

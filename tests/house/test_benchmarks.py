@@ -6,6 +6,7 @@ import doctest
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ def load(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["speed_inputs", "speed_limits", "speed_report", "growth"])
+@pytest.mark.parametrize("name", ["speed_inputs", "speed_limits", "speed_report", "growth", "gpu_memory"])
 def test_the_docstring_examples_of_the_benchmarks_run(load, name):
     failures, tests = doctest.testmod(load(name))
     assert tests > 0
@@ -226,3 +227,62 @@ def test_the_share_of_the_tilt(load):
     assert seed.tilt_gold == pytest.approx(1.5)
     assert seed.share == pytest.approx(0.8)
     assert seed.share_error == pytest.approx(0.0, abs=1e-9)
+
+
+PARTS = """#!/bin/sh
+echo "$7" >> "$0.ran"
+case "$7" in
+*NF4*) echo "out of memory" >&2; exit 1 ;;
+*) echo '{"rows": [["tiny", "PPO", "LoRA", "peak"]], "machine": {"device": "cpu"}}' > "$9" ;;
+esac
+"""
+"""In place of the Python that runs `gpu.py --work DIR --device cpu --part NAME --part-file FILE`."""
+
+
+def test_the_gpu_benchmark_goes_on_after_a_failed_part_and_repeats_no_finished_one(load, tmp_path, monkeypatch, capsys):
+    gpu, python = load("gpu"), tmp_path / "python"
+    python.write_text(PARTS, encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    chosen = ["memory tiny PPO NF4", "memory tiny PPO LoRA"]
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--work", str(tmp_path), "--device", "cpu", "--tiny", "--parts", *chosen]
+    )
+    for states in (("FAILED: out of memory", "done in"), ("FAILED: out of memory", "finished before")):
+        with pytest.raises(SystemExit) as end:
+            gpu.main()
+        assert end.value.code == 1
+        text = capsys.readouterr().out
+        for name, state in zip(chosen, states, strict=True):
+            assert f"{name}: {state}" in text
+    assert "| tiny | PPO | LoRA | peak |" in text
+    assert "- memory tiny PPO NF4: failed: out of memory" in text
+    assert Path(f"{python}.ran").read_text().splitlines() == [*chosen, chosen[0]]
+    found = json.loads((tmp_path / "results/gpu.json").read_text(encoding="utf-8"))
+    assert found["parts"]["tests"]["status"] == "not run"
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert f"{chosen[0]}: not started" in capsys.readouterr().out
+
+
+def test_the_parts_of_the_gpu_benchmark_begin_with_the_memory_of_ppo(load):
+    gpu = load("gpu")
+    names = gpu.parts_of(list(gpu.SIZES))
+    assert names[:4] == ["memory 1.5 B PPO LoRA", "memory 1.5 B PPO NF4", "speed 1.5 B rollouts", "tests"]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["memory tiny PPO NF4", "speed tiny rollouts"])
+def test_a_part_of_the_gpu_benchmark_runs_on_a_cpu(part, tmp_path):
+    """All of it: `python benchmarks/gpu.py --work DIR --device cpu --tiny`."""
+    file, environment = tmp_path / "part.json", os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--work", tmp_path, "--device", "cpu", "--part", part]
+    subprocess.run([*command, "--part-file", file], env=environment, cwd=ROOT, check=True)
+    result = json.loads(file.read_text(encoding="utf-8"))
+    if part.startswith("memory"):
+        assert [row[3] for row in result["rows"]] == ["peak", "load", "rollout", "scoring", "update", "save"]
+        assert "policy/sampler_gap_mean" in result["metrics"]
+    else:
+        assert not [row for row in result["rows"] if row[2] == "failed"]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from rlhf_cli.plan.shapes import Source, shape_of
+from support.gpu import MARKS
 from support.paths import ROOT
 from support.runs import run_forked_code
 from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
@@ -45,6 +51,49 @@ def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, t
         else:
             figures = ("loss", "norm", "weights", "saved")
             assert max(found[figure] for figure in figures) < TOLERANCE, (name, found)
+
+
+ONE_GPU = pytest.param("cuda", 1, marks=MARKS)
+TWO_GPUS = pytest.param(
+    "cuda",
+    2,
+    marks=(pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")),
+)
+
+
+@pytest.mark.parametrize(("device", "count"), [pytest.param("cpu", 1, marks=pytest.mark.slow), ONE_GPU, TWO_GPUS])
+def test_sharded_models_train_as_whole_ones_by_the_backend_of_the_device(device, count, tmp_path):
+    """On GPUs by NCCL. One process exchanges with itself alone. On a GPU sums are not in a fixed order."""
+    cases = ["llama tied", "llama lora", "llama bfloat16"]
+    make_models(tmp_path, *cases)
+    (tmp_path / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    code = f"from support.sharded import compare; compare({str(tmp_path)!r}, {device!r})"
+    found = run_code(count, code, tmp_path)
+    for name, gaps in found.items():
+        tolerance = 0.05 if "bfloat16" in name else TOLERANCE if device == "cpu" else 1e-4
+        assert gaps["before"] == 0.0, name
+        assert gaps["moved"] > 1e-3, name
+        assert max(gaps["loss"], gaps["norm"], gaps["weights"]) < tolerance, (name, gaps)
+    assert list(found) == cases
+
+
+def run_code(count, code, folder):
+    """Run code in `count` new processes. A process that was forked cannot use a GPU."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | common | rank, stderr=subprocess.PIPE, cwd=ROOT, text=True
+        )
+        for rank in ranks
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(errors)[-3000:]
+    return json.loads((folder / "gaps.json").read_text(encoding="utf-8"))
 
 
 SLOW = [

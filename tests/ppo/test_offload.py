@@ -1,6 +1,6 @@
 """Frozen models and the moments of AdamW wait on the CPU between phases, and come back bit for bit.
 
-There is no GPU here: a tensor "moves" by being copied, so its address shows where it is.
+On a CPU a tensor "moves" by being copied, so its address shows where it is. One test is of pinned memory on a GPU.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import copy
 import pytest
 import torch
 
+from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.rollout.offload import Offload
+from rlhf_cli.training.optimizer import build_stepper
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.stage_run import StageRun
+from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl
 
@@ -81,6 +84,44 @@ def test_weights_and_moments_move_and_keep_their_bits(make_model):
     offload.scoring()
     assert all(torch.equal(p, old) for p, old in zip(frozen.parameters(), before, strict=True))
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizer.state.values(), moments, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["float32", "8bit", "bfloat16"])
+def test_steps_with_and_without_offload_give_the_same_bits(make_model, precision, device):
+    """Three iterations on the same gradients. What waits is in pinned memory, and its bytes leave the GPU."""
+    path, is_gpu = str(make_model("llama")), device == "cuda"
+    settings = Optimizer(learning_rate=1e-2, schedule="constant", precision=precision)
+    frozen, *policies = (load_policy(path).to(device) for _ in range(3))
+    before = [p.detach().clone() for p in frozen.parameters()]
+    steppers = [build_stepper(policy, settings, 3) for policy in policies]
+    offload = Offload(torch.device(device), [frozen], [steppers[0].optimizer], shared=[policies[0]])
+
+    def moments():
+        states = steppers[0].optimizer.state.items()
+        return [t for p, state in states for t in state.values() if torch.is_tensor(t) and t.shape == p.shape]
+
+    for step in range(3):
+        held = torch.cuda.memory_allocated() if is_gpu else 0
+        offload.sampling(policies[0])
+        waiting = [*frozen.parameters(), *moments()]
+        assert all(tensor.device.type == "cpu" and tensor.is_pinned() == is_gpu for tensor in waiting)
+        if is_gpu and step == 0:
+            assert held - torch.cuda.memory_allocated() >= sum(p.nbytes for p in frozen.parameters())
+        offload.scoring()
+        here = list(frozen.parameters())
+        assert all(p.device.type == device and torch.equal(p, q) for p, q in zip(here, before, strict=True))
+        with offload.update():
+            assert {t.device.type for t in moments()} <= {device}
+            for stepper in steppers:
+                for number, p in enumerate(stepper.model.parameters()):
+                    draw = torch.Generator().manual_seed(100 * step + number)
+                    p.grad = torch.randn(p.shape, generator=draw).to(device)
+                stepper.advance()
+    moved, stayed = (list(policy.parameters()) for policy in policies)
+    assert moments()
+    assert not torch.equal(stayed[0], before[0])
+    assert all(torch.equal(p, q) for p, q in zip(moved, stayed, strict=True))
 
 
 def test_what_a_phase_needs_stays(make_model):

@@ -10,10 +10,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.models.load import save
+from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout import rollout as rollout_module
+from rlhf_cli.training.health_rules import GAP_TOLERANCE
 from support.compare import close
+from support.gpu import MARKS
 from support.oracles import check_update_batch, chosen, distributions, numbers, padded, plain_copy, slow_importance
+from support.tiny import SETTINGS, read_jsonl
+
+
+@pytest.fixture(scope="module")
+def wide(tokenizer, tmp_path_factory):
+    """The path of a model whose layers can be quantized."""
+    config = {**SETTINGS["llama"], "hidden_size": 64, "intermediate_size": 128}
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    save(new_model(ScratchModel(architecture="llama", config=config), tokenizer, seed=3), tokenizer, folder)
+    return str(folder)
 
 
 @pytest.fixture
@@ -70,6 +85,33 @@ def test_an_older_rollout_of_another_sampler_has_one_weight(watch):
     first, second = (batch.advantages[:8, : weights[0].shape[1]].double() for batch in run.batches)
     close(second * weights[0], first * weights[1], 1e-4)
     assert (weights[0] - weights[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("device", "decoder"),
+    [("cpu", "auto"), *(pytest.param("cuda", decoder, marks=MARKS) for decoder in ("auto", "static"))],
+)
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_the_gap_of_bfloat16_is_below_its_limit(run_stage, wide, tmp_path, device, decoder, quantize):
+    """Two iterations with adapters, of each decoder of the device. The policy that sampled has the ratio 1."""
+    if quantize is not None:
+        pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (extra qlora)")
+    lora = {"r": 4, "quantize": quantize}
+    stage = run_stage(
+        "ppo",
+        tmp_path,
+        policy={"path": wide, "lora": lora},
+        value_model={"lora": lora},
+        rewards=[{"type": "length", "target": 5}],
+        precision="bfloat16",
+        device=device,
+        rollout={"decoder": decoder},
+    )
+    rows = [row for row in read_jsonl(stage / "metrics.jsonl") if "policy/sampler_gap_mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert 0 < row["policy/sampler_gap_mean"] < GAP_TOLERANCE["bfloat16"]
+        assert row["policy/first_ratio_error"] < 1e-2
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])

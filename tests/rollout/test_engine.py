@@ -21,6 +21,7 @@ from rlhf_cli.rollout.vllm_engine import VllmEngine, seed_of
 from rlhf_cli.training.health_rules import GAP_TOLERANCE
 from support.compare import close
 from support.engines import CopyEngine, fake_vllm, weights_of
+from support.gpu import needs_gpu
 from support.tiny import CPU, PROMPTS, SETTINGS, STOP
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -221,7 +222,7 @@ def test_seeds_come_from_the_uniforms():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM as a rollout engine needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("lora", [None, Lora(r=4)])
 def test_vllm_follows_the_policy(lora):
     policy = new_policy(lora=lora).cuda()

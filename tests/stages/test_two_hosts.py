@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.training import checkpoint_files
 from support.paths import ROOT
 
@@ -70,24 +71,36 @@ def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
 
 
 class Job:
-    """`torchrun` with two processes on each host."""
+    """`torchrun` with two processes on each host. It may restart them `restarts` times."""
 
-    def __init__(self, config: Path, folder: Path, *more: str):
+    def __init__(self, config: Path, folder: Path, *more: str, restarts: int = 0):
         self.logs = [folder / f"host{rank}.log" for rank in range(2)]
+        self.restarts = restarts
         self.processes = [self._start(rank, config, more) for rank in range(2)]
 
     def _start(self, rank: int, config: Path, more: tuple[str, ...]) -> subprocess.Popen[bytes]:
         command = [
             *("ip", "netns", "exec", NAMES[rank], sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank)),
-            *("--master-addr", ADDRESSES[0], "--master-port", "29500"),
+            *("--nnodes", "2", "--nproc-per-node", "2", *self._rendezvous(rank)),
             *("-m", "stages.sft", "--config", str(config), *more),
         ]
         environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": LINKS[rank], "TP_SOCKET_IFNAME": LINKS[rank]}
+        if self.restarts:
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.logs[rank].open("wb") as log:
             return subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+
+    def _rendezvous(self, rank: int) -> list[str]:
+        """How the hosts meet. Only `c10d` lets them meet again after a restart."""
+        if not self.restarts:
+            return ["--node-rank", str(rank), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
+        # Both namespaces have the name of this machine, so its host cannot be found by it.
+        hosting = f"is_host={int(rank == 0)}"
+        endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
+        local = ["--rdzv-conf", hosting, "--local-addr", ADDRESSES[rank]]
+        return [*endpoint, *local, "--max-restarts", str(self.restarts)]
 
     def wait(self) -> list[int]:
         wait_until(lambda: all(process.poll() is not None for process in self.processes))
@@ -144,3 +157,32 @@ def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(wri
         assert f"resuming after step {step} of {step + 5}" in again.text()
     finally:
         again.kill()
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_killed_process_of_a_divided_run_is_restarted_on_both_hosts(write_config, make_model, tmp_path):
+    """`distributed.shard` between the hosts. The run resumes from its last checkpoint and ends."""
+    config = write_config(
+        "sft",
+        tmp_path,
+        model={"path": str(make_model("llama"))},
+        training={"num_steps": 30},
+        checkpoints={"every_steps": 4, "every_minutes": None},
+        distributed={"timeout_s": 60, "shard": True},
+    )
+    job = Job(config, tmp_path, restarts=1)
+
+    def has_checkpoint() -> bool:
+        return (checkpoint_files.last_step(str(tmp_path), "sft") or 0) >= 4
+
+    try:
+        wait_until(lambda: has_checkpoint() or any(process.poll() is not None for process in job.processes))
+        assert all(process.poll() is None for process in job.processes), job.text()
+        agent = job.processes[1].pid
+        workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        os.kill(int(workers[0]), signal.SIGKILL)
+        assert job.wait() == [0, 0], job.text()
+        assert re.search(r"resuming after step \d+ of 30", job.text()), job.text()
+    finally:
+        job.kill()
+    assert read_manifest(tmp_path / "sft") is not None

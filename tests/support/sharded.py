@@ -100,9 +100,9 @@ def batches() -> list[list[list[int]]]:
 class Trained:
     """A model that is trained for some steps, on a world of one or sharded over all."""
 
-    def __init__(self, folder: Path, case: dict[str, Any], world: World):
+    def __init__(self, folder: Path, case: dict[str, Any], world: World, *, sharded: bool | None = None):
         self.world, self.case, self.precision = world, case, case.get("precision", "float32")
-        is_sharded = world.size > 1
+        is_sharded = world.size > 1 if sharded is None else sharded
         defect = case.get("defect") if is_sharded else None
         if case.get("reward"):
             self.model, _ = load.new_reward_model(str(folder), None, seed=0, head_std=None, deferred=is_sharded)
@@ -168,10 +168,11 @@ def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[str, float]:
     """Train a case whole and sharded; the largest differences."""
     alone = Trained(folder / name, case, World(0, 1, world.device))
-    together = Trained(folder / name, case, world)
-    assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
-        p.numel() for p in alone.model.parameters()
-    )
+    together = Trained(folder / name, case, world, sharded=True)
+    if world.size > 1:
+        assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
+            p.numel() for p in alone.model.parameters()
+        )
     before = gap(alone.weights(), together.weights())
     moved = alone.weights()
     moved = {key: weight.clone() for key, weight in moved.items()}
@@ -358,9 +359,11 @@ def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
     return store
 
 
-def compare(folder: str) -> None:
-    """The program of each process that compares whole and sharded training."""
-    world = distributed.start("cpu")
+def compare(folder: str, device: str = "cpu") -> None:
+    """The program of each process that compares whole and sharded training. One process may divide among itself."""
+    world = distributed.start(device)
+    if world.size == 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     cases = json.loads(Path(folder, "cases.json").read_text(encoding="utf-8"))
     gaps = {name: train(Path(folder), name, (CASES | PLANTED)[name], world) for name in cases}
     if world.is_main:

@@ -16,6 +16,7 @@ from rlhf_cli.training import adamw
 from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
 from rlhf_cli.training.optimizer import build_stepper
 from rlhf_cli.training.stage_run import StageRun
+from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.runs import run_forked
 from support.tiny import read_jsonl
@@ -23,16 +24,18 @@ from support.worlds import run_in_threads
 
 BFLOAT16 = {"optimizer": {"precision": "bfloat16"}, "precision": "bfloat16"}
 EIGHT_BIT = {"optimizer": {"precision": "8bit"}}
+LIKENESS = {"8bit": 0.99, "bfloat16": 0.9}
+"""Least cosine between the movement of the weights and that in float32."""
 
 
 def config(**changes):
     return Optimizer.model_validate({"learning_rate": 1e-3, "schedule": "constant", **changes})
 
 
-def linear(dtype=torch.float32, size=(64, 128)):
+def linear(dtype=torch.float32, size=(64, 128), device="cpu"):
     torch.manual_seed(0)
     layer = torch.nn.Linear(*size, bias=False)
-    return layer.to(dtype)
+    return layer.to(device, dtype)
 
 
 def test_float32_weights_get_plain_adamw(monkeypatch):
@@ -72,18 +75,20 @@ def test_numbers_of_bfloat16_are_not_changed_and_others_go_to_a_neighbour():
     assert round_stochastically(torch.tensor([torch.inf, -torch.inf]), draw).tolist() == [torch.inf, -torch.inf]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["bfloat16", "8bit"])
-def test_state_returns_from_a_checkpoint_bit_for_bit(precision):
+def test_state_returns_from_a_checkpoint_bit_for_bit(precision, device):
     """Four steps at once, and two with a checkpoint after each two."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    whole, first, second = (build_stepper(linear(dtype), config(precision=precision), 4) for _ in range(3))
-    draws = [torch.randn(128, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(4)]
+    settings = config(precision=precision)
+    whole, first, second = (build_stepper(linear(dtype, device=device), settings, 4) for _ in range(3))
+    draws = [torch.randn(128, 64, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in range(4)]
     for stepper, gradients in ((whole, draws), (first, draws[:2])):
         for gradient in gradients:
             stepper.model.weight.grad = gradient.clone()
             stepper.advance()
     tensors, numbers = first.state()
-    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    saved = {name: tensor.cpu().clone() for name, tensor in tensors.items()}  # as from a file
     second.model.load_state_dict(first.model.state_dict())
     second.restore(saved, numbers)
     for gradient in draws[2:]:
@@ -92,6 +97,24 @@ def test_state_returns_from_a_checkpoint_bit_for_bit(precision):
     assert torch.equal(second.model.weight, whole.model.weight)
     state, expected = second.state()[0], whole.state()[0]
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["8bit", "bfloat16"])
+def test_fewer_bits_move_weights_as_float32_does(precision, device):
+    """Twenty steps with the same gradients. 8 bits round the moments, bfloat16 the weights."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    models = linear(device=device), linear(dtype, device=device)
+    steppers = [build_stepper(m, config(precision=p), 20) for m, p in zip(models, ("float32", precision), strict=True)]
+    start = models[0].weight.detach().clone()
+    for step in range(20):
+        gradient = torch.randn(start.shape, generator=torch.Generator().manual_seed(step)).to(device)
+        for model, stepper in zip(models, steppers, strict=True):
+            model.weight.grad = gradient.to(model.weight.dtype)
+            stepper.advance()
+    plain, ours = (model.weight.float() - start for model in models)
+    assert plain.abs().mean() > 2e-3
+    assert torch.nn.functional.cosine_similarity(plain.flatten(), ours.flatten(), dim=0) > LIKENESS[precision]
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("float32", 12), ("8bit", 6.03), ("bfloat16", 4)])

@@ -12,6 +12,7 @@ from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.training.bad_steps import BadSteps
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.stage_run import StageRun
+from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl
 
@@ -101,11 +102,13 @@ def overflowing(patch, steps, counter):
     patch.setattr(LossScale, "backward", backward)
 
 
-def test_an_overflow_is_skipped_counted_and_no_reason_to_stop(float16, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_is_skipped_counted_and_no_reason_to_stop(float16, tmp_path, monkeypatch, device):
     """With max_bad_steps: 1. The scale halves, the row counts the step, and no batch is written as failed."""
     with monkeypatch.context() as patch:
         overflowing(patch, {2, 3}, [])
-        rows = float16(tmp_path, training={"num_steps": 4, "minibatch_size": 8, "microbatch_size": 8})
+        training = {"num_steps": 4, "minibatch_size": 8, "microbatch_size": 8}
+        rows = float16(tmp_path, training=training, device=device)
     assert [row["sft/bad_steps"] for row in rows if "loss/sft" in row] == [0.0, 1.0, 1.0, 0.0]
     assert [row["sft/loss_scale"] for row in rows if "loss/sft" in row] == [FIRST, FIRST, FIRST / 2, FIRST / 4]
     assert not list(tmp_path.glob("*.failed_batch.jsonl"))
