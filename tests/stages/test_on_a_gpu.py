@@ -21,23 +21,24 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=MARKS)])
-def test_the_stages_compute_what_they_do_on_a_cpu(pipeline, run_stage, make_model, tmp_path, device):
+def test_the_stages_compute_what_they_do_on_a_cpu(run_stage, make_model, tmp_path, device):
     """In float32, each stage from the models of the CPU. Its sums are in another order, so only figures are equal."""
-    root = pipeline("llama")
-    sft, rm = {"path": str(root / "sft")}, [{"type": "reward_model", "path": str(root / "rm")}]
+    cpu = tmp_path / "on the cpu"
+    sft, rm = {"path": str(cpu / "sft")}, [{"type": "reward_model", "path": str(cpu / "rm")}]
     models = {
         "sft": {"model": {"path": str(make_model("llama"))}},
         "rm": {"model": sft},
         "ppo": {"policy": sft, "rewards": rm},
     }
     for stage, keys in models.items():
+        here = run_stage(stage, cpu, **keys, device="cpu", precision="float32")
         there = run_stage(stage, tmp_path, **keys, device=device, precision="float32")
-        rows, expected = (read_jsonl(folder / "metrics.jsonl") for folder in (there, root / stage))
+        rows, expected = (read_jsonl(folder / "metrics.jsonl") for folder in (there, here))
         for name in FIGURES[stage]:
             figures = [[row[name] for row in run if name in row] for run in (rows, expected)]
             assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-4), name
             assert len(figures[0]) > 1, name
-    samples = [[row["response"] for row in read_jsonl(folder / "samples.jsonl")] for folder in (there, root / "ppo")]
+    samples = [[row["response"] for row in read_jsonl(folder / "samples.jsonl")] for folder in (there, here)]
     assert samples[0] == samples[1]
 
 

@@ -71,7 +71,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
 
 
 class Job:
-    """`torchrun` with two processes on each host. It may restart them `restarts` times."""
+    """`torchrun` with two processes on each host; with one that it may restart `restarts` times."""
 
     def __init__(self, config: Path, folder: Path, *more: str, restarts: int = 0):
         self.logs = [folder / f"host{rank}.log" for rank in range(2)]
@@ -81,7 +81,7 @@ class Job:
     def _start(self, rank: int, config: Path, more: tuple[str, ...]) -> subprocess.Popen[bytes]:
         command = [
             *("ip", "netns", "exec", NAMES[rank], sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--nproc-per-node", "2", *self._rendezvous(rank)),
+            *("--nnodes", "2", "--nproc-per-node", "1" if self.restarts else "2", *self._rendezvous(rank)),
             *("-m", "stages.sft", "--config", str(config), *more),
         ]
         environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": LINKS[rank], "TP_SOCKET_IFNAME": LINKS[rank]}

@@ -55,6 +55,15 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+if torch.cuda.is_available():
+
+    @pytest.fixture(autouse=True)
+    def _without_gpu(request, monkeypatch):
+        """Only tests that are marked `gpu` see one. The others expect what a CPU computes."""
+        if request.node.get_closest_marker("gpu") is None:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> dict[str, Path]:
     """Files of rows of unequal length: demonstrations, preferences, scored, prompts. Each is also its own test set."""
