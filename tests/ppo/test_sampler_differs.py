@@ -89,7 +89,10 @@ def test_an_older_rollout_of_another_sampler_has_one_weight(watch):
 
 @pytest.mark.parametrize(
     ("device", "decoder"),
-    [("cpu", "auto"), *(pytest.param("cuda", decoder, marks=MARKS) for decoder in ("auto", "static"))],
+    [
+        pytest.param("cpu", "auto", marks=pytest.mark.slow),
+        *(pytest.param("cuda", decoder, marks=MARKS) for decoder in ("auto", "static")),
+    ],
 )
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_the_gap_of_bfloat16_is_below_its_limit(run_stage, wide, tmp_path, device, decoder, quantize):
