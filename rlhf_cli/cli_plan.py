@@ -30,6 +30,9 @@ def plan(
     tokens_per_s: Annotated[
         float | None, typer.Option("--tokens-per-s", min=0.001, help="Speed of all processes, for the hours.")
     ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, metavar="N", help="Training rows of SFT and RM. Default: counted.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="[STAGE:]KEY=VALUE", help="Override a key of the files. Repeatable."),
@@ -61,6 +64,7 @@ def plan(
             processes=nproc,
             per_node=per_node,
             tokens_per_s=tokens_per_s,
+            num_rows=rows,
             as_json=as_json,
         )
 

@@ -7,16 +7,19 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.program import set_options
+from rlhf_cli.training.progress import epochs
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.memory import Phase
     from rlhf_cli.plan.parts import Machine
     from rlhf_cli.plan.plan import Planned
+    from rlhf_cli.plan.schedule import Schedule
 
 UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51
@@ -36,6 +39,7 @@ def plan(
     processes: int | None = None,
     per_node: int = 8,
     tokens_per_s: float | None = None,
+    num_rows: int | None = None,
     as_json: bool = False,
 ) -> None:
     """Print the plan of a config file or of a folder of stages."""
@@ -43,7 +47,7 @@ def plan(
     from rlhf_cli.plan.plan import machine_of, plan_of
 
     machine = machine_of(gpus, memory, processes, per_node)
-    planned = plan_of(path, overrides, stage, machine, ROOM * machine.memory, tokens_per_s)
+    planned = plan_of(path, overrides, stage, machine, ROOM * machine.memory, tokens_per_s, num_rows)
     if as_json:
         say(json.dumps({"machine": machine.name, "stages": [as_dict(one, machine) for one in planned]}, indent=2))
         return
@@ -92,7 +96,7 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
         "",
         f"  a step: {batch.num} microbatches of {batch.tokens:,} tokens (tokens_per_microbatch "
         f"{plan.tokens_per_microbatch:,})",
-        f"  {schedule_line(one)}",
+        *schedule_lines(one.schedule),
     ]
     return lines if one.fits else lines + change_lines(one, machine)
 
@@ -126,16 +130,35 @@ def parts_of(phase: Phase, unit: str) -> str:
     return line
 
 
-def schedule_line(one: Planned) -> str:
-    """Steps, tokens and hours."""
-    schedule = one.schedule
-    if schedule.steps is None:
-        return "steps: they follow from the number of training rows (training.num_epochs)"
-    tokens = "" if schedule.tokens is None else f", at most {schedule.tokens:,} tokens"
-    hours = "; give --tokens-per-s for the hours"
-    if schedule.hours is not None:
-        hours = f"; {schedule.hours:.2g} hours ({schedule.basis})"
-    return f"{schedule.steps:,} optimizer steps{tokens}{hours}"
+def schedule_lines(schedule: Schedule) -> list[str]:
+    """Rows, steps and tokens, and time, for an 80-column terminal."""
+    lines, rows = [], schedule.rows
+    if rows is not None and rows.num is not None:
+        passes = f"; {epochs(schedule.epochs)}" if schedule.epochs is not None else ""
+        lines.append(f"rows: {rows.num:,}, {rows.basis}{passes}")
+    if schedule.steps is None or schedule.tokens is None:
+        assert rows is not None
+        lines.append(f"rows: not known ({rows.basis}). Add --rows N for steps and time")
+    else:
+        tokens = f"at most {schedule.tokens:,} tokens (all rows full)"
+        if not schedule.is_bound:
+            tokens = f"about {schedule.tokens:,} tokens (by the rows' mean length)"
+        lines.append(f"length: {schedule.steps:,} optimizer steps, {tokens}")
+        time = "add --tokens-per-s N, the speed of all processes together"
+        if schedule.hours is not None:
+            time = f"{duration(schedule.hours)} {schedule.basis}"
+        lines.append(f"time: {time}")
+    return [part for line in lines for part in wrap(line, 78, initial_indent="  ", subsequent_indent="    ")]
+
+
+def duration(hours: float) -> str:
+    """Hours, or the minutes or seconds of a part of one.
+
+    >>> duration(1234.56), duration(0.25), duration(0.001)
+    ('1,235 hours', '15 minutes', '3.6 seconds')
+    """
+    unit, value = next((u, hours * n) for u, n in (("hours", 1), ("minutes", 60), ("seconds", 3600)) if hours * n >= 1)
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
 def change_lines(one: Planned, machine: Machine) -> list[str]:
@@ -181,7 +204,7 @@ def amount(size: float, unit: str) -> str:
 
 def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
     """The plan of a stage as JSON values, in bytes."""
-    plan = one.plan
+    plan, rows = one.plan, one.schedule.rows
     names = ("name", "parameters", "trained", "weight_bytes", "gradient_bytes", "moment_bytes")
     return {
         "stage": plan.stage,
@@ -201,6 +224,9 @@ def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
         "steps": one.schedule.steps,
         "tokens": one.schedule.tokens,
         "hours": one.schedule.hours,
+        "tokens_are_at_most": one.schedule.is_bound,
+        "rows": None if rows is None else rows.num,
+        "rows_basis": None if rows is None else rows.basis,
         "changes": [
             {"set": change.overrides, "peak_bytes": round(change.plan.peak.total), "costs": change.costs}
             for change in one.changes

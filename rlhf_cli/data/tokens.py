@@ -119,7 +119,7 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
     spec = encoder.stage_rows
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
-    for side, rows in _by_side(_views(spec, report)):
+    for side, rows in _by_side(views(spec, report)):
         items = []
         if not spec.keep_special:
             found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]  # type: ignore[arg-type]
@@ -137,9 +137,10 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
             raise report.nothing_left(spec.role, side, spec.length_key, longest)
 
 
-def _views(spec: StageRows, report: Report) -> Iterator[tuple[str, Viewed]]:
-    """(side, what the stage sees) of each row that the stage has a use for."""
-    for side, record in records(spec.rows, spec.purpose, report, prompt_words=spec.prompt_words, role=spec.role):
+def views(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Viewed]]:
+    """(side, what the stage sees) of each row that the stage has a use for. `only` limits them to one side."""
+    words, role = spec.prompt_words, spec.role
+    for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
         try:
             found = spec.view(record, side)
         except DataError as error:

@@ -34,12 +34,18 @@ class Planned:
 
 
 def plan_of(
-    path: Path, overrides: Sequence[str], stage: str | None, machine: Machine, room: float, tokens_per_s: float | None
+    path: Path,
+    overrides: Sequence[str],
+    stage: str | None,
+    machine: Machine,
+    room: float,
+    tokens_per_s: float | None = None,
+    num_rows: int | None = None,
 ) -> list[Planned]:
     """The plan of each stage of a folder, or of the one stage of a file.
 
     `room`: bytes that a process may use. A folder's stages get their models from each other. So does a single file
-    from the files beside it.
+    from the files beside it. `tokens_per_s`, `num_rows`: see `schedule_of`.
     """
     if path.is_dir():
         files = {name: path / f"{name}.yaml" for name in STAGES if (path / f"{name}.yaml").is_file()}
@@ -54,7 +60,10 @@ def plan_of(
         wanted = [one]
     chosen = {name: overrides_for(name, overrides, wanted) for name in files}
     configs = {name: load_stage_config(name, file, chosen[name]) for name, file in files.items()}
-    return [_planned(name, files[name], chosen[name], configs, machine, room, tokens_per_s) for name in wanted]
+    if num_rows is not None and wanted == ["ppo"]:
+        raise ConfigError("--rows: is for SFT and RM; the length of PPO is ppo.num_iterations. Remove it")
+    schedules = {name: schedule_of(name, configs, tokens_per_s, num_rows) for name in wanted}
+    return [_planned(name, files[name], chosen[name], configs, machine, room, schedules[name]) for name in wanted]
 
 
 def overrides_for(stage: str, overrides: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -76,7 +85,7 @@ def _planned(
     configs: dict[str, Stage],
     machine: Machine,
     room: float,
-    tokens_per_s: float | None,
+    schedule: Schedule,
 ) -> Planned:
     def replan(more: list[str]) -> StagePlan:
         config = load_stage_config(stage, file, [*overrides, *more])
@@ -87,7 +96,7 @@ def _planned(
     fits = plan.peak.total <= room
     changes = [] if fits else single_changes(config, plan, machine, replan)
     enough = None if fits else enough_changes(changes, room, replan)
-    return Planned(config, plan, schedule_of(stage, config, tokens_per_s), fits, changes, enough)
+    return Planned(config, plan, schedule, fits, changes, enough)
 
 
 def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None, per_node: int) -> Machine:

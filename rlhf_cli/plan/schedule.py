@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_cli.artifacts import partial_directory, stage_directory
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.plan.rows import TrainingRows, training_rows
+
+NO_PHASES = ("time/elapsed_s", "time/waited_s", "time/compile_s")
+"""Seconds of a row of metrics that are not those of a phase of its step: since the start, inside a phase, or once."""
 
 
 @dataclass(frozen=True)
@@ -17,42 +22,59 @@ class Schedule:
     """The length of a stage."""
 
     steps: int | None
-    """Optimizer steps. None: they follow from the number of rows, which only the data tell."""
+    """Optimizer steps. None: they follow from the number of rows, which is not known."""
     tokens: int | None
-    """Tokens of all steps at most: rows of the maximum length, prompts included; of PPO each response once."""
+    """Tokens of all steps, prompts included; of PPO each response once."""
+    is_bound: bool = True
+    """Whether `tokens` takes every row to have the maximum length. Otherwise it follows from the mean of the rows."""
+    rows: TrainingRows | None = None
+    """The training rows of SFT and RM."""
+    epochs: float | None = None
+    """Passes over these rows."""
     hours: float | None = None
     basis: str = ""
     """Where the hours come from."""
 
 
-def schedule_of(stage: str, config: Stage, tokens_per_s: float | None) -> Schedule:
-    """The length of a stage.
+def schedule_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | None, num_rows: int | None) -> Schedule:
+    """The length of a stage, whose config is one of `configs`.
 
     Hours are ``tokens / tokens_per_s / 3600``, or follow from the mean time of a step in the metrics that this run has
     written so far. `tokens_per_s` counts all processes; for PPO it is that of whole iterations, rollouts included.
+    `num_rows` are the training rows of SFT or RM; None counts them (`training_rows`).
     """
-    steps, units, tokens = _length(config)
-    if tokens_per_s is not None and tokens is not None:
-        return Schedule(steps, tokens, tokens / tokens_per_s / 3600, f"--tokens-per-s {tokens_per_s:g}")
+    config = configs[stage]
+    if isinstance(config, PPOConfig):
+        length, units = _length_of_ppo(config), config.ppo.num_iterations
+    else:
+        assert isinstance(config, SFTConfig | RMConfig)
+        length = _length(config, training_rows(config, configs, num_rows))
+        units = length.steps
+    if tokens_per_s is not None and length.tokens is not None:
+        hours = length.tokens / tokens_per_s / 3600
+        return replace(length, hours=hours, basis=f"at {tokens_per_s:,g} tokens a second")
     measured = _seconds_of_a_unit(stage, config)
     if measured is None or units is None:
-        return Schedule(steps, tokens)
+        return length
     seconds, path = measured
-    return Schedule(steps, tokens, units * seconds / 3600, f"{seconds:.3g} s a step in {path}")
+    unit = "an iteration" if isinstance(config, PPOConfig) else "a step"
+    return replace(length, hours=units * seconds / 3600, basis=f"at {seconds:.3g} s {unit}, as in {path}")
 
 
-def _length(config: Stage) -> tuple[int | None, int | None, int | None]:
-    """(optimizer steps, rows of metrics, tokens)."""
-    if isinstance(config, PPOConfig):
-        length = config.data.max_prompt_length + config.rollout.max_new_tokens
-        responses = config.ppo.num_iterations * config.ppo.rollout_batch_size
-        return config.ppo.total_steps, config.ppo.num_iterations, responses * length
-    assert isinstance(config, SFTConfig | RMConfig)
-    steps = config.training.num_steps
-    if steps is None:
-        return None, None, None
-    sequences = 2 if isinstance(config, RMConfig) and config.is_pairwise else 1
-    return steps, steps, steps * config.training.minibatch_size * sequences * config.data.max_length
+def _length_of_ppo(config: PPOConfig) -> Schedule:
+    length = config.data.max_prompt_length + config.rollout.max_new_tokens
+    return Schedule(config.ppo.total_steps, config.ppo.num_iterations * config.ppo.rollout_batch_size * length)
+
+
+def _length(config: SFTConfig | RMConfig, rows: TrainingRows) -> Schedule:
+    training = config.training
+    if rows.num is None and training.num_steps is None:
+        return Schedule(None, None, rows=rows)
+    steps = training.total_steps(rows.num or 0)
+    taken = steps * training.minibatch_size
+    of_row = rows.tokens if rows.tokens is not None else rows.sequences * config.data.max_length
+    epochs = None if rows.num is None else taken / max(1, rows.num)
+    return Schedule(steps, round(taken * of_row), rows.tokens is None, rows, epochs)
 
 
 def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:
@@ -65,9 +87,7 @@ def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                times = [
-                    float(value) for name, value in row.items() if name.startswith("time/") and name.endswith("_s")
-                ]
+                times = [float(row[name]) for name in row if name.startswith("time/") and name not in NO_PHASES]
             except (ValueError, TypeError, AttributeError):
                 continue
             if times:

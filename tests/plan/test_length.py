@@ -1,0 +1,136 @@
+"""`rlhf plan`: training rows, steps, tokens and time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands.plan import schedule_lines
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.data.answers import LabelledPairs, answer_encoder
+from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.tokens import tokenise
+from rlhf_cli.data.views import rm_rows, sft_rows
+from rlhf_cli.plan import rows as plan_rows
+from rlhf_cli.plan.rows import training_rows
+from rlhf_cli.plan.schedule import schedule_of
+from rlhf_cli.seeding import generator
+from support.paths import ROOT
+from support.tiny import write_jsonl
+
+TRAINING = {"training": {"num_epochs": 2, "minibatch_size": 4}, "optimizer": {"learning_rate": 1e-3}}
+HALF = {"select": "0/3,1/3", "weight": 2.5}
+LABELLED = [{"text": f"{'word ' * (n % 9 + 1)}{n}", "label": n % 3 // 2} for n in range(60)]
+
+
+def sft(path, model, **data):
+    return SFTConfig(artifacts="nowhere", model={"path": model}, data={"train": path, **data}, **TRAINING)
+
+
+def rm(path, model, loss="logsigmoid", **data):
+    data = {"train": path, "max_length": 24, **data}
+    return RMConfig(artifacts="nowhere", model={"path": model}, data=data, loss=loss, **TRAINING)
+
+
+def as_trained(config, tokenizer):
+    """The training rows and their sequences, as the stage has them."""
+    if isinstance(config, SFTConfig):
+        return [[row.ids] for row in tokenise(DemonstrationEncoder(tokenizer, sft_rows(config))).train]
+    spec = rm_rows(config)
+    train = tokenise(answer_encoder(tokenizer, spec, reads_last_token=True)).train
+    is_labelled = config.is_pairwise and spec.purpose == "rm scores"
+    return [row.sequences for row in (LabelledPairs(train, generator(0, "pairs")) if is_labelled else train)]
+
+
+@pytest.mark.parametrize("kind", ["sft", "parts", "pairs", "scores", "labels"])
+def test_rows_and_tokens_are_those_that_the_stage_trains_on(data, tokenizer, make_model, tmp_path, kind):
+    config = {
+        "sft": lambda: sft(data["demonstrations"].as_posix(), str(make_model("llama")), max_length=24, test_fraction=0),
+        "parts": lambda: sft({"path": str(data["demonstrations"]), **HALF}, str(make_model("llama")), split=[3, 1, 1]),
+        "pairs": lambda: rm(str(data["preferences"]), str(make_model("llama")), max_length=48),
+        "scores": lambda: rm(str(data["scored"]), str(make_model("llama")), "mse", min_response_length=5),
+        "labels": lambda: rm(
+            str(write_jsonl(tmp_path / "labelled.jsonl", LABELLED)), str(make_model("llama")), max_length=96
+        ),
+    }[kind]()
+    rows, trained = training_rows(config, {}, None), as_trained(config, tokenizer)
+    assert rows.num == len(trained) > 3
+    lengths = [sum(map(len, sequences)) for sequences in trained]
+    # A text with a label is in several pairs, as the seed decides; without seeing them the mean of a text is taken.
+    assert rows.tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.1 if kind == "labels" else 1e-9)
+    assert rows.sequences == len(trained[0])
+    schedule = schedule_of("sft" if kind in ("sft", "parts") else "rm", {"sft": config, "rm": config}, 50.0, None)
+    assert schedule.steps == config.training.total_steps(len(trained))
+    assert schedule.tokens == round(schedule.steps * 4 * rows.tokens)
+    assert not schedule.is_bound
+    assert schedule.hours == pytest.approx(schedule.tokens / 50 / 3600)
+
+
+def test_of_many_rows_a_sample_is_tokenised(data, make_model, monkeypatch):
+    config = sft(str(data["demonstrations"]), str(make_model("llama")), max_length=24, test_fraction=0)
+    exact = training_rows(config, {}, None)
+    monkeypatch.setattr(plan_rows, "SAMPLE", 12)
+    about = training_rows(config, {}, None)
+    assert about.num == pytest.approx(exact.num, rel=0.4)
+    assert about.tokens == pytest.approx(exact.tokens, rel=0.2)
+    assert (about.num, about.tokens) != (exact.num, exact.tokens)
+
+
+def test_without_a_tokenizer_rows_are_counted_as_full(data):
+    rows = training_rows(rm(str(data["preferences"]), "nobody/nothing"), {}, None)
+    assert (rows.tokens, rows.sequences) == (None, 2)
+    config = rm(str(data["preferences"]), "nobody/nothing")
+    schedule = schedule_of("rm", {"rm": config}, None, None)
+    assert schedule.tokens == schedule.steps * 4 * 2 * 24
+    assert "too long ones included" in schedule_lines(schedule)[0]
+    assert f"at most {schedule.tokens:,} tokens (all rows full)" in schedule_lines(schedule)[1]
+
+
+def test_every_shipped_config_has_steps_and_tokens_though_its_data_is_not_here():
+    """Rows of the data that a user downloads are published numbers; those beside the configs are counted."""
+    files = [path for stage in ("sft", "rm", "rm_scores") for path in sorted(ROOT.glob(f"configs/*/{stage}.yaml"))]
+    assert len(files) > 15
+    steps = {}
+    for file in files:
+        stage = file.stem.partition("_")[0]
+        config = load_stage_config(stage, file, [])
+        schedule = schedule_of(stage, {stage: config}, 1e4, None)
+        steps[f"{file.parent.name}/{file.stem}"] = schedule.steps
+        assert schedule.hours is not None, file
+        assert all(len(line) <= 80 for line in schedule_lines(schedule))
+    # 160,800 pairs of HH-RLHF; half of 8,530 sentences are positive, and each makes a pair.
+    assert steps["hh-8b/sft"] == steps["hh-8b/rm"] == round(160_800 / 64)
+    assert steps["sentiment/rm"] == round(3 * 8_530 / 2 / 32)
+
+
+def test_rows_that_are_not_here_are_given_with_an_option():
+    file = ["configs/support/rm.yaml", "--set", "training.num_steps=null", "--set", "training.num_epochs=2"]
+    hub = [*file, "--set", "data.train=owner/name"]
+    said = " ".join(CliRunner().invoke(app, ["plan", *hub]).stdout.split())
+    reason = "owner/name: the rows of the hub are not counted"
+    assert f"rows: not known ({reason}). Add --rows N for steps and time" in said
+    found = CliRunner().invoke(app, ["plan", *hub, "--rows", "4000", "--json", "--tokens-per-s", "1000"])
+    (rm_stage,) = json.loads(found.stdout)["stages"]
+    assert (rm_stage["rows"], rm_stage["steps"]) == (4000, 2 * 4000 // 8)
+    assert rm_stage["hours"] == pytest.approx(rm_stage["tokens"] / 1000 / 3600)
+    ppo = CliRunner().invoke(app, ["plan", "configs/support/ppo.yaml", "--rows", "4000"])
+    assert (ppo.exit_code, ppo.stderr.count("--rows: is for SFT and RM")) == (2, 1)
+
+
+def test_measured_time_of_a_step_is_that_of_its_phases(tmp_path):
+    """`time/elapsed_s` is since the start and `time/waited_s` within a phase: neither is added."""
+    config = load_stage_config("sft", ROOT / "configs/support/sft.yaml", [f"artifacts={tmp_path}"])
+    (tmp_path / "sft").mkdir()
+    rows = [
+        {"step": 0, "time/compile_s": 30.0, "time/elapsed_s": 30.0},
+        {"step": 1, "time/step_s": 0.4, "time/data_s": 0.1, "time/waited_s": 0.2, "time/elapsed_s": 30.5},
+        {"step": 2, "time/step_s": 0.4, "time/evaluation_s": 0.3, "time/waited_s": 0.1, "time/elapsed_s": 31.2},
+        {"step": 2, "eval/loss": 1.0, "time/elapsed_s": 32.0},
+    ]
+    (tmp_path / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schedule = schedule_of("sft", {"sft": config}, None, None)
+    assert schedule.hours == pytest.approx(520 * 0.6 / 3600)
