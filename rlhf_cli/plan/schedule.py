@@ -44,6 +44,7 @@ def schedule_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | 
     `num_rows` are the training rows of SFT or RM; None counts them (`training_rows`).
     """
     config = configs[stage]
+    units: int | None
     if isinstance(config, PPOConfig):
         length, units = _length_of_ppo(config), config.ppo.num_iterations
     else:
