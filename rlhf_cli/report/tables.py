@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -37,19 +38,28 @@ SIDE_BY_SIDE = (
 
 
 def show(figure: dict[str, Any], digits: int | None = None) -> str:
-    """A figure of evaluation.json with its interval, with `digits` after the point or those that it justifies."""
+    """A figure of evaluation.json with its interval, with `digits` after the point or those that it justifies.
+
+    >>> show({"value": 0.925, "low": 0.901, "high": 0.944}), show({"value": 3.0}), show({"value": 7.25, "low": 1.5})
+    ('0.93 [0.90, 0.94]', '3', '7.25 [1.5, ∞]')
+    """
     if "value" not in figure:
         return "none"
     digits = _digits(figure) if digits is None else digits
-    if digits is None:
-        return f"{figure['value']:.4g}"
-    interval = f" [{figure['low']:.{digits}f}, {figure['high']:.{digits}f}]" if "low" in figure else ""
-    return f"{figure['value']:.{digits}f}{interval}"
+    ends = [figure.get("low", -math.inf), figure.get("high", math.inf)]
+
+    def text(number: float) -> str:
+        if math.isinf(number):
+            return "∞" if number > 0 else "-∞"
+        return f"{number:.4g}" if digits is None else f"{number:.{digits}f}"
+
+    interval = "" if all(map(math.isinf, ends)) else f" [{text(ends[0])}, {text(ends[1])}]"
+    return f"{text(figure['value'])}{interval}"
 
 
 def _digits(figure: dict[str, Any]) -> int | None:
-    """Digits after the point that a figure's interval justifies; None without an interval."""
-    if "low" not in figure:
+    """Digits after the point that a figure's interval justifies; None without an interval, or if an end is infinite."""
+    if "low" not in figure or "high" not in figure:
         return None
     width = figure["high"] - figure["low"]
     return 3 if 0 < width < 0.02 else 2 if width < 20 else 0

@@ -79,6 +79,26 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
         result = subprocess.run([rlhf, *command], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
         assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
+    # What has been trained is used: each command's files and optional parts are there.
+    away, run = tmp_path / "away", "artifacts/mine"
+    (away / "prompts.jsonl").write_text('{"prompt": "Hello"}\n', encoding="utf-8")
+    for typed, command, written in (
+        ("Hello\n", ["chat", run], ""),
+        (
+            "",
+            ["generate", run, "--prompts", "prompts.jsonl", "--compare", "sft", "--out", "pairs.jsonl"],
+            "pairs.jsonl",
+        ),
+        ("1", ["label", "pairs.jsonl", "--num", "1"], "pairs.labels.jsonl"),
+        ("", ["eval", run], ""),
+        ("", ["report", run], "artifacts/mine/report.html"),
+        ("", ["export", run, "--no-check", "--out", "exported"], "exported/model.safetensors"),
+        ("", ["push", "exported", "me/mine"], ""),
+        ("", ["serve", run, "--dry-run"], ""),
+    ):
+        result = subprocess.run([rlhf, *command], input=typed, capture_output=True, text=True, env=env, cwd=away)
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        assert (away / written).exists()
 
 
 NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}
