@@ -2,7 +2,8 @@
 
 Each process holds some rows of every weight. Before a block of layers computes, the processes exchange its rows, so
 that each has the whole block for a moment. A weight outside of such a moment is a `DTensor`, of which `local` is this
-process's rows. A backward pass sums the gradients over the processes and leaves each its rows.
+process's rows. A backward pass sums the gradients over the processes and leaves each its rows. The rows may wait in the
+CPU's memory (`distributed.offload`) while the model computes on a GPU: ask `device_of` where that is.
 
 Everything that computes with a sharded model is a collective operation: all processes must make the same number of
 passes, in the same order. `in_step` adds the passes that a process lacks. If their number is not known in advance, as
@@ -19,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -129,8 +131,25 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A whole copy of a sharded tensor, on every process; another tensor as it is. All processes must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A whole copy of a sharded tensor, on every process; another tensor as it is. All processes must call this.
+
+    It is on the device of the processes, through which they exchange rows that wait in the CPU's memory, too.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return like(tensor, local(tensor).to(device_of_mesh(tensor.device_mesh))).full_tensor()  # type: ignore[attr-defined]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device on which the model computes. The weights of an offloaded model are on the CPU between its passes."""
+    weight = next(model.parameters())
+    return device_of_mesh(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
+
+
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """The device of this process in a mesh."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def first_row(tensor: Tensor) -> int:
@@ -144,10 +163,13 @@ def first_row(tensor: Tensor) -> int:
 
 
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
-    """This process's rows as a tensor that is sharded as `tensor` is; as they are if that is not sharded."""
+    """This process's rows as a tensor that is sharded as `tensor` is; as they are if that is not sharded.
+
+    They stay where they are. `DTensor.from_local` would move rows that wait in the CPU's memory to the GPU.
+    """
     if not isinstance(tensor, DTensor):
         return local_rows
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(
-        local_rows, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-    )
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(tensor.shape, tensor.stride(), local_rows.dtype)
+    return DTensor(local_rows.detach(), DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)

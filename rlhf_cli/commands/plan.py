@@ -98,6 +98,8 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
         f"{plan.tokens_per_microbatch:,})",
         *schedule_lines(one.schedule),
     ]
+    if away := offloaded(one):
+        lines.append(f"  CPU memory: {amount(away, 'GB')} GB for each process (distributed.offload)")
     return lines if one.fits else lines + change_lines(one, machine)
 
 
@@ -117,6 +119,13 @@ def model_rows(one: Planned) -> list[tuple[str, int, int, float, float, float]]:
         )
         for model in one.plan.models
     ]
+
+
+def offloaded(one: Planned) -> float:
+    """Bytes of the CPU's memory that `distributed.offload` takes for each process."""
+    from rlhf_cli.plan.memory import offloaded_bytes
+
+    return offloaded_bytes(one.plan.models, one.plan.setting)
 
 
 def parts_of(phase: Phase, unit: str) -> str:
@@ -214,6 +223,7 @@ def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
         "peak_bytes": round(plan.peak.total),
         "peak_phase": plan.peak.name,
         "fits": one.fits,
+        "offloaded_bytes": round(offloaded(one)),
         "models": [dict(zip(names, (*row[:3], *map(round, row[3:])), strict=True)) for row in model_rows(one)],
         "phases": [
             {"name": phase.name, "bytes": round(phase.total), "parts": {k: round(v) for k, v in phase.parts.items()}}

@@ -215,7 +215,8 @@ class PPOConfig(Stage):
     offload: list[Literal["optimizer", "frozen"]] = []
     """What waits in the CPU's memory while it is not used: `optimizer` is the moments of AdamW outside of the update,
     `frozen` is ref_policy and the reward models outside of scoring. The result is the same to the last bit. Each
-    iteration moves them once in each direction. For a GPU only."""
+    iteration moves them once in each direction. A frozen model that `distributed.shard` divides stays on the CPU, and
+    each block is copied for its passes. For a GPU only."""
     num_logged_samples: NonNegativeInt = 1
     """Number of responses per iteration to write to samples.jsonl, with score and KL."""
     samples_every: PositiveInt | None = None
@@ -285,8 +286,8 @@ class PPOConfig(Stage):
     def _offload(self) -> Self:
         if self.offload and self.device == "cpu":
             raise ValueError("offload does nothing with device: cpu, whose memory holds everything. Remove it")
-        if self.offload and self.distributed.shard:
-            raise ValueError("offload and distributed.shard exclude each other. Remove one of them")
+        if self.offload and self.distributed.offload:
+            raise ValueError("offload does nothing with distributed.offload, which moves all of it. Remove one of them")
         return self
 
     @model_validator(mode="after")

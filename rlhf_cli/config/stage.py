@@ -103,6 +103,16 @@ class Distributed(Section):
     holds its share of them and gathers a block of layers at a time. `hybrid` divides among the processes of a machine,
     and every machine holds the same: less traffic between machines for more memory. With one process nothing is
     divided. See docs/processes.md."""
+    offload: bool = False
+    """Keep a process's share of the divided weights, of their gradients and of AdamW's moments in the CPU's memory.
+    Each block is copied to the GPU for its passes, and AdamW steps on the CPU: slower, for a model that does not fit
+    otherwise. The result of a pass is the same to the last bit. Needs `shard`."""
+
+    @model_validator(mode="after")
+    def _divided(self) -> Self:
+        if self.offload and not self.shard:
+            raise ValueError("offload needs shard: true, which divides the models. Set it, or remove offload")
+        return self
 
 
 class Stage(Section):
@@ -141,6 +151,10 @@ class Stage(Section):
     def _passes(self) -> Self:
         if self.compile and self.gradient_checkpointing:
             raise ValueError("compile and gradient_checkpointing exclude each other. Remove one of them")
+        if self.distributed.offload and self.device == "cpu":
+            raise ValueError(
+                "distributed.offload does nothing with device: cpu, whose memory holds everything. Remove it"
+            )
         if self.compile and self.distributed.shard:
             raise ValueError("compile and distributed.shard exclude each other. Remove one of them")
         if self.precision == "float16" and self.distributed.shard:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.decoders.paged_cache import PAGE
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.limits import positions
+from rlhf_cli.sharding import device_of
 
 
 class UnsupportedError(Exception):
@@ -114,7 +115,7 @@ def compare_with_forward(model: PreTrainedModel, new_decoder: Callable[[int], De
     Both read two prompts of different lengths and a few more tokens of each; one of them crosses the end of a page.
     `new_decoder` takes the length of the longest text.
     """
-    steps, device = 3, next(model.parameters()).device
+    steps, device = 3, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in (PAGE - 1, 5)]
     texts = [[(7 * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for n in lengths]
     decoder = new_decoder(max(map(len, texts)))

@@ -14,7 +14,7 @@ from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
 from rlhf_cli.decoders.seq2seq import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
-from rlhf_cli.sharding import is_sharded
+from rlhf_cli.sharding import device_of, is_sharded
 
 OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
 """The names of the decoder that runs the model's own forward."""
@@ -77,4 +77,4 @@ def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName)
 
 
 def _is_on_a_gpu(model: PreTrainedModel) -> bool:
-    return next(model.parameters()).device.type == "cuda"
+    return device_of(model).type == "cuda"

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision, vocabulary_rows
 from rlhf_cli.models.limits import positions
-from rlhf_cli.sharding import IDLE, announce, is_sharded, join
+from rlhf_cli.sharding import IDLE, announce, device_of, is_sharded, join
 
 Layout = Literal["padded", "equal", "whole"]
 PADDED: Layout = "padded"
@@ -95,7 +95,7 @@ class Group:
     def __init__(self, model: PreTrainedModel, rows: list[int], prompts: Sequence[Sequence[int]], *, cached: bool):
         """rows: their indices among the decoder's rows. cached: if False, each step computes the whole text."""
         self.model, self.rows = model, rows
-        device = next(model.parameters()).device
+        device = device_of(model)
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         real_mask = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -162,7 +162,7 @@ def join_sampling(model: PreTrainedModel) -> None:
     """
     if is_sharded(model):
         supported_layout(model)  # a collective operation at the first use
-        ids = torch.tensor([IDLE], device=next(model.parameters()).device)
+        ids = torch.tensor([IDLE], device=device_of(model))
         join(model, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
 
 
@@ -206,7 +206,7 @@ def _gap(model: PreTrainedModel, layout: Layout) -> float:
     Compares three prompts of different lengths and a few more tokens of each, while one row leaves. inf if the model
     does not accept such a call; 0 if its own logits are NaN or infinite.
     """
-    steps, device = 4, next(model.parameters()).device
+    steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in (9, 5, 5)]
     texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
     was_training = model.training

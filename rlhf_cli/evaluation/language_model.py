@@ -19,7 +19,7 @@ from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, rate_figur
 from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
-from rlhf_cli.sharding import IDLE, in_step
+from rlhf_cli.sharding import IDLE, device_of, in_step
 from rlhf_cli.tensor_ops import token_logprobs
 
 MAX_LOGITS = 1 << 28
@@ -50,7 +50,7 @@ def scored_targets(
     """
     # This needs all logits of a token, which training never holds (kernels/head.py).
     budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
-    device = next(model.parameters()).device
+    device = device_of(model)
     cut = budget.cut([len(row.ids) for row in rows])
 
     def pass_over(ids: list[list[int]], masks: list[list[bool]]) -> tuple[Tensor, Tensor]:

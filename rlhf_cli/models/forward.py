@@ -21,7 +21,7 @@ from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
-from rlhf_cli.sharding import gathered
+from rlhf_cli.sharding import device_of, gathered
 from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
@@ -93,7 +93,7 @@ def check_head(model: PreTrainedModel) -> None:
     Every process must compute the same passes of a sharded model, and only some may use the head.
     """
     if isinstance(model.get_output_embeddings(), torch.nn.Linear):
-        _head_is_plain(model, pack([[0, 1]], next(model.parameters()).device))
+        _head_is_plain(model, pack([[0, 1]], device_of(model)))
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def _pack_targets(
 
     The token at index j is predicted at j - 1. The first token of a sequence is never a target.
     """
-    batch = pack(sequences, next(model.parameters()).device)
+    batch = pack(sequences, device_of(model))
     if is_seq2seq(model):
         batch = with_prompts(batch, [row.index(True) for row in target_mask])
     return batch, send(end_to_end(target_mask).nonzero()[:, 0], batch.ids.device)
@@ -213,7 +213,7 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     was_training = model.training
     model.eval()
     default = model.config._attn_implementation
-    device = next(model.parameters()).device
+    device = device_of(model)
     vocab = vocabulary_rows(model)
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
     sequences = [*rows, rows[0][:6] + [(5 * i + 2) % vocab for i in range(3)]]
@@ -239,7 +239,7 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
 
 def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
     """Hidden states of one plain forward pass per sequence, end to end: [sum of lengths, H]."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     try:
         with autocast(device, precision):
             outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
@@ -261,7 +261,7 @@ def _why_not_packed(
         model.set_attn_implementation(name)
         if not is_packed(model):
             raise ValueError("transformers keeps this model's own attention")
-        batch = pack(sequences, next(model.parameters()).device, groups=groups, shortest_prefix=1)
+        batch = pack(sequences, device_of(model), groups=groups, shortest_prefix=1)
         everywhere = batch.indices([0] * len(sequences), batch.lengths)
         for precision, expected in plain.items():
             with autocast(batch.ids.device, precision):

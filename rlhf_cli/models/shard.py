@@ -11,9 +11,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import PreTrainedModel
 
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
@@ -36,8 +44,19 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
     note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was divided"
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
-    line = shard_model(model, device, config.precision, per_node=per_node)
-    return "\n".join(filter(None, [note, line])) or None
+    offloads = config.distributed.offload or (_offloads_frozen(config) and not _is_trained(model))
+    line = shard_model(model, device, config.precision, per_node=per_node, offloads=offloads)
+    idle = f"distributed.offload: does nothing on this {device.type}, whose memory holds everything"
+    has_one_memory = config.distributed.offload and device.type == "cpu"
+    return "\n".join(filter(None, [note, line, idle if has_one_memory else None])) or None
+
+
+def _offloads_frozen(config: Stage) -> bool:
+    return isinstance(config, PPOConfig) and "frozen" in config.offload
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in module.parameters())
 
 
 def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:
@@ -47,7 +66,12 @@ def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> 
 
 
 def shard_model(
-    model: PreTrainedModel, device: torch.device, precision: str, *, per_node: int | None = None
+    model: PreTrainedModel,
+    device: torch.device,
+    precision: str,
+    *,
+    per_node: int | None = None,
+    offloads: bool = False,
 ) -> str | None:
     """Divide the weights of a model among all processes, in place. All processes must call this.
 
@@ -60,6 +84,7 @@ def shard_model(
         device: of this process.
         precision: of the passes, as in the config.
         per_node: divide among this many processes, and let all groups of that size hold the same. None: among all.
+        offloads: keep the rows of each process in the CPU's memory, with their gradients (`distributed.offload`).
 
     Returns:
         Lines for the user about what stays slower (`choose_attention`), or None.
@@ -75,13 +100,15 @@ def shard_model(
     mesh = _mesh(device, per_node)
     lower = torch.bfloat16 if computes_in_bfloat16(device, precision) and not _is_encoder(model) else None
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
     bad: list[str] = []
     for block in blocks(model):
         for layer in block.modules():
             if type(layer) is nn.LayerNorm and lower is not None:
                 layer.__class__ = LayerNorm
-        bad += _shard(block, mesh, mixed)
-    bad += _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False))
+        bad += _shard(block, mesh, mixed, policy)
+    bad += _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False), policy)
     vars(model)["run_gathered"] = MethodType(run_gathered, model)
     register_fsdp_forward_method(model, "run_gathered")
     _refuse(bad)
@@ -115,12 +142,11 @@ def _is_encoder(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> list[str]:
+def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, policy: OffloadPolicy) -> list[str]:
     """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite."""
     deferred: list[tuple[str, Place]] = []
-    is_frozen = not any(weight.requires_grad for weight in module.parameters())
     # A frozen weight is only ever used in the precision in which it is exchanged.
-    kept = mixed.param_dtype if is_frozen and mixed.param_dtype is not None else torch.float32
+    kept = mixed.param_dtype if not _is_trained(module) and mixed.param_dtype is not None else torch.float32
     for name, weight in module.named_parameters():
         if (place := place_of(weight)) is not None:
             deferred.append((name, place))
@@ -129,7 +155,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> 
         elif weight.dtype == torch.float32:
             weight.data = weight.data.to(kept)
     quantized = divisible(module)
-    fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+    fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=True)
     for layer in quantized:
         layer.quant_state.to(torch.device(mesh.device_type))
         layer.weight.quant_state = layer.quant_state

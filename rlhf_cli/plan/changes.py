@@ -90,6 +90,8 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
     found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
     if is_ppo:
         found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
+    if machine.processes > 1:
+        found.append(([*divide, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"))
     found += _adapters(config)
     found += _shorter(config)
     return found

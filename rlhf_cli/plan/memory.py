@@ -6,7 +6,8 @@ the measured difference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlhf_cli.config.models import Quantization
@@ -44,6 +45,10 @@ class Held:
         """The processes among which it is divided."""
         return 1 if self.whole else setting.divided
 
+    def waits(self, setting: Setting) -> bool:
+        """Whether its weights, gradients and moments are in the CPU's memory between the passes of a GPU."""
+        return setting.offloads and self.among(setting) > 1
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -54,6 +59,8 @@ class Setting:
     processes: int = 1
     divided: int = 1
     """Processes among which every model is divided (`distributed.shard`)."""
+    offloads: bool = False
+    """Whether a GPU's share of divided models is in the CPU's memory (`distributed.offload`)."""
     half: bool = False
     """Whether the passes compute in 16 bits."""
     states: str = "float32"
@@ -106,13 +113,15 @@ def join(*parts: dict[str, float]) -> dict[str, float]:
 
 
 def weight_bytes(model: Held, setting: Setting) -> float:
-    """Bytes of the weights of a model on one process."""
+    """Bytes of the weights of a model on one process. Of an offloaded one the scales of its 4-bit weights stay."""
     counts, shape = model.shape.counts, model.shape
+    quantization = shape.lora.quantize if shape.lora is not None else None
+    four_bit = counts.quantizable if quantization is not None else 0.0
+    if model.waits(setting):
+        return four_bit * (BYTES_OF_NF4[quantization] - 0.5) if quantization is not None else 0.0
     trained = counts.trained * STATES[states_of(model, setting)][0]
     if model.shares:
         return trained / model.among(setting)
-    quantization = shape.lora.quantize if shape.lora is not None else None
-    four_bit = counts.quantizable if quantization is not None else 0.0
     is_lossless = model.kept != "float32" and shape.stored == 2
     of_linear = 2 if setting.half and (model.kept == "rounded" or is_lossless) else 4
     of_tables = 2 if setting.half and is_lossless else 4
@@ -134,12 +143,26 @@ def _num_merged(model: Held) -> float:
 
 def gradient_bytes(model: Held, setting: Setting) -> float:
     """Bytes of the gradients of a model on one process."""
+    if model.waits(setting):
+        return 0.0
     return model.shape.trained * STATES[states_of(model, setting)][1] / model.among(setting)
 
 
 def moment_bytes(model: Held, setting: Setting) -> float:
     """Bytes of AdamW's moments of a model on one process."""
+    if model.waits(setting):
+        return 0.0
     return model.shape.trained * STATES[states_of(model, setting)][2] / model.among(setting)
+
+
+def offloaded_bytes(models: Sequence[Held], setting: Setting) -> float:
+    """Bytes that a process keeps in the CPU's memory for its GPU (`distributed.offload`)."""
+
+    def held(setting: Setting) -> float:
+        kinds = (weight_bytes, gradient_bytes, moment_bytes)
+        return sum(kind(model, setting) for kind in kinds for model in models)
+
+    return held(replace(setting, offloads=False)) - held(setting)
 
 
 def states_of(model: Held, setting: Setting) -> str:

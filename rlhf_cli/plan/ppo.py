@@ -210,7 +210,8 @@ def _static(models: PPOModels, config: PPOConfig, setting: Setting) -> dict[str,
         libraries(setting),
         {
             "weights": sum(weight_bytes(model, setting) for model in kept),
-            "frozen models": sum(weight_bytes(model, setting) for model in moved),
+            # A divided one is never on the GPU whole.
+            "frozen models": sum(weight_bytes(model, setting) for model in moved if model.among(setting) == 1),
             "rollout copy": models.policy.shape.weights * float(setting.number) if is_copied else 0.0,
             "optimizer": sum(moment_bytes(model, setting) for model in models.trained),
             "moving average": 4.0 * models.policy.shape.trained if average else 0.0,

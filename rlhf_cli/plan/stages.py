@@ -47,6 +47,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
         device=device,
         processes=machine.processes,
         divided=divided,
+        offloads=config.distributed.offload and device == "cuda",
         half=half,
         states=config.optimizer.precision,
         checkpointing=config.gradient_checkpointing,

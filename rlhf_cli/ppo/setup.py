@@ -46,6 +46,7 @@ from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
@@ -342,9 +343,10 @@ def _offload(
         return Offload()
     scorers = [models.ref_policy, *(source.model for source in rewards if isinstance(source, RewardModel))]
     trained = [model for model in (models.policy, models.value_model) if model is not None]
+    whole = [model for model in scorers if model is not None and not is_sharded(model)]  # see `shard_for`
     return Offload(
         device,
-        [model for model in scorers if model is not None] if "frozen" in config.offload else [],
+        whole if "frozen" in config.offload else [],
         [stepper.optimizer for stepper in steppers] if "optimizer" in config.offload else [],
         shared=trained,
         update_needs_frozen=config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full",

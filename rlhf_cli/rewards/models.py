@@ -29,7 +29,7 @@ from rlhf_cli.plan.budget import CPU_TOKENS
 from rlhf_cli.plan.loaded import forward_tokens
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit, trained_limit, written
-from rlhf_cli.sharding import IDLE, gathered, in_step, is_sharded
+from rlhf_cli.sharding import IDLE, device_of, gathered, in_step, is_sharded
 
 AT_A_TIME = Budget(CPU_TOKENS)
 
@@ -267,7 +267,7 @@ def score_sequences(
         prefix = {group: common_prefix(own) for group, own in members.items()}
         shared = [prefix[group] for group in groups]
     cut = budget.cut([len(ids) for ids in sequences], groups, shared)
-    with autocast(next(model.parameters()).device, precision):
+    with autocast(device_of(model), precision):
         parts = [
             sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part]).float().cpu()
             for part in in_step(model, cut, lambda: sequence_scores(model, [IDLE]))
@@ -290,7 +290,7 @@ def sequence_scores(
     A causal backbone is read at the last token of each sequence. An encoder uses its own pooling. The head runs in
     float32: bfloat16 would round margins away.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     if reads_last_token(model):
         batch = pack(sequences, device, groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)

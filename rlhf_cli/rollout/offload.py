@@ -7,7 +7,8 @@
 
 Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once; later they are only
 dropped from the device. The moments are copied in both directions in each iteration. Both go through pinned memory,
-from which a GPU copies faster.
+from which a GPU copies faster. Of divided moments each process moves its rows. A divided frozen model is not moved
+here: torch keeps its rows on the CPU and copies each block for its passes (`rlhf_cli.models.shard`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from rlhf_cli.sharding import like, local
 
 CPU = torch.device("cpu")
 
@@ -96,7 +99,7 @@ class Offload:
             for weight, state in optimizer.state.items():
                 for name, tensor in state.items():
                     if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
-                        state[name] = _copied(tensor, device)
+                        state[name] = like(tensor, _copied(local(tensor), device))
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from rlhf_cli.rollout.scoring import (
     response_values,
     score_tokens,
 )
-from rlhf_cli.sharding import in_step
+from rlhf_cli.sharding import device_of, in_step
 from rlhf_cli.tensor_ops import length_mask, pad_rows
 
 
@@ -79,7 +79,7 @@ def collect(
     Otherwise they are the sampler's, unless the policy's forward pass is needed anyway: for values from a head on its
     hidden states, or for the full KL. Without a value model the values are 0.
     """
-    device = next(models.policy.parameters()).device
+    device = device_of(models.policy)
     start = time.monotonic()
     models.offload.sampling(models.policy)
     with torch.no_grad(), autocast(device, precision):
@@ -117,7 +117,7 @@ def collect_nothing(models: Models, sampling: Sampling, precision: str, **choice
     `choices` are `recompute`, `with_values` and `with_full_kl` as there.
     """
     policy = models.sampler or models.policy
-    with autocast(next(policy.parameters()).device, precision):
+    with autocast(device_of(policy), precision):
         join_sampling(policy)
     _passes(models, [], [], [], sampling, precision, **choices)
 

@@ -24,6 +24,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.rollout.stop_strings import stop_string_start
 from rlhf_cli.seeding import generator
+from rlhf_cli.sharding import device_of
 
 REFILL = 0.25
 """Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""
@@ -131,7 +132,7 @@ def sample(
     if not prompts:
         join_sampling(model)
         return []
-    device = next(model.parameters()).device
+    device = device_of(model)
     num_rows, longest = uniforms.shape
     longest_text = max(map(len, prompts)) + longest
     decoder = choose_decoder(model, longest_text, min(max_live_rows or num_rows, num_rows), sampling.decoder)

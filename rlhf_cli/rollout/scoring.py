@@ -21,7 +21,7 @@ from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.offload import Offload
-from rlhf_cli.sharding import first_sharded, gathered
+from rlhf_cli.sharding import device_of, first_sharded, gathered
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
 FULL_KL_CHUNK = 512
@@ -184,7 +184,7 @@ def _packed(
 
     Responses to the same prompt share its tokens if the model supports that.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
     batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
     prompt_lengths = [len(p.ids) for p in prompts]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.sharding import whole
+from rlhf_cli.sharding import local
 from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.checkpoint_shards import restored
-from rlhf_cli.training.distributed import World
+from rlhf_cli.training.distributed import World, together
 from rlhf_cli.training.loss_scale import LossScale
 
 
@@ -43,10 +45,17 @@ class Stepper:
         if self.scale is not None:
             self.scale.unscale(self.optimizer)
         weights = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        if any(isinstance(gradient, DTensor) for gradient in gradients):
+            norm = divided_norm(gradients, world.device)
+            scale = self.max_grad_norm / (norm + 1e-6)
+            for gradient in gradients:
+                local(gradient).mul_(scale.clamp(max=1.0).to(local(gradient).device))
+            return norm.item()
         if all(p.dtype == torch.float32 for p in weights):
-            return whole(torch.nn.utils.clip_grad_norm_(weights, self.max_grad_norm)).item()
+            return torch.nn.utils.clip_grad_norm_(weights, self.max_grad_norm).item()
         # The norm of a bfloat16 gradient would be bfloat16.
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in weights if p.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, norm)
         return norm.item()
@@ -96,6 +105,24 @@ class Stepper:
             warnings.simplefilter("ignore", UserWarning)
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def divided_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of gradients of which some are divided among the processes, and the others the same on all: [].
+
+    Rows may be in the CPU's memory. Only the sum of their squares goes to `device`, where the processes add theirs.
+    All processes must call this.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the others, of the divided ones
+    mesh = None
+    for gradient in gradients:
+        square = torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
+        sums[int(isinstance(gradient, DTensor))] += square.to(device)
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else mesh
+    assert mesh is not None
+    divided, group = sums[1:], mesh.get_group(mesh.ndim - 1)  # machines that hold the same rows count once
+    together("the norm of the gradients", lambda: dist.all_reduce(divided, group=group))
+    return sums.sum().sqrt().float()
 
 
 def warmup_warning(warmup_steps: int, steps: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def run(program, count, folder, *arguments):
     [(2, FEW), *(pytest.param(n, [*CASES, *PLANTED], marks=pytest.mark.slow, id=f"{n}, all") for n in (2, 4))],
 )
 def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, tmp_path):
-    """Six steps with unequal rows; in one of them only the first process has any."""
+    """Six steps with unequal rows; in one of them only the first process has any. With their rows in the memory of the
+    CPU they train to the same bits."""
     make_models(tmp_path, *cases)
     (tmp_path / "cases.json").write_text(json.dumps(list(cases)), encoding="utf-8")
     gaps = run("compare", count, tmp_path)
@@ -44,6 +46,7 @@ def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, t
     for name, found in gaps.items():
         assert found["before"] == 0.0, name
         assert found["moved"] > 1e-3, name
+        assert found.get("offloaded", 1.0) == 1.0, name
         if "bfloat16" in name:  # the norms of the blocks are rounded too
             assert max(found["loss"], found["norm"], found["weights"]) < 0.05, (name, found)
         elif name in PLANTED:
@@ -161,3 +164,16 @@ def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_pa
     figures = run("frozen", 2, tmp_path, "llama tied")
     assert figures["difference"] == 0.0
     assert figures["bytes"][1] == figures["bytes"][0] / 2
+
+
+NEVER_DIVIDED = {"transformers_app.py", "conversation.py", "activations.py", "seq2seq.py", "gpu.py", "network.py"}
+BEFORE_IT_IS_DIVIDED = {"heads.py", "rotation.py"}
+THE_WHOLE_COPY = {"sharded.py"}
+
+
+def test_code_that_computes_with_a_divided_model_asks_for_its_device():
+    """Its weights may be on the CPU while it computes on a GPU, which no test here has."""
+    asks = re.compile(r"parameters\(\)\)\.device|(model|policy)\.device\b")
+    files = (ROOT / "rlhf_cli").rglob("*.py")
+    found = {path.name for path in files if asks.search(path.read_text(encoding="utf-8"))}
+    assert found == NEVER_DIVIDED | BEFORE_IT_IS_DIVIDED | THE_WHOLE_COPY

@@ -117,6 +117,24 @@ def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring
     assert saved == pytest.approx(before["rollout"]["optimizer"] + frozen)
 
 
+def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(shapes):
+    """The plan offers it where the parts of the model do not fit, and counts what it moves."""
+    options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
+    (sft,) = plan(*options)
+    assert sft["enough"] == ["distributed.shard=true", "distributed.offload=true"]
+    (divided,) = plan(*options, "--set", "distributed.shard=true")
+    changes = [word for text in sft["enough"] for word in ("--set", text)]
+    (offloaded,) = plan(*options, *changes)
+    assert (divided["fits"], offloaded["fits"], divided["offloaded_bytes"]) == (False, True, 0)
+    # 16 bytes a weight, a quarter of them for each process.
+    assert offloaded["offloaded_bytes"] == pytest.approx(16 * 8_030_261_248 / 4)
+    assert [sum(phase["parts"].get(kind, 0) for phase in offloaded["phases"]) for kind in ("weights", "optimizer")] == [
+        0,
+        0,
+    ]
+    assert "CPU memory: 32.1 GB for each process" in run(*options, *changes).stdout
+
+
 def test_several_changes_together_make_a_run_fit(shapes):
     size = f"model.path={shapes / '8b'}"
     (sft,) = plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size)

@@ -50,6 +50,7 @@ def test_sharded_ppo_is_the_ppo_of_one_process(compare):
 
 
 FROM_SHARDS = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
+OFFLOADED = {"distributed": {"shard": True, "offload": True}}
 CASES = {
     "lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, SHARDED),
     "replay": ({"ppo": {"num_rollouts_per_update": 2, "kl_in": "loss", "entropy_coef": 0.01}}, SHARDED),
@@ -57,6 +58,9 @@ CASES = {
     "some whole": ({}, {"distributed": {"shard": True, "keep_whole": ["policy", "rewards"]}}),
     "sampled from the shards": ({"rollout": {"max_live_rows": 2}, "evaluation": {"num_prompts": 1}}, FROM_SHARDS),
     "sampled from the shards, lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, FROM_SHARDS),
+    "rows on the CPU": ({}, OFFLOADED),
+    "sampled from rows on the CPU": ({}, merged(OFFLOADED, FROM_SHARDS)),
+    "offload": ({}, {**SHARDED, "offload": ["optimizer", "frozen"]}),
     "policy alone": ({}, {"distributed": {"shard": True, "keep_whole": ["ref_policy", "value_model", "rewards"]}}),
 }
 

@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_cli.config.models import Lora
@@ -32,8 +36,9 @@ from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.sharding import is_first_process, local, most, plain_class, whole
+from rlhf_cli.sharding import device_of, is_first_process, like, local, most, plain_class, whole
 from rlhf_cli.training import distributed
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training.distributed import World
@@ -68,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama nf4_double": {"lora": True, "quantize": "nf4_double", "wide": True, "tied": True},
     "gpt2 reward lora": {"family": "gpt2", "reward": True, "lora": True},
 }
+OFFLOADED = ("llama tied", "llama bfloat16", "llama hybrid", "llama nf4", "gpt2 reward lora")
+"""Cases that are also trained with their rows in the memory of the CPU."""
 PLANTED: dict[str, dict[str, Any]] = {
     "stale shard": {"tied": True, "defect": "stale"},
     "dropped process": {"tied": True, "defect": "dropped"},
@@ -114,7 +121,8 @@ class Trained:
                 quantize(self.model, case["quantize"], "model.lora.quantize")
             add_lora(self.model, LORA, "model.lora", seed=0)
         if is_sharded:
-            shard_model(self.model, world.device, self.precision, per_node=case.get("per_node"))
+            offloads, per_node = case.get("offloads", False), case.get("per_node")
+            shard_model(self.model, world.device, self.precision, per_node=per_node, offloads=offloads)
         self.model.train()
         if defect == "doubled":
             self.model.set_gradient_divide_factor(0.5)  # type: ignore[operator]
@@ -173,12 +181,17 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
             p.numel() for p in alone.model.parameters()
         )
+    assert not any(divided.offload_to_cpu for divided in divided_weights(together.model))
+    waiting = Trained(folder / name, {**case, "offloads": True}, world, sharded=True) if name in OFFLOADED else None
+    # torch takes the way through the CPU's memory for every weight.
+    assert waiting is None or all(divided.offload_to_cpu for divided in divided_weights(waiting.model))
     before = gap(alone.weights(), together.weights())
     moved = alone.weights()
     moved = {key: weight.clone() for key, weight in moved.items()}
-    losses, norms = [], []
+    losses, norms, is_same = [], [], True
     for ids in batches():
         (loss, norm), (sharded_loss, sharded_norm) = alone.step(ids), together.step(ids)
+        is_same &= waiting is None or waiting.step(ids) == (sharded_loss, sharded_norm)
         losses.append(abs(sharded_loss - loss))
         norms.append(abs(sharded_norm - norm) / max(norm, 1e-2))
     found = {
@@ -188,6 +201,12 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         "weights": gap(alone.weights(), together.weights()),
         "moved": gap(alone.weights(), moved),
     }
+    if waiting is not None:
+        if world.device.type == "cpu":
+            found["offloaded"] = float(all(world.gather(is_same and same_bits(together, waiting))))
+        else:  # AdamW steps on another device
+            found["offloaded"] = float(gap(together.weights(), waiting.weights()) < 1e-5)
+        check_moments(together)
     if "defect" not in case:
         found["saved"] = saved_gap(folder / f"{name} saved", together.model, alone.model)
     return found
@@ -242,6 +261,47 @@ def resumed(folder: str, case: str) -> None:
     if world.is_main:
         Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
     distributed.stop()
+
+
+def same_bits(a: Trained, b: Trained) -> bool:
+    """Whether the weights and moments of this process are the same to the last bit."""
+    first, second = ({**Weights(run.model).state()[0], **run.stepper.state()[0]} for run in (a, b))
+    assert first.keys() == second.keys()
+    return all(torch.equal(local(tensor), local(second[name])) for name, tensor in first.items())
+
+
+def check_moments(run: Trained) -> None:
+    """The moments leave for the memory of the CPU outside of an update, and come back with their bits."""
+
+    def moments() -> list[torch.Tensor]:
+        return [state["exp_avg"] for state in run.stepper.optimizer.state.values()]
+
+    offload, before = Offload(run.world.device, [], [run.stepper.optimizer]), moments()
+    offload.sampling(run.model)
+    away = moments()
+    with offload.update():
+        for one, other, last in zip(before, away, moments(), strict=True):
+            assert len({local(t).data_ptr() for t in (one, other, last)}) == 3 or not local(one).numel()
+            assert isinstance(last, DTensor)
+            assert torch.equal(local(one), local(last))
+
+
+def check_devices(world: World) -> None:
+    """Rows on the CPU whose processes exchange on another device, which stands for GPUs."""
+    gpus = DeviceMesh("meta", torch.arange(world.size))
+    rows = torch.ones(2, 1)
+    spec = DTensorSpec(gpus, (Shard(0),), TensorMeta(torch.Size([2 * world.size, 1]), (1, 1), rows.dtype))
+    weight = torch.nn.Parameter(DTensor(rows, spec, requires_grad=False))
+    model = torch.nn.Module()
+    model.register_parameter("weight", weight)
+    assert weight.device == local(like(weight, rows)).device == torch.device("cpu")
+    assert device_of(model) == whole(weight).device == torch.device("meta")
+
+
+def divided_weights(model: PreTrainedModel) -> list[Any]:
+    """What torch keeps of each divided weight."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [divided for state in states for group in state._fsdp_param_groups for divided in group.fsdp_params]
 
 
 def frozen(folder: str, case: str) -> None:
@@ -365,6 +425,8 @@ def compare(folder: str, device: str = "cpu") -> None:
     if world.size == 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     cases = json.loads(Path(folder, "cases.json").read_text(encoding="utf-8"))
+    if device == "cpu":
+        check_devices(world)
     gaps = {name: train(Path(folder), name, (CASES | PLANTED)[name], world) for name in cases}
     if world.is_main:
         Path(folder, "gaps.json").write_text(json.dumps(gaps), encoding="utf-8")
