@@ -136,14 +136,24 @@ def hold_trained(model: PreTrainedModel) -> None:
     """Hold the trained matrices in bfloat16, for `optimizer.precision: bfloat16`.
 
     The passes compute with the rounded weights as they do under autocast: embeddings give float32. Norms, biases and
-    scalar heads stay in float32, and so do adapters.
+    scalar heads stay in float32, and so do adapters. A sharded model holds them so already (`shard_model`).
     """
+    if not is_sharded(model):
+        for weight in trained_matrices(model):
+            weight.data = weight.data.bfloat16()
+        give_float32(model)
+
+
+def trained_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The weights that `optimizer.precision: bfloat16` holds in bfloat16."""
     embeddings, special = _embeddings(model)
-    for module in [*_linear_layers(model), *embeddings]:
-        for weight in module.parameters(recurse=False):
-            if weight.requires_grad and weight.ndim >= 2 and id(weight) not in special:
-                weight.data = weight.data.bfloat16()
-    _give_float32(embeddings)
+    weights = [p for module in [*_linear_layers(model), *embeddings] for p in module.parameters(recurse=False)]
+    return [p for p in weights if p.requires_grad and p.ndim >= 2 and id(p) not in special]
+
+
+def give_float32(model: PreTrainedModel) -> None:
+    """Let the embeddings that are held in 16 bits return float32."""
+    _give_float32(_embeddings(model)[0])
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 
 import torch
@@ -22,14 +24,19 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
 from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16, is_packed
+from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.nf4 import divisible
 from rlhf_cli.sharding import first_row, local, run_gathered
+
+MOST_WHOLE = 0.1
+"""Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
 
 
 def divides(config: Stage) -> bool:
@@ -45,7 +52,9 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
     offloads = config.distributed.offload or (_offloads_frozen(config) and not _is_trained(model))
-    line = shard_model(model, device, config.precision, per_node=per_node, offloads=offloads)
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    narrow = config.optimizer.precision == "bfloat16"
+    line = shard_model(model, device, config.precision, per_node=per_node, offloads=offloads, narrow=narrow)
     idle = f"distributed.offload: does nothing on this {device.type}, whose memory holds everything"
     has_one_memory = config.distributed.offload and device.type == "cpu"
     return "\n".join(filter(None, [note, line, idle if has_one_memory else None])) or None
@@ -72,6 +81,7 @@ def shard_model(
     *,
     per_node: int | None = None,
     offloads: bool = False,
+    narrow: bool = False,
 ) -> str | None:
     """Divide the weights of a model among all processes, in place. All processes must call this.
 
@@ -85,6 +95,7 @@ def shard_model(
         precision: of the passes, as in the config.
         per_node: divide among this many processes, and let all groups of that size hold the same. None: among all.
         offloads: keep the rows of each process in the CPU's memory, with their gradients (`distributed.offload`).
+        narrow: hold trained matrices in bfloat16 if the passes compute in it (`optimizer.precision: bfloat16`).
 
     Returns:
         Lines for the user about what stays slower (`choose_attention`), or None.
@@ -102,13 +113,17 @@ def shard_model(
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
+    narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower is not None else set()
+    share = partial(_shard, mesh=mesh, policy=policy, narrowed=narrowed)
     bad: list[str] = []
     for block in blocks(model):
         for layer in block.modules():
             if type(layer) is nn.LayerNorm and lower is not None:
                 layer.__class__ = LayerNorm
-        bad += _shard(block, mesh, mixed, policy)
-    bad += _shard(model, mesh, MixedPrecisionPolicy(cast_forward_inputs=False), policy)
+        bad += share(block, mixed)
+    bad += share(model, MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False))
+    if narrowed:
+        give_float32(model)
     vars(model)["run_gathered"] = MethodType(run_gathered, model)
     register_fsdp_forward_method(model, "run_gathered")
     _refuse(bad)
@@ -142,20 +157,35 @@ def _is_encoder(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, policy: OffloadPolicy) -> list[str]:
-    """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite."""
+def _shard(
+    module: nn.Module, mixed: MixedPrecisionPolicy, *, mesh: DeviceMesh, policy: OffloadPolicy, narrowed: set[int]
+) -> list[str]:
+    """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite.
+
+    `narrowed` are the ids of the weights to hold in bfloat16.
+    """
+    managed = _undivided(module)
+    stay_whole = _stay_whole(managed, narrowed)
     deferred: list[tuple[str, Place]] = []
     # A frozen weight is only ever used in the precision in which it is exchanged.
     kept = mixed.param_dtype if not _is_trained(module) and mixed.param_dtype is not None else torch.float32
-    for name, weight in module.named_parameters():
+    for name, weight in managed.items():
+        dtype = torch.bfloat16 if stay_whole is not None and id(weight) in narrowed else kept
         if (place := place_of(weight)) is not None:
             deferred.append((name, place))
             # Memory that is never written takes no room, and most of this is freed by the next call.
-            weight.data = torch.empty(weight.shape, device=mesh.device_type, dtype=kept)
+            weight.data = torch.empty(weight.shape, device=mesh.device_type, dtype=dtype)
         elif weight.dtype == torch.float32:
-            weight.data = weight.data.to(kept)
+            weight.data = weight.data.to(dtype)
     quantized = divisible(module)
-    fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=True)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mixed,
+        offload_policy=policy,
+        reshard_after_forward=True,
+        ignored_params=stay_whole,
+    )
     for layer in quantized:
         layer.quant_state.to(torch.device(mesh.device_type))
         layer.weight.quant_state = layer.quant_state
@@ -172,6 +202,27 @@ def _shard(module: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy, pol
             bad.append(f"{place.file}: weight {place.name} contains NaN or inf")
         rows.copy_(values)
     return bad
+
+
+def _undivided(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that a call of `fully_shard` would divide, by name: those outside of modules that are divided."""
+    divided = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    return {name: weight for name, weight in module.named_parameters() if not name.startswith(divided)}
+
+
+def _stay_whole(weights: Mapping[str, nn.Parameter], narrowed: set[int]) -> set[nn.Parameter] | None:
+    """The weights that every process keeps whole, so that all others of a group that are trained are bfloat16.
+
+    torch divides only gradients of one number format together. So norms, biases and scalar heads, which are trained in
+    float32, are not divided. None if too many numbers would be whole (an embedding or experts of a class of its own):
+    then the group is divided in float32.
+    """
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    wide = {weight for weight in trained if id(weight) not in narrowed}
+    if len(wide) == len(trained):
+        return None
+    is_small = sum(w.numel() for w in wide) <= MOST_WHOLE * sum(w.numel() for w in trained)
+    return wide if is_small else None
 
 
 def _refuse(bad: list[str]) -> None:

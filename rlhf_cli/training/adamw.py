@@ -8,7 +8,9 @@ bfloat16              2        2          4         8
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,13 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import derived_seed
+from rlhf_cli.sharding import first_row, local
 
 CHUNK = 1 << 24
 """Weights that `RoundedAdamW` computes with in float32 at the same time: 340 MB of temporary tensors."""
+
+DRAWN = 1 << 18
+"""Random numbers of `RoundedAdamW` from one seed. A process that holds a part of them draws them all."""
 
 
 def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: int) -> torch.optim.Optimizer:
@@ -52,8 +58,9 @@ class RoundedAdamW(torch.optim.Optimizer):
     A step is computed in float32. Near 1 the bfloat16 numbers are 2**-7 apart, so rounding to the nearest would undo
     every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015).
 
-    The random numbers of a step depend on the seed, on the step and on the parameter. So processes with the same
-    gradients keep the same weights, and a resumed run computes the same bytes.
+    The random numbers of a step depend on the seed, on the step, on the parameter and on the place in it. So processes
+    with the same gradients keep the same weights, whether these are whole or divided, and a resumed run computes the
+    same bytes.
     """
 
     def __init__(
@@ -74,17 +81,35 @@ class RoundedAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             steps = int(state["step"])
-            generator = torch.Generator(p.device).manual_seed(
-                derived_seed(self.seed, "stochastic rounding", steps, number)
-            )
-            flat = [t.view(-1).split(CHUNK) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
-            for gradient, *chunk in zip(p.grad.reshape(-1).split(CHUNK), *flat, strict=True):
-                _step(chunk, gradient.float(), group, steps, generator)
+            draw = partial(_noise, (self.seed, "stochastic rounding", steps, number), p.numel(), device=local(p).device)
+            first = first_row(p) * math.prod(p.shape[1:])
+            flat = [local(t).view(-1).split(CHUNK) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
+            for gradient, *chunk in zip(local(p.grad).reshape(-1).split(CHUNK), *flat, strict=True):
+                _step(chunk, gradient.float(), group, steps, partial(draw, first=first))
+                first += len(gradient)
             state["step"] += 1
 
 
-def _step(chunk: list[Tensor], gradient: Tensor, group: dict[str, Any], steps: int, generator: torch.Generator) -> None:
-    """One step of [n] weights and their two moments, in place. They have made `steps` steps before."""
+def _noise(seed: tuple[Any, ...], total: int, which: int, count: int, *, first: int, device: torch.device) -> Tensor:
+    """`count` random numbers below 2**16, int32, for the numbers of a tensor from number `first` on.
+
+    They depend on where they are in the whole tensor of `total` numbers, and not on how it is divided among processes.
+    """
+    drawn = []
+    for start in range(first - first % DRAWN, first + count, DRAWN):
+        generator = torch.Generator(device).manual_seed(derived_seed(*seed, which, start))
+        size = min(DRAWN, total - start)
+        drawn.append(torch.randint(0, 1 << 16, (size,), dtype=torch.int32, device=device, generator=generator))
+    return torch.cat(drawn)[first % DRAWN :][:count] if drawn else torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _step(
+    chunk: list[Tensor], gradient: Tensor, group: dict[str, Any], steps: int, draw: Callable[[int, int], Tensor]
+) -> None:
+    """One step of [n] weights and their two moments, in place. They have made `steps` steps before.
+
+    `draw` gives the random numbers of one of the three (`_noise`).
+    """
     weight, average, square = wide = [t.float() for t in chunk]
     beta1, beta2 = group["betas"]
     adamw(
@@ -103,23 +128,25 @@ def _step(chunk: list[Tensor], gradient: Tensor, group: dict[str, Any], steps: i
         eps=group["eps"],
         maximize=False,
     )
-    for target, exact in zip(chunk, wide, strict=True):
+    for which, (target, exact) in enumerate(zip(chunk, wide, strict=True)):
         if target.dtype == torch.bfloat16:
-            target.copy_(round_stochastically(exact, generator))
+            target.copy_(round_stochastically(exact, draw(which, len(exact))))
 
 
-def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     """float32 -> bfloat16: to one of the two nearest numbers, at random, so that the mean of the result is x.
 
     With the neighbours a <= x <= b the result is b with probability (x - a) / (b - a). A bfloat16 number is not
     changed. A bfloat16 number is the upper half of a float32 number: a random number is added to the lower half, and
     carries over with just that probability.
 
+    `noise` are random numbers below 2**16, int32, of the shape of x. They are overwritten.
+
     >>> x = torch.full((10_000,), 1.0 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
-    >>> rounded = round_stochastically(x, torch.Generator().manual_seed(0))
+    >>> noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    >>> rounded = round_stochastically(x, noise)
     >>> sorted(set(rounded.tolist())), round(rounded.float().sub(1).mean().item() * 2**9, 1)
     ([1.0, 1.0078125], 1.0)
     """
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     bits = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16))
     return bits.view(torch.float32).bfloat16()

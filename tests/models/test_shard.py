@@ -21,6 +21,7 @@ from support.runs import run_forked_code
 from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
 
 TOLERANCE = 1e-5
+HALF_TOLERANCE = 0.05
 FEW = ("llama tied", "gpt2 reward lora", "stale shard")
 
 
@@ -48,7 +49,7 @@ def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, t
         assert found["moved"] > 1e-3, name
         assert found.get("offloaded", 1.0) == 1.0, name
         if "bfloat16" in name:  # the norms of the blocks are rounded too
-            assert max(found["loss"], found["norm"], found["weights"]) < 0.05, (name, found)
+            assert max(found["loss"], found["norm"], found["weights"]) < HALF_TOLERANCE, (name, found)
         elif name in PLANTED:
             assert max(found["loss"], found["weights"]) > 10 * TOLERANCE, (name, found)
         else:
@@ -103,6 +104,7 @@ SLOW = [
     *[("llama tied", *counts) for counts in ((2, 2), (2, 4), (4, 2), (1, 2))],
     *[("llama hybrid", *counts) for counts in ((4, 2), (2, 4))],
     ("llama nf4_double", 2, 4),
+    ("llama bfloat16 adamw", 2, 1),
 ]
 
 
@@ -123,7 +125,8 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resume
         resumed(str(tmp_path), case)
     else:
         run("resumed", resumes, tmp_path, case)
-    assert json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8")) < TOLERANCE
+    difference = json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8"))
+    assert difference < (HALF_TOLERANCE if "bfloat16" in case else TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

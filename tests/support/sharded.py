@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -32,6 +32,7 @@ from rlhf_cli.models import load, sharded_files
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.models.shard import shard_model
@@ -39,7 +40,7 @@ from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.sharding import device_of, is_first_process, like, local, most, plain_class, whole
-from rlhf_cli.training import distributed
+from rlhf_cli.training import adamw, distributed
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
@@ -68,12 +69,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama reward": {"reward": True},
     "llama bfloat16": {"precision": "bfloat16"},
     "gpt2 bfloat16": {"family": "gpt2", "tied": True, "precision": "bfloat16"},
+    "llama bfloat16 adamw": {"precision": "bfloat16", "adamw": "bfloat16", "tied": True},
+    "gpt2 bfloat16 adamw": {"family": "gpt2", "precision": "bfloat16", "adamw": "bfloat16"},
+    "reward bfloat16 adamw": {"precision": "bfloat16", "adamw": "bfloat16", "reward": True},
     "llama hybrid": {"tied": True, "per_node": 2},
     "llama nf4": {"lora": True, "quantize": "nf4", "wide": True},
     "llama nf4_double": {"lora": True, "quantize": "nf4_double", "wide": True, "tied": True},
     "gpt2 reward lora": {"family": "gpt2", "reward": True, "lora": True},
 }
-OFFLOADED = ("llama tied", "llama bfloat16", "llama hybrid", "llama nf4", "gpt2 reward lora")
+OFFLOADED = ("llama tied", "llama bfloat16", "llama bfloat16 adamw", "llama hybrid", "llama nf4", "gpt2 reward lora")
 """Cases that are also trained with their rows in the memory of the CPU."""
 PLANTED: dict[str, dict[str, Any]] = {
     "stale shard": {"tied": True, "defect": "stale"},
@@ -116,19 +120,23 @@ class Trained:
         else:
             self.model = load.load_policy(str(folder), deferred=is_sharded)
         load.prepare(self.model, world.device)
+        narrow = case.get("adamw") == "bfloat16"
         if case.get("lora"):
             if "quantize" in case:
                 quantize(self.model, case["quantize"], "model.lora.quantize")
             add_lora(self.model, LORA, "model.lora", seed=0)
         if is_sharded:
             offloads, per_node = case.get("offloads", False), case.get("per_node")
-            shard_model(self.model, world.device, self.precision, per_node=per_node, offloads=offloads)
+            shard_model(self.model, world.device, self.precision, per_node=per_node, offloads=offloads, narrow=narrow)
         self.model.train()
         if defect == "doubled":
             self.model.set_gradient_divide_factor(0.5)  # type: ignore[operator]
         self.drops = defect == "dropped" and world.rank == 1
         self.is_stale = defect == "stale" and world.rank == 1
-        self.stepper = build_stepper(self.model, LEARNING, STEPS)
+        if narrow:
+            hold_trained(self.model)
+        learning = LEARNING.model_copy(update={"precision": case.get("adamw", "float32")})
+        self.stepper = build_stepper(self.model, learning, STEPS)
         self.first = {name: local(p).detach().clone() for name, p in self.model.named_parameters()}
 
     def step(self, ids: list[list[int]]) -> tuple[float, float]:
@@ -139,7 +147,8 @@ class Trained:
         if self.case.get("reward"):
             pairs = zip(ids, ids[1:] + ids[:1], strict=True)
             items: list[Any] = [RankedIds([a, b], Ranking("", ("a", "b"), "")) for a, b in pairs]
-            loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, RM, stage)["loss/rm"]
+            config = RM.model_copy(update={"precision": self.precision})
+            loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, config, stage)["loss/rm"]
         else:
             rows = [Example(row, [False] * 2 + [True] * (len(row) - 2), "") for row in ids]
             with pytest.MonkeyPatch.context() as patch:
@@ -282,8 +291,28 @@ def check_moments(run: Trained) -> None:
     with offload.update():
         for one, other, last in zip(before, away, moments(), strict=True):
             assert len({local(t).data_ptr() for t in (one, other, last)}) == 3 or not local(one).numel()
-            assert isinstance(last, DTensor)
+            assert isinstance(last, DTensor) == isinstance(one, DTensor)
             assert torch.equal(local(one), local(last))
+
+
+def check_rounding(world: World) -> None:
+    """A divided weight is rounded with the random numbers of the whole one."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(33, 50, generator=generator).bfloat16() for _ in range(4)]
+    mesh = DeviceMesh("cpu", torch.arange(world.size))
+    divided = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
+    undivided = torch.nn.Parameter(given[0].clone())
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw, "CHUNK", 300)
+        patch.setattr(adamw, "DRAWN", 256)
+        for weight in (divided, undivided):
+            optimizer = adamw.RoundedAdamW([{"params": [weight]}], **settings)
+            for gradient in given[1:]:
+                weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is divided else gradient
+                optimizer.step()
+    assert torch.equal(whole(divided), undivided)
+    assert not torch.equal(undivided, given[0])
 
 
 def check_devices(world: World) -> None:
@@ -427,6 +456,7 @@ def compare(folder: str, device: str = "cpu") -> None:
     cases = json.loads(Path(folder, "cases.json").read_text(encoding="utf-8"))
     if device == "cpu":
         check_devices(world)
+        check_rounding(world)
     gaps = {name: train(Path(folder), name, (CASES | PLANTED)[name], world) for name in cases}
     if world.is_main:
         Path(folder, "gaps.json").write_text(json.dumps(gaps), encoding="utf-8")

@@ -67,12 +67,15 @@ def test_small_steps_are_kept_on_average():
 def test_numbers_of_bfloat16_are_not_changed_and_others_go_to_a_neighbour():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1)
-    assert torch.equal(round_stochastically(x.bfloat16().float(), draw), x.bfloat16())
-    rounded = round_stochastically(x, draw).float()
+    noise = [torch.randint(0, 1 << 16, (1000,), dtype=torch.int32, generator=draw) for _ in range(2)]
+    assert torch.equal(round_stochastically(x.bfloat16().float(), noise[0]), x.bfloat16())
+    rounded = round_stochastically(x, noise[1]).float()
     assert ((rounded - x).abs() < x.abs() * 2**-7).all()
     assert (rounded > x).any()
     assert (rounded < x).any()
-    assert round_stochastically(torch.tensor([torch.inf, -torch.inf]), draw).tolist() == [torch.inf, -torch.inf]
+    assert round_stochastically(
+        torch.tensor([torch.inf, -torch.inf]), torch.tensor([7, 65535], dtype=torch.int32)
+    ).tolist() == [torch.inf, -torch.inf]
 
 
 @pytest.mark.parametrize("device", DEVICES)
