@@ -165,11 +165,13 @@ def first_row(tensor: Tensor) -> int:
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
     """This process's rows as a tensor that is sharded as `tensor` is; as they are if that is not sharded.
 
-    They stay where they are. `DTensor.from_local` would move rows that wait in the CPU's memory to the GPU.
+    The rows may have another length than those of `tensor`. They stay where they are: `DTensor.from_local` would move
+    rows that wait in the CPU's memory to the GPU.
     """
     if not isinstance(tensor, DTensor):
         return local_rows
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(tensor.shape, tensor.stride(), local_rows.dtype)
+    shape = torch.Size((*tensor.shape[:1], *local_rows.shape[1:]))
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local_rows.dtype)
     return DTensor(local_rows.detach(), DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)

@@ -162,11 +162,7 @@ class Stage(Section):
         return self
 
     def check_optimizer(self, optimizer: Optimizer, lora_key: str | None) -> None:
-        """Refuse an `optimizer.precision` that does not fit the precision of the passes, sharding or `lora_key`."""
-        if optimizer.precision == "8bit" and self.distributed.shard:
-            raise ValueError(
-                f"optimizer.precision: {optimizer.precision} and distributed.shard exclude each other. Remove one"
-            )
+        """Refuse an `optimizer.precision` that does not fit the precision of the passes or `lora_key`."""
         if optimizer.precision != "bfloat16":
             return
         if self.precision not in ("auto", "bfloat16"):

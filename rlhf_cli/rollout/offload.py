@@ -98,7 +98,7 @@ class Offload:
         for optimizer in self.optimizers:
             for weight, state in optimizer.state.items():
                 for name, tensor in state.items():
-                    if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
+                    if isinstance(tensor, Tensor) and local(tensor).shape == local(weight).shape:
                         state[name] = like(tensor, _copied(local(tensor), device))
 
 

@@ -42,13 +42,13 @@ def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: 
             return RoundedAdamW(groups, lr=lr, betas=config.betas, eps=config.eps, seed=seed)
         case "8bit":
             try:
-                from bitsandbytes.optim import AdamW8bit
+                from rlhf_cli.training.adamw_8bit import DividedAdamW8bit
             except ImportError:
                 install = install_extra("qlora", "bitsandbytes")
                 raise ConfigError(
                     f"optimizer.precision: 8bit needs the package bitsandbytes (extra qlora). Install it: {install}"
                 ) from None
-            optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
+            optimizer: torch.optim.Optimizer = DividedAdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
             return optimizer
 
 

@@ -17,9 +17,9 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.sharding import local
 from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
-from rlhf_cli.training.checkpoint_shards import restored
 from rlhf_cli.training.distributed import World, together
 from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.moments import restored_state, saved_state
 
 
 @dataclass
@@ -69,22 +69,21 @@ class Stepper:
         """The optimizer's tensors by parameter number, and the schedule's step."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         tensors = {
-            f"{number}.{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            f"{number}.{key}": value
             for number, p in enumerate(weights)
-            for key, value in self.optimizer.state.get(p, {}).items()
+            for key, value in saved_state(p, self.optimizer.state.get(p, {})).items()
         }
         return tensors, {"steps": self.scheduler.last_epoch}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
         full_state = self.optimizer.state_dict()
-        state: dict[int, dict[str, torch.Tensor | int]] = {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names: dict[int, dict[str, str]] = {}
         for name in tensors:
             number, _, key = name.partition(".")
-            # AdamW's number of steps has no rows. The 8-bit AdamW counts them in a Python integer.
-            value = tensors[name] if key == "step" else restored(tensors, name, parameters[int(number)])
-            state.setdefault(int(number), {})[key] = int(value) if value.dtype == torch.int64 else value
+            names.setdefault(int(number), {})[key] = name
+        state = {number: restored_state(parameters[number], tensors, of_one) for number, of_one in names.items()}
         self.optimizer.load_state_dict({**full_state, "state": state})
         assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
         self.scheduler.last_epoch = int(numbers["steps"])

@@ -72,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama bfloat16 adamw": {"precision": "bfloat16", "adamw": "bfloat16", "tied": True},
     "gpt2 bfloat16 adamw": {"family": "gpt2", "precision": "bfloat16", "adamw": "bfloat16"},
     "reward bfloat16 adamw": {"precision": "bfloat16", "adamw": "bfloat16", "reward": True},
+    "llama 8bit": {"adamw": "8bit", "size": 256},
+    "qwen2 8bit tied": {"family": "qwen2", "adamw": "8bit", "tied": True, "size": 64},
     "llama hybrid": {"tied": True, "per_node": 2},
     "llama nf4": {"lora": True, "quantize": "nf4", "wide": True},
     "llama nf4_double": {"lora": True, "quantize": "nf4_double", "wide": True, "tied": True},
@@ -91,7 +93,8 @@ def make_models(folder: Path, *names: str) -> None:
     cases = CASES | PLANTED
     for name, case in {name: cases[name] for name in names or cases}.items():
         family = case.get("family", "llama")
-        wide = {"hidden_size": 64, "intermediate_size": 128} if case.get("wide") else {}
+        size = 64 if case.get("wide") else case.get("size")
+        wide = {"hidden_size": size, "intermediate_size": 2 * size} if size else {}
         settings = (
             (SETTINGS | {"mixtral": EXPERTS})[family]
             | wide
