@@ -157,8 +157,11 @@ class Stage(Section):
             )
         if self.compile and self.distributed.shard:
             raise ValueError("compile and distributed.shard exclude each other. Remove one of them")
-        if self.precision == "float16" and self.distributed.shard:
-            raise ValueError("precision: float16 and distributed.shard exclude each other. Set precision: bfloat16")
+        if self.precision == "float16" and self.distributed.offload:
+            raise ValueError(
+                "precision: float16 and distributed.offload exclude each other; whether a gradient overflows is "
+                "found on the GPU. Remove one of them"
+            )
         return self
 
     def check_optimizer(self, optimizer: Optimizer, lora_key: str | None) -> None:

@@ -28,7 +28,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
-from rlhf_cli.models.forward import autocast, check_head, choose_attention, computes_in_bfloat16, is_packed
+from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_attention, compute_dtype, is_packed
 from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
@@ -109,11 +109,12 @@ def shard_model(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     was_deferred = is_deferred(model)
     mesh = _mesh(device, per_node)
-    lower = torch.bfloat16 if computes_in_bfloat16(device, precision) and not _is_encoder(model) else None
+    computed = compute_dtype(device, precision)
+    lower = None if computed == torch.float32 or _is_encoder(model) else computed
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
-    narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower is not None else set()
+    narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower == torch.bfloat16 else set()
     share = partial(_shard, mesh=mesh, policy=policy, narrowed=narrowed)
     bad: list[str] = []
     for block in blocks(model):
@@ -127,8 +128,8 @@ def shard_model(
     vars(model)["run_gathered"] = MethodType(run_gathered, model)
     register_fsdp_forward_method(model, "run_gathered")
     _refuse(bad)
-    # Blocks in bfloat16 compute in nothing else.
-    precisions = ["float32"] if lower is None else ["bfloat16"]
+    # Blocks in 16 bits compute in nothing else.
+    precisions = [name for name, dtype in PRECISIONS.items() if dtype == (lower or torch.float32)]
     # A model whose weights were not deferred has chosen before, unless adapters needed them.
     line = choose_attention(model, precisions) if was_deferred or not is_packed(model) else None
     with autocast(device, precisions[0]):

@@ -73,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2 bfloat16 adamw": {"family": "gpt2", "precision": "bfloat16", "adamw": "bfloat16"},
     "reward bfloat16 adamw": {"precision": "bfloat16", "adamw": "bfloat16", "reward": True},
     "llama 8bit": {"adamw": "8bit", "size": 256},
+    "llama float16": {"precision": "float16"},
     "qwen2 8bit tied": {"family": "qwen2", "adamw": "8bit", "tied": True, "size": 64},
     "llama hybrid": {"tied": True, "per_node": 2},
     "llama nf4": {"lora": True, "quantize": "nf4", "wide": True},
@@ -230,10 +231,10 @@ def saved_gap(folder: Path, sharded: PreTrainedModel, plain: PreTrainedModel) ->
     whole_folder = folder.with_name(f"{folder.name} whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_files, "LARGEST_FILE", 20_000)
-        load.save(sharded, tokenizer, folder)
+        load.save(sharded, tokenizer, folder, "float32")
     if not is_first_process():
         return 0.0
-    load.save(merged(plain), tokenizer, whole_folder)
+    load.save(merged(plain), tokenizer, whole_folder, "float32")
     assert len(list(folder.glob("*.safetensors"))) > 1
     for file in ("config.json", "generation_config.json"):
         assert not (whole_folder / file).is_file() or (folder / file).read_bytes() == (whole_folder / file).read_bytes()
