@@ -22,6 +22,8 @@ from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.05
+EIGHT_BIT_TOLERANCE = 1e-3
+"""A moment may be rounded to the next of 256 numbers."""
 FEW = ("llama tied", "gpt2 reward lora", "stale shard")
 
 
@@ -54,7 +56,8 @@ def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, t
             assert max(found["loss"], found["weights"]) > 10 * TOLERANCE, (name, found)
         else:
             figures = ("loss", "norm", "weights", "saved")
-            assert max(found[figure] for figure in figures) < TOLERANCE, (name, found)
+            limit = EIGHT_BIT_TOLERANCE if "8bit" in name else TOLERANCE
+            assert max(found[figure] for figure in figures) < limit, (name, found)
 
 
 ONE_GPU = pytest.param("cuda", 1, marks=MARKS)
@@ -128,7 +131,8 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(case, saves, resume
     else:
         run("resumed", resumes, tmp_path, case)
     difference = json.loads((tmp_path / "gaps.json").read_text(encoding="utf-8"))
-    assert difference < (HALF_TOLERANCE if "float16" in case else TOLERANCE)
+    limits = {"float16": HALF_TOLERANCE, "8bit": EIGHT_BIT_TOLERANCE}
+    assert difference < next((limit for word, limit in limits.items() if word in case), TOLERANCE)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

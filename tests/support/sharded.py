@@ -214,6 +214,8 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         "weights": gap(alone.weights(), together.weights()),
         "moved": gap(alone.weights(), moved),
     }
+    if case.get("adamw") == "8bit" and world.device.type == "cpu":
+        check_8bit(world)
     if waiting is not None:
         if world.device.type == "cpu":
             found["offloaded"] = float(all(world.gather(is_same and same_bits(together, waiting))))
@@ -317,6 +319,23 @@ def check_rounding(world: World) -> None:
                 optimizer.step()
     assert torch.equal(whole(divided), undivided)
     assert not torch.equal(undivided, given[0])
+
+
+def check_8bit(world: World) -> None:
+    """A divided weight has the bits of the whole one: the scales of its blocks are those of whole rows."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(33, 512, generator=generator) for _ in range(4)]
+    mesh = DeviceMesh("cpu", torch.arange(world.size))
+    divided = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
+    undivided = torch.nn.Parameter(given[0].clone())
+    learning = Optimizer(learning_rate=0.1, precision="8bit")
+    for weight in (divided, undivided):
+        optimizer = adamw.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
+        for gradient in given[1:]:
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is divided else gradient.clone()
+            optimizer.step()
+        assert optimizer.state[weight]["state1"].dtype == torch.uint8
+    assert torch.equal(whole(divided), undivided)
 
 
 def check_devices(world: World) -> None:
