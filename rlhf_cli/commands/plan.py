@@ -172,17 +172,23 @@ def duration(hours: float) -> str:
 
 def change_lines(one: Planned, machine: Machine) -> list[str]:
     """The changes, each with its new peak, and what is enough."""
-    room = ROOM * machine.memory
-    lines = ["", f"  What lowers the peak, each by itself ({amount(room, 'GB')} GB fit):"]
+    room, before = ROOM * machine.memory, one.plan.tokens_per_microbatch
+    head = f"What lowers the peak, each by itself ({amount(room, 'GB')} GB fit)"
+    is_refilled = any(change.plan.tokens_per_microbatch > before for change in one.changes)
+    if is_refilled:
+        head += f". Peaks are with tokens_per_microbatch {before:,}, as above; beside them is what auto then takes"
+    lines = ["", *wrap(f"{head}:", 78, initial_indent="  ", subsequent_indent="  ")]
     for change in one.changes:
-        size = f"{amount(change.plan.peak.total, 'GB'):>7} GB"
         fits = " fits" if change.plan.peak.total <= room else ""
-        lines.append(f"  {size}{fits:<5}  {change.costs}")
+        tokens = f"{change.plan.tokens_per_microbatch:>8,} tokens" if is_refilled else ""
+        lines.append(f"  {amount(change.peak, 'GB'):>7} GB{fits:<5}{tokens}  {change.costs}")
         lines += [f"      {options([text])}" for text in change.overrides]
     if one.enough is None:
         lines.append("  No combination of these fits. Use a smaller model, or more or larger GPUs.")
-    elif len(one.enough.overrides) > 1:
-        lines += ["", f"  Together these fit, with {amount(one.enough.plan.peak.total, 'GB')} GB:"]
+    else:
+        plan = one.enough.plan
+        size = f"{amount(plan.peak.total, 'GB')} GB with tokens_per_microbatch {plan.tokens_per_microbatch:,}"
+        lines += ["", f"  The cheapest that fits, {size}:"]
         lines += [f"    {options([text])}" for text in one.enough.overrides]
     return lines
 
@@ -238,7 +244,13 @@ def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
         "rows": None if rows is None else rows.num,
         "rows_basis": None if rows is None else rows.basis,
         "changes": [
-            {"set": change.overrides, "peak_bytes": round(change.plan.peak.total), "costs": change.costs}
+            {
+                "set": change.overrides,
+                "peak_bytes": round(change.plan.peak.total),
+                "tokens_per_microbatch": change.plan.tokens_per_microbatch,
+                "peak_bytes_at_same_tokens": round(change.peak),
+                "costs": change.costs,
+            }
             for change in one.changes
         ],
         "enough": None if one.enough is None else one.enough.overrides,

@@ -23,18 +23,24 @@ class Change:
     costs: str
     """What they cost."""
     plan: StagePlan
+    """With them. If the config says `auto`, the microbatches take the memory that they free."""
+    peak: float
+    """Bytes at the tokens per microbatch of the plan before them: what they save."""
 
 
 def single_changes(config: Stage, plan: StagePlan, machine: Machine, replan: Plan) -> list[Change]:
-    """The changes that lower the peak by at least a hundredth, each by itself."""
+    """The changes that lower the peak by at least a hundredth at the same microbatches, each by itself."""
     changes = []
+    same_tokens = f"{_section(config)}.tokens_per_microbatch={plan.tokens_per_microbatch}"
     for overrides, costs in _candidates(config, plan, machine):
         try:
             changed = replan(overrides)
+            is_refilled = changed.tokens_per_microbatch > plan.tokens_per_microbatch
+            peak = (replan([*overrides, same_tokens]) if is_refilled else changed).peak.total
         except UserError:
             continue  # the config refuses it beside what it has
-        if changed.peak.total < 0.99 * plan.peak.total:
-            changes.append(Change(overrides, costs, changed))
+        if peak < 0.99 * plan.peak.total:
+            changes.append(Change(overrides, costs, changed, peak))
     return changes
 
 
@@ -50,25 +56,32 @@ def enough_changes(changes: list[Change], room: float, replan: Plan) -> Change |
         kept = [
             text for text in chosen if text.partition("=")[0] not in {o.partition("=")[0] for o in change.overrides}
         ]
-        try:
-            changed = replan([*kept, *change.overrides])
-        except UserError:
+        beside = _beside(kept, change.overrides, replan)
+        if beside is None or (best is not None and beside[1].peak.total >= 0.99 * best.peak.total):
             continue
-        if best is not None and changed.peak.total >= 0.99 * best.peak.total:
-            continue
-        chosen, best = [*kept, *change.overrides], changed
-        if changed.peak.total <= room:
+        chosen, best = beside
+        if best.peak.total <= room:
             break
     if best is None or best.peak.total > room:
         return alone
-    together = Change(chosen, "", best)
+    together = Change(chosen, "", best, best.peak.total)
     return alone if alone is not None and changes.index(alone) <= len(chosen) else together
+
+
+def _beside(earlier: list[str], overrides: list[str], replan: Plan) -> tuple[list[str], StagePlan] | None:
+    """Overrides beside earlier ones, and their plan. If the config refuses that, one of the earlier ones is dropped."""
+    for dropped in [None, *reversed(earlier)]:
+        texts = [*(text for text in earlier if text != dropped), *overrides]
+        try:
+            return texts, replan(texts)
+        except UserError:
+            continue
+    return None
 
 
 def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[list[str], str]]:
     """(overrides, what they cost), the cheapest first."""
-    is_ppo = isinstance(config, PPOConfig)
-    section = "ppo" if is_ppo else "training"
+    is_ppo, section = isinstance(config, PPOConfig), _section(config)
     found: list[tuple[list[str], str]] = []
     for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
         if tokens >= 256:
@@ -83,11 +96,14 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
         found += [([f"evaluation.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
     found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
     divide = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.divided == 1 else []
+    if divide and machine.processes > machine.per_node:
+        found.append((["distributed.shard=hybrid"], "weights cross the links within a machine"))
     if divide:
         found.append((divide, "weights cross the network in each pass"))
     if is_ppo and machine.processes > 1:
         found.append(([*divide, "rollout.decoder=sharded"], "all weights cross the network for each token"))
     found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
+    found.append((["optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"))
     if is_ppo:
         found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
     if machine.processes > 1:
@@ -95,6 +111,11 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
     found += _adapters(config)
     found += _shorter(config)
     return found
+
+
+def _section(config: Stage) -> str:
+    """The section with the microbatches."""
+    return "ppo" if isinstance(config, PPOConfig) else "training"
 
 
 def _adapters(config: Stage) -> list[tuple[list[str], str]]:

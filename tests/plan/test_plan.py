@@ -102,6 +102,36 @@ def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_doe
     assert lora["peak_bytes"] == peaks["model.lora.r=16"]
 
 
+def test_changes_are_compared_at_the_same_microbatches(shapes):
+    """With `auto` the freed memory goes to larger microbatches, which hides what a change saves."""
+    options = ["--gpus", 1, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
+    (sft,) = plan("configs/hh/sft.yaml", *options)
+    changes = {" ".join(change["set"]): change for change in sft["changes"]}
+    lora, nf4 = changes["model.lora.r=16"], changes["model.lora.quantize=nf4"]
+    assert lora["peak_bytes"] == pytest.approx(nf4["peak_bytes"], rel=0.01)
+    # 6.98 billion frozen linear weights in 4.5 bits instead of 16.
+    saved = lora["peak_bytes_at_same_tokens"] - nf4["peak_bytes_at_same_tokens"]
+    assert saved == pytest.approx(6.98e9 * (2 - 4.5 / 8), rel=0.05)
+    assert sft["tokens_per_microbatch"] < lora["tokens_per_microbatch"] < nf4["tokens_per_microbatch"]
+    text = run("configs/hh/sft.yaml", *options).stdout
+    assert f"{nf4['peak_bytes_at_same_tokens'] / 1e9:.1f} GB fits {nf4['tokens_per_microbatch']:>7,} tokens" in text
+    # Weights, gradients and moments take 8 instead of 10 bytes a weight, and the passes need no 16-bit copies.
+    states = [changes[f"optimizer.precision={one}"]["peak_bytes_at_same_tokens"] for one in ("8bit", "bfloat16")]
+    assert states[0] - states[1] == pytest.approx(4 * 8.03e9, rel=0.05)
+
+
+def test_two_machines_may_share_within_each_or_among_all(shapes):
+    options = ["--gpus", 16, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
+    peaks = {
+        " ".join(change["set"]): change["peak_bytes_at_same_tokens"]
+        for change in plan("configs/hh/sft.yaml", *options)[0]["changes"]
+    }
+    assert list(peaks).index("distributed.shard=hybrid") + 1 == list(peaks).index("distributed.shard=true")
+    # 16 bytes a weight among 8 or 16 GPUs.
+    saved = peaks["distributed.shard=hybrid"] - peaks["distributed.shard=true"]
+    assert saved == pytest.approx(16 * 8.03e9 * (1 / 8 - 1 / 16), rel=0.1)
+
+
 def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring(shapes):
     machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
     before, after = (
