@@ -32,10 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
 """What is trained, as keys of `model`, `policy` and `value_model`. Adapters are saved alone, which saves time."""
 FUNCTIONS = {
     # The innermost function that is at work gives the phase.
-    "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.loop.Loop": {"finish": "save"}},
+    "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.loop.Loop": {"save": "save"}},
     "rm": {
         "stages.rm": {"_accumulate": "update", "samples_of_sft": "normalisation", "_model": "load"},
-        "rlhf_cli.training.loop.Loop": {"finish": "save"},
+        "rlhf_cli.training.loop.Loop": {"save": "save"},
     },
     "ppo": {
         "stages.ppo": {

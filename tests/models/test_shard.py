@@ -74,8 +74,8 @@ def test_sharded_models_train_as_whole_ones_by_the_backend_of_the_device(device,
     cases = ["llama tied", "llama lora", "llama bfloat16"]
     make_models(tmp_path, *cases)
     (tmp_path / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    code = f"from support.sharded import compare; compare({str(tmp_path)!r}, {device!r})"
-    found = run_code(count, code, tmp_path)
+    start = run if device == "cpu" else run_anew
+    found = start("compare", count, tmp_path, device)
     for name, gaps in found.items():
         tolerance = 0.05 if "bfloat16" in name else TOLERANCE if device == "cpu" else 1e-4
         assert gaps["before"] == 0.0, name
@@ -84,8 +84,9 @@ def test_sharded_models_train_as_whole_ones_by_the_backend_of_the_device(device,
     assert list(found) == cases
 
 
-def run_code(count, code, folder):
-    """Run code in `count` new processes. A process that was forked cannot use a GPU."""
+def run_anew(program, count, folder, *arguments):
+    """`run` in new processes. One that was forked cannot use a GPU if its parent has asked for one."""
+    code = f"import sys\nfrom support.sharded import {program}\n{program}(*sys.argv[1:])"
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -94,7 +95,11 @@ def run_code(count, code, folder):
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | common | rank, stderr=subprocess.PIPE, cwd=ROOT, text=True
+            [sys.executable, "-c", code, str(folder), *arguments],
+            env=os.environ | common | rank,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
         )
         for rank in ranks
     ]
