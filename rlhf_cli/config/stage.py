@@ -155,8 +155,6 @@ class Stage(Section):
             raise ValueError(
                 "distributed.offload does nothing with device: cpu, whose memory holds everything. Remove it"
             )
-        if self.compile and self.distributed.shard:
-            raise ValueError("compile and distributed.shard exclude each other. Remove one of them")
         if self.precision == "float16" and self.distributed.offload:
             raise ValueError(
                 "precision: float16 and distributed.offload exclude each other; whether a gradient overflows is "

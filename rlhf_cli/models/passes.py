@@ -20,9 +20,11 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import Work, peak_flops, work_of
+from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
+from rlhf_cli.sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -127,18 +129,13 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     """Compile the backbone's passes with gradients; return the seconds that it took.
 
     Sampling and scoring are not compiled, because their shapes change with every token. Neither is attention, which is
-    one call per sequence. No module is wrapped, so weights keep their names. Raises ConfigError if torch.compile fails.
+    one call per sequence, nor is the exchange of weights between the blocks of a sharded model. No module is wrapped,
+    so weights keep their names. Raises ConfigError if torch.compile fails. All processes must call this for a sharded
+    model.
     """
-    backbone = model.base_model
-    plain = backbone.forward
-    compiled = torch.compile(plain, dynamic=True)
-
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
-
     _exclude_attention()
-    backbone.forward = forward
+    for module in blocks(model) if is_sharded(model) else [model.base_model]:
+        _compile_forward(module)
     began = time.monotonic()
     try:
         batch = pack([[1, 2, 3, 4, 5], [2, 1, 0]], device)
@@ -155,6 +152,18 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     finally:
         model.zero_grad(set_to_none=True)
     return time.monotonic() - began
+
+
+def _compile_forward(module: Any) -> None:
+    """Let the passes of a module with gradients be compiled at their first use."""
+    plain = module.forward
+    compiled = torch.compile(plain, dynamic=True)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    module.forward = forward
 
 
 @functools.cache

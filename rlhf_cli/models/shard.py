@@ -116,12 +116,7 @@ def shard_model(
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
     narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower == torch.bfloat16 else set()
     share = partial(_shard, mesh=mesh, policy=policy, narrowed=narrowed)
-    bad: list[str] = []
-    for block in blocks(model):
-        for layer in block.modules():
-            if type(layer) is nn.LayerNorm and lower is not None:
-                layer.__class__ = LayerNorm
-        bad += share(block, mixed)
+    bad = [line for block in blocks(model) for line in share(_with_layer_norms(block, lower), mixed)]
     bad += share(model, MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False))
     if narrowed:
         give_float32(model)
@@ -143,6 +138,14 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def _with_layer_norms(block: nn.Module, lower: torch.dtype | None) -> nn.Module:
+    """The block, whose layer norms compute in 16 bits if it is exchanged in them."""
+    for layer in block.modules():
+        if type(layer) is nn.LayerNorm and lower is not None:
+            layer.__class__ = LayerNorm
+    return block
 
 
 def _mesh(device: torch.device, per_node: int | None) -> DeviceMesh:

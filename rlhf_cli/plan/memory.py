@@ -225,7 +225,8 @@ def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[floa
     """
     shape = model.shape
     gradient = setting.number + 4 if trains and shape.trained > shape.layer else 0
-    return 4.0 * shape.ends, shape.layer * float(2 * setting.number + gradient)
+    of_ends = 2.0 if states_of(model, setting) == "bfloat16" and shape.trained else 4.0
+    return of_ends * shape.ends, shape.layer * float(2 * setting.number + gradient)
 
 
 def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:

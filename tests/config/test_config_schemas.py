@@ -212,7 +212,9 @@ PPO: dict[str, Any] = {
         ),
         ("ppo", PPO, ["evaluation.best_metric=gold"], "needs every_iterations"),
         ("ppo", PPO, ["ptx={train: d.jsonl, coef: 1.5, mode: convex}"], "coef is 1.5"),
-        ("sft", SFT, ["compile=true", "distributed.shard=true"], "compile and distributed.shard exclude each other"),
+        ("sft", SFT, ["distributed.offload=true"], "offload needs shard: true"),
+        ("sft", SFT, ["distributed={shard: true, offload: true}", "device=cpu"], "does nothing with device: cpu"),
+        ("ppo", PPO, ["distributed={shard: true, offload: true}", "offload=[frozen]"], "does nothing with distributed"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(

@@ -173,6 +173,12 @@ def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_sharded_model_is_compiled_block_by_block(tmp_path):
+    make_models(tmp_path, "llama")
+    assert run("compiled", 2, tmp_path) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_path):
     make_models(tmp_path, "llama tied")
     figures = run("frozen", 2, tmp_path, "llama tied")

@@ -34,7 +34,7 @@ from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.models.nf4 import quantize
-from rlhf_cli.models.passes import recompute_layers
+from rlhf_cli.models.passes import compile_passes, recompute_layers
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
@@ -319,6 +319,19 @@ def check_rounding(world: World) -> None:
                 optimizer.step()
     assert torch.equal(whole(divided), undivided)
     assert not torch.equal(undivided, given[0])
+
+
+def compiled(folder: str) -> None:
+    """The program of each process that trains a sharded model compiled and as it is. Writes the largest difference."""
+    world = distributed.start("cpu")
+    plain, other = (Trained(Path(folder, "llama"), CASES["llama"], world) for _ in range(2))
+    compile_passes(other.model, world.device, "float32")
+    for ids in batches()[:3]:
+        plain.step(ids), other.step(ids)
+    difference = gap(plain.weights(), other.weights())
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
+    distributed.stop()
 
 
 def check_8bit(world: World) -> None:
