@@ -65,7 +65,9 @@ def enough_changes(changes: list[Change], room: float, replan: Plan) -> Change |
     if best is None or best.peak.total > room:
         return alone
     together = Change(chosen, "", best, best.peak.total)
-    return alone if alone is not None and changes.index(alone) <= len(chosen) else together
+    if alone is not None and (set(alone.overrides) <= set(chosen) or changes.index(alone) <= len(chosen)):
+        return alone
+    return together
 
 
 def _beside(earlier: list[str], overrides: list[str], replan: Plan) -> tuple[list[str], StagePlan] | None:
