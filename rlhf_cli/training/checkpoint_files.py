@@ -221,6 +221,12 @@ def last_step(root: str | Path, stage: str) -> int | None:
     return step_of(paths[-1]) if paths else None
 
 
+def last_step_in_words(root: str | Path, stage: str) -> str:
+    """A sentence that says which checkpoint a run that fails leaves."""
+    step = last_step(root, stage)
+    return "There is no earlier checkpoint." if step is None else f"The checkpoint of step {step} is intact."
+
+
 def unfinished_identity(root: str | Path, stage: str) -> dict[str, Any] | None:
     """The identity of the unfinished run that the next start would resume; None if there is none."""
     return read_run(checkpoints_directory(root, stage)) if resumable_checkpoints(root, stage) else None

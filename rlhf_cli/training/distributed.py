@@ -15,10 +15,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
+from rlhf_cli.training.ending import connect
 from rlhf_cli.training.pulse import Pulse
 
 T = TypeVar("T")
@@ -156,6 +156,7 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 """The world of a program that is one process."""
 _pulse: Pulse | None = None
+_step = "start"
 
 
 def together(what: str, work: Callable[[], T]) -> T:
@@ -173,9 +174,24 @@ def failure_of(error: BaseException | None) -> Exception | None:
 
 
 def at_step(step: str) -> None:
-    """Tell the other processes what this one is working on, such as `ppo step 12`."""
+    """Note what this process is working on, such as `ppo step 12`, and tell the others."""
+    global _step
+    _step = step
     if _pulse is not None:
         _pulse.step = step
+
+
+def where() -> str:
+    """What this process is working on, for the line that it ends with: `ppo step 12, process 1 of 2`."""
+    if _pulse is None:
+        return _step
+    return f"{_step}, process {_pulse.rank} of {_pulse.size}"
+
+
+def name_checkpoint(in_words: Callable[[], str]) -> None:
+    """Set what says, in a sentence, which checkpoint is left if the run ends."""
+    if _pulse is not None:
+        _pulse.checkpoint_in_words = in_words
 
 
 def waited_s() -> float:
@@ -207,15 +223,12 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
+        ending = connect(timeout_s)
+        ending.wait_until_ready(timeout_s)
         timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # After a restart torchrun gives the processes the same store, with addresses of those that have ended.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
-        )
-        _pulse = Pulse(store, rank, size, timeout_s)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
+        _pulse = Pulse(ending, timeout_s)
         _pulse.start()
     return World(rank, size, chosen)
 

@@ -13,10 +13,11 @@ import json
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
@@ -109,6 +110,7 @@ def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> t
     if KNOWN_FILE in os.environ:
         learn_digests(Path(os.environ[KNOWN_FILE]).read_text(encoding="utf-8"))
     world = distributed.start(config.device, config.distributed.timeout_s)
+    distributed.at_step(f"{stage} start")
     found, digests = world.of_main(
         lambda: (_check_here(stage, config, restart=restart, thorough=True), known_digests())
     )
@@ -246,36 +248,71 @@ def exit_code(work: Callable[[], object]) -> int:
     try:
         work()
     except (UserError, RunError) as error:
-        say(f"error: {error}", error=True)
+        _say_once(f"error: {error}", error.exit_code)
         return error.exit_code
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             say(stop, error=True)
         return stop.exit_code
     except EndedElsewhere as end:
+        _leave(end.exit_code)
         return end.exit_code
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        say(f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it", error=True)
+        _say_once(f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it", 2)
         return 2
     except KeyboardInterrupt:
         say("interrupted; finished stages and the last checkpoint are intact", error=True)
         return 130
+    except Exception:
+        if not _is_one_of_several():
+            raise
+        _say_once(traceback.format_exc().rstrip(), 1)
+        return 1
     return 0
+
+
+def _say_once(line: str, exit_code: int) -> None:
+    """Print why the run ends. Of processes that `torchrun` or `srun` started, the first one prints."""
+    if _is_one_of_several():
+        from rlhf_cli.training import ending
+
+        ending.say_once(lambda: say(line, error=True, flush=True), exit_code)
+    else:
+        say(line, error=True)
+
+
+def _leave(exit_code: int) -> None:
+    if _is_one_of_several():
+        from rlhf_cli.training import ending
+
+        ending.leave(exit_code)
+
+
+def _is_one_of_several() -> bool:
+    """Whether this is one of several processes, and `--nproc`, which passes on one of their lines, did not start it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and LAUNCHED not in os.environ
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. {self.format_usage().strip()}")
 
 
 def main(stage: str, run: Run) -> None:
     """The command line of `python -m stages.<stage>`, also under torchrun."""
-    parser = argparse.ArgumentParser(prog=f"stages.{stage}", description=f"Run the {stage} stage.")
+    parser = _Parser(prog=f"stages.{stage}", description=f"Run the {stage} stage.")
     parser.add_argument("--config", required=True, help="YAML file of the stage")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--restart", action="store_true", help="run even if finished and unchanged")
     parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
-    args = parser.parse_args()
-    code = exit_code(
-        lambda: run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)
-    )
+
+    def work() -> None:
+        args = parser.parse_args()
+        run_stage(stage, lambda: run, args.config, args.overrides, restart=args.restart, quiet=args.quiet)
+
+    code = exit_code(work)
     if code == 0:
         from rlhf_cli.training import distributed
 

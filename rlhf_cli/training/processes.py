@@ -7,6 +7,7 @@ leaves it the time to save. `torchrun` ends its processes 30 seconds after a sig
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,15 +18,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.digests import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.training.signals import LAUNCHED, STOP_SIGNALS
 
 LOST = 87
 """The exit code of a process that ends because it lost the connection to another one."""
+FAILURES = "RLHF_FAILURES_FILE"
+"""The environment variable that names a file in which `--nproc` notes that a process has failed, and the others what
+they waited for."""
 GRACE_S = 20.0
 """How long the others may take to end by themselves after one has failed, before they are killed."""
 POLL_S = 0.05
@@ -48,11 +55,19 @@ class Worker:
         return self.stderr.read().decode("utf-8", "replace").strip()
 
 
-def run_processes(command: Sequence[str], count: int, resume_command: str, *, grace_s: float = GRACE_S) -> int:
+def run_processes(
+    command: Sequence[str],
+    count: int,
+    resume_command: str,
+    *,
+    checkpoint_in_words: Callable[[], str] = lambda: "",
+    grace_s: float = GRACE_S,
+) -> int:
     """Run a command in `count` processes that find each other through the variables of `torchrun`.
 
     Returns the exit code of the run: 0 if all processes return 0, else that of the process that failed first, and 1 if
-    a signal killed it. Prints one line if the process that failed is not the first one, which prints its own.
+    a signal killed it. Prints one line if the process that failed is not the first one, which prints its own. If it was
+    killed, the line ends with `checkpoint_in_words`.
     """
     environment = {
         **os.environ,
@@ -64,19 +79,41 @@ def run_processes(command: Sequence[str], count: int, resume_command: str, *, gr
         LAUNCHED: resume_command,
     }
     workers: list[Worker] = []
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as digests, _signals_reach(workers) as received:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".json") as digests,
+        tempfile.NamedTemporaryFile(suffix=".jsonl") as failures,
+        _signals_reach(workers) as received,
+    ):
         digests.write(known_digests())
         digests.flush()
-        environment[KNOWN_FILE] = digests.name
+        environment |= {KNOWN_FILE: digests.name, FAILURES: failures.name}
         workers += [_start(command, rank, environment) for rank in range(count)]
-        failed = _wait(workers, received, grace_s)
+        failed = _wait(workers, received, grace_s, Path(failures.name))
+        noted = Path(failures.name).read_text(encoding="utf-8").splitlines()
     if failed is None or received:
         # After a signal the first process says where the run stopped.
         return abs(failed.process.returncode) if failed is not None else 0
     first = workers[0].process.returncode
     if first > 0 and first != LOST and failed.process.returncode > 0:
         return first  # the first process has an error of its own, and has printed it
-    return _explain(failed, count)
+    return _explain(failed, count, [json.loads(line) for line in noted], checkpoint_in_words)
+
+
+def another_has_failed() -> bool:
+    """Whether `--nproc`, if it started this process, has noted that another one failed."""
+    return FAILURES in os.environ and Path(os.environ[FAILURES]).stat().st_size > 0
+
+
+def note_wait(step: str, rank: int, what: str) -> bool:
+    """Tell `--nproc` that process `rank` waited for `what` when another one ended.
+
+    Returns False if something else started this process.
+    """
+    if FAILURES not in os.environ:
+        return False
+    with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "rank": rank, "what": what}) + "\n")
+    return True
 
 
 def num_cores() -> int:
@@ -93,14 +130,17 @@ def _start(command: Sequence[str], rank: int, environment: Mapping[str, str]) ->
     return Worker(rank, process, stderr)
 
 
-def _wait(workers: list[Worker], received: list[int], grace_s: float) -> Worker | None:
-    """Wait until all have ended; returns the one whose failure ended the run, or None."""
+def _wait(workers: list[Worker], received: list[int], grace_s: float, failures: Path) -> Worker | None:
+    """Wait until all have ended; returns the one whose failure ended the run, or None. Notes it in `failures`."""
     failed: list[Worker] = []
     deadline = None
     while running := [worker for worker in workers if worker.process.poll() is None]:
         failed += [w for w in workers if w.process.returncode and w not in failed]
         if failed and not received:
-            deadline = deadline or time.monotonic() + grace_s
+            if deadline is None:
+                deadline = time.monotonic() + grace_s
+                with failures.open("a", encoding="utf-8") as file:
+                    file.write("{}\n")
             if time.monotonic() > deadline:
                 # A process that hangs reacts to nothing else.
                 _signal(running, signal.SIGKILL)
@@ -111,17 +151,23 @@ def _wait(workers: list[Worker], received: list[int], grace_s: float) -> Worker 
     return next((w for w in failed if w.process.returncode != LOST), failed[0] if failed else None)
 
 
-def _explain(failed: Worker, count: int) -> int:
+def _explain(
+    failed: Worker, count: int, noted: Sequence[Mapping[str, Any]], checkpoint_in_words: Callable[[], str]
+) -> int:
     """Say what happened to the process that failed first; returns the exit code of the run."""
     code, name = failed.process.returncode, f"process {failed.rank} of {count}"
     if code < 0:
         number = signal.Signals(-code)
-        why = ". The system kills a process when memory runs out" if number == signal.SIGKILL else ""
-        text = f"{name} was ended by {number.name}{why}. The others were stopped, and the last checkpoint is intact"
-        say(f"error: {text}. To resume, run the same command", error=True)
+        text = f"{name} was ended by {number.name}"
+        if waited := next((row for row in noted if row), None):
+            text = f"{waited['step']}: {text} while process {waited['rank']} waited for {waited['what']}"
+        why = " The system kills a process when memory runs out." if number == signal.SIGKILL else ""
+        checkpoint = f" {checkpoint_in_words()}".rstrip()
+        say(f"error: {text}.{why} The others were stopped.{checkpoint} To continue, run the same command", error=True)
         return 1
     if words := failed.last_words():
-        say(words if "Traceback" in words else f"{words.splitlines()[-1]} ({name})", error=True)
+        last = words.splitlines()[-1]
+        say(words if "Traceback" in words else last if name in last else f"{last} ({name})", error=True)
     return 1 if code == LOST else code
 
 
@@ -179,11 +225,13 @@ def launcher(stage: str, config: str, arguments: Sequence[str], count: int, resu
         resume_command: the command that resumes the run, for the line that an interrupted run prints.
     """
     from rlhf_cli.errors import EndedElsewhere
+    from rlhf_cli.training.checkpoint_files import last_step_in_words
 
-    def run(_: object, *, quiet: bool, restart: bool) -> None:
+    def run(checked: Stage, *, quiet: bool, restart: bool) -> None:
         command = [sys.executable, "-m", f"stages.{stage}", "--config", config, *arguments]
         command += ["--quiet"] * quiet + ["--restart"] * restart
-        code = run_processes(command, count, resume_command)
+        in_words = partial(last_step_in_words, checked.artifacts, stage)
+        code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
         if code:
             raise EndedElsewhere(code)
 

@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from rlhf_cli.errors import EndedElsewhere, RunError
-from rlhf_cli.training.processes import LOST
+from rlhf_cli.training.ending import Ending, in_time
+from rlhf_cli.training.processes import LOST, another_has_failed, note_wait
 
 T = TypeVar("T")
 
@@ -34,15 +35,18 @@ SLOWEST_POLL_S = 0.25
 class Pulse(threading.Thread):
     """Writes this process's sign of life, and reads those of the others."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
+    def __init__(self, ending: Ending, timeout_s: float):
         super().__init__(name="pulse", daemon=True)
+        self.ending = ending
         # Connections of its own: the process group may wait in the other one.
-        self._group_store = store
+        self._group_store = ending.store
         self.store = self._connected("rlhf", PATIENCE_S)
         self._meetings = self._connected("rlhf meetings", timeout_s)
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s
         self.step = "start"
         """What the stage is working on, such as `ppo step 12`."""
+        self.checkpoint_in_words: Callable[[], str] = lambda: ""
+        """A sentence about the last checkpoint; "" before the stage has begun."""
         self.waits_for: str | None = None
         """What this process waits for, such as `the gradients`; None while it computes."""
         self.waited_s = 0.0
@@ -59,6 +63,7 @@ class Pulse(threading.Thread):
             sign = {"number": self._num_signs, "step": self.step, "waits": waits, "met": self._num_met}
             try:
                 self.store.set(str(self.rank), json.dumps(sign))
+                self.ending.look()
             except RuntimeError:  # the process that holds the store has ended
                 return
             time.sleep(EVERY_S)
@@ -66,8 +71,7 @@ class Pulse(threading.Thread):
     def waiting(self, what: str, work: Callable[[], T]) -> T:
         """Run a collective operation `work` over `what`.
 
-        Raises RunError, which names the processes that hang, if it takes longer than the timeout, and EndedElsewhere if
-        the connection to another process is lost.
+        Raises what `failure` returns if it takes longer than the timeout, or the connection to another process is lost.
         """
         self.waits_for, began = what, time.monotonic()
         try:
@@ -81,8 +85,8 @@ class Pulse(threading.Thread):
     def meet(self, what: str) -> None:
         """Wait until every process is here, for as long as those that are missing give signs of life.
 
-        Raises RunError, which names the processes, if one gives none for `timeout_s`, and EndedElsewhere if the
-        connection to the store is lost.
+        Raises RunError, which names the processes, if one gives none for `timeout_s`, and what `_lost` returns if one
+        has ended.
         """
         self._num_met += 1
         self.waits_for, began = what, time.monotonic()
@@ -105,6 +109,8 @@ class Pulse(threading.Thread):
             arrival.join(min(look_every, EVERY_S))
             if not arrival.is_alive():
                 break
+            if self.ending.is_anothers or another_has_failed():
+                raise self._lost(what)
             now = time.monotonic()
             if now < next_look:
                 continue
@@ -116,7 +122,7 @@ class Pulse(threading.Thread):
             if silent:
                 raise self._explained(what, now - began, silent)
         if arrival.error is not None:
-            raise EndedElsewhere(LOST) from arrival.error
+            raise self._lost(what) from arrival.error
 
     def _connected(self, prefix: str, timeout_s: float) -> dist.Store:
         """A new connection to the store of the process group, whose keys begin with `prefix`."""
@@ -142,26 +148,29 @@ class Pulse(threading.Thread):
     def failure(self, what: str, error: RuntimeError, waited_s: float = 0.0) -> Exception:
         """What to raise instead of the error of a collective operation over `what`."""
         if waited_s < 0.9 * self.timeout_s and "timed out" not in str(error).lower():
-            return EndedElsewhere(LOST)
+            return self._lost(what)
         self.waits_for = what
         return self._explained(what, self.timeout_s)
+
+    def _lost(self, what: str) -> Exception:
+        """The error for a process that has ended during a wait. One process reports it."""
+        # `--nproc` knows which process has ended, and how.
+        if note_wait(self.step, self.rank, what) or not self.ending.claim():
+            return EndedElsewhere(LOST)
+        before, after = self._signs_twice() or ({}, {})
+        ended = [rank for rank in after if after[rank].get("number") == before[rank].get("number")] if after else [0]
+        names = [f"process {rank} ({after.get(rank, {}).get('step', 'start')})" for rank in ended]
+        which = " and ".join(names) or "the connection to another process"
+        return RunError(
+            f"{self.step}: process {self.rank} waited for {what} of all {self.size} processes, but {which} ended "
+            f"without a message. The system kills a process when memory runs out. {self._outcome()}"
+        )
 
     def _explained(self, what: str, waited_s: float, known_silent: Sequence[int] = ()) -> Exception:
         """The error for a wait that took too long. One process reports it."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        signs: list[dict[int, dict[str, object]]] = []
-
-        def read() -> None:
-            with contextlib.suppress(RuntimeError):
-                signs.append({rank: self._sign(rank) for rank in others})
-                time.sleep(2 * EVERY_S)
-                signs.append({rank: self._sign(rank) for rank in others})
-
-        # In a thread: the first process holds the store, unless torchrun does. If it hangs, so does every request.
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(2 * EVERY_S + PATIENCE_S)
-        if len(signs) < 2:
+        signs = self._signs_twice()
+        if signs is None:
             return RunError(self._sentence(what, waited_s, "process 0 gives no sign of life"))
         before, after = signs
         numbers = [rank for rank in others if after[rank].get("number") == before[rank].get("number")]
@@ -175,12 +184,27 @@ class Pulse(threading.Thread):
         network = "every process waits, so the network between them failed"
         return RunError(self._sentence(what, waited_s, "; ".join(found) or network))
 
+    def _signs_twice(self) -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]] | None:
+        """The last sign of life of every other process, now and after two of the intervals; None if the store does not
+        answer."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def read() -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]]:
+            before = {rank: self._sign(rank) for rank in others}
+            time.sleep(2 * EVERY_S)
+            return before, {rank: self._sign(rank) for rank in others}
+
+        # The first process holds the store, unless torchrun does.
+        return in_time(read, None, 2 * EVERY_S + PATIENCE_S)
+
     def _sentence(self, what: str, waited_s: float, found: str) -> str:
         return (
             f"{self.step}: process {self.rank} waited {waited_s:.0f} s for {what} of all {self.size} processes: "
-            f"{found}. The run ends, and the last checkpoint is intact. If a step takes that long, raise "
-            "distributed.timeout_s"
+            f"{found}. {self._outcome()} If a step takes that long, raise distributed.timeout_s"
         )
+
+    def _outcome(self) -> str:
+        return f"The run ends. {self.checkpoint_in_words()}".strip()
 
     def _sign(self, rank: int, store: dist.Store | None = None) -> dict[str, object]:
         """The last sign of life of a process; {} if it gave none."""

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,13 +21,7 @@ from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import (
-    ArtifactError,
-    ConfigError,
-    Interrupted,
-    RewardError,
-    RunError,
-)
+from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RewardError, RunError
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
@@ -60,6 +55,8 @@ class StageRun:
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         self.world = distributed.start(config.device, config.distributed.timeout_s)
+        distributed.at_step(f"{stage} start")
+        distributed.name_checkpoint(partial(checkpoint_files.last_step_in_words, config.artifacts, stage))
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
@@ -90,6 +87,8 @@ class StageRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # While it finds out which process has ended, a launcher may send SIGTERM.
+        failure = distributed.failure_of(error)
         self.stop_requests.remove()
         self.display.end()
         self.trackers.close("stopped" if self.stop_requests.received is not None else "failed")
@@ -105,11 +104,11 @@ class StageRun:
             raise ArtifactError(
                 f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
             ) from None
-        if (failure := distributed.failure_of(error)) is not None:
+        if failure is not None:
             raise failure from None
         limits = (self.config, self.world.size, self.tokens_per_microbatch)
         if error is not None and (lacking := what_is_lacking(error, *limits)) is not None:
-            raise RunError(f"{self.stage}: {lacking}") from None
+            raise RunError(f"{distributed.where()}: {lacking}") from None
         if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
             what = str(error) if error is not None else "the stage had already finished"
             raise self._interrupted(self.stop_requests.received, what) from None
@@ -297,8 +296,7 @@ class StageRun:
 
     def _last_checkpoint_in_words(self) -> str:
         self.checkpoints.wait()
-        step = checkpoint_files.last_step(self.config.artifacts, self.stage)
-        return "There is no earlier checkpoint." if step is None else f"The checkpoint of step {step} is intact."
+        return checkpoint_files.last_step_in_words(self.config.artifacts, self.stage)
 
     def _interrupted(self, number: int, what: str) -> Interrupted:
         code = 130 if number == signal.SIGINT else 143

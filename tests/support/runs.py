@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -40,25 +41,41 @@ def run_forked(count, stage, config, per_node=None):
 
 def run_forked_code(count, code, *arguments, log, per_node=None):
     """Run Python code in `count` processes that find each other, as `run_forked` does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    per_node = per_node or count
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": per_node}
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(count)]
-    processes = [
-        Forked(
-            code,
-            *arguments,
-            folder=ROOT,
-            log=Path(f"{log}.log{rank}"),
-            environment={name: str(value) for name, value in {**common, **own}.items()},
-        )
-        for rank, own in enumerate(ranks)
+    ended = [process.wait() for process in start_forked(variables(count, per_node), code, *arguments, log=log)]
+    assert all(exit_code == 0 for exit_code, _ in ended), "\n".join(output[-3000:] for _, output in ended)
+
+
+def start_forked(environments, code, *arguments, log):
+    """Start Python code in a process for each of the environments; their outputs are in `log`.log0, `log`.log1, ..."""
+    return [
+        Forked(code, *arguments, folder=ROOT, log=Path(f"{log}.log{rank}"), environment=environment)
+        for rank, environment in enumerate(environments)
     ]
-    for process in processes:
-        exit_code, output = process.wait()
-        assert exit_code == 0, output[-3000:]
+
+
+def variables(count, per_node=None):
+    """The variables of `torchrun` of each of `count` processes."""
+    per_node = per_node or count
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": per_node}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(count)]
+    return [{name: str(value) for name, value in {**common, **own}.items()} for own in ranks]
+
+
+def slurm_variables(count):
+    """The variables of Slurm of each of `count` tasks of `srun` on this machine. The job's id determines the port."""
+    common = {"SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count, "SLURM_STEP_NODELIST": "localhost"}
+    common |= {"SLURM_JOB_ID": free_port(range(20_000, 30_000)) - 20_000, "SLURM_STEP_ID": 0}
+    ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(count)]
+    return [{name: str(value) for name, value in {**common, **own}.items()} for own in ranks]
+
+
+def free_port(ports=(0,)):
+    """The first of some ports that no process uses; 0 stands for any."""
+    for port in ports:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return free.getsockname()[1]
+    raise OSError("no free port")
 
 
 def digests(directory):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.training.processes import LOST
 from support.forked import Forked
-from support.paths import ROOT
+from support.runs import slurm_variables, start_forked, variables
 
 PROGRAM = """
 import os, sys, time, torch
 from rlhf_cli.errors import RunError
-from rlhf_cli.training import distributed, launch, pulse
-pulse.EVERY_S, pulse.PATIENCE_S = 0.1, 0.5
+from rlhf_cli.training import distributed, ending, launch, pulse
+pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.1, 0.5, 0.5
 world = distributed.start("cpu", 1.0)
 def program():
 {body}
@@ -31,30 +33,13 @@ sys.exit(code)
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def variables(count: int, port: int) -> list[dict[str, str]]:
-    """The variables of `torchrun` of each process."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-@pytest.fixture
-def start(tmp_path, free_port) -> Iterator[Callable[[str, int], list[Forked]]]:
+def start(tmp_path) -> Iterator[Callable[[str, int], list[Forked]]]:
     """A function that runs the body of a program in several processes with a `world`, whose timeout is a second."""
     started: list[Forked] = []
 
     def processes(body: str, count: int) -> list[Forked]:
         code = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    "))
-        started.extend(
-            Forked(code, folder=ROOT, log=tmp_path / f"log{rank}", environment=names)
-            for rank, names in enumerate(variables(count, free_port))
-        )
+        started.extend(start_forked(variables(count), code, log=tmp_path / "body"))
         return started
 
     yield processes
@@ -133,8 +118,93 @@ def test_tensors_of_different_lengths_are_gathered_in_order_of_rank(start):
     assert [process.wait() for process in start(body, 3)] == [(0, f"{rows}\n{flags} torch.bool\n")] * 3
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_process_that_is_killed_is_named_once_where_no_command_of_ours_started_it(start, rank):
+    """As under `srun`. The first process holds the store through which the others agree on who prints."""
+    body = f"""
+    distributed.at_step("ppo step 7")
+    distributed.name_checkpoint(lambda: "The checkpoint of step 5 is intact.")
+    world.barrier()
+    if world.rank == {rank}:
+        os.kill(os.getpid(), 9)
+    world.gather(None)
+    """
+    ended = [process.wait() for process in start(body, 3)]
+    assert ended.pop(rank) == (-9, "")
+    (line,) = "".join(output for _, output in ended).splitlines()
+    waited = (
+        rf"error: ppo step 7: process \d waited for the figures of all 3 processes, but process {rank} \(.*\) ended"
+    )
+    assert re.match(waited, line), line
+    assert line.endswith("The run ends. The checkpoint of step 5 is intact."), line
+    assert all(code in (1, LOST) for code, _ in ended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_is_the_only_line_also_without_a_command_of_ours(start, rank):
+    """The others lose the connection to it, and print nothing."""
+    body = f"""
+    if world.rank == {rank}:
+        raise RunError("no room")
+    world.gather(None)
+    """
+    ended = [process.wait() for process in start(body, 3)]
+    assert ended.pop(rank) == (1, "error: no room\n")
+    assert ended == [(LOST, ""), (LOST, "")]
+
+
+def started(path: Path, overrides: list[str], environments: list[dict[str, str]]) -> list[tuple[int, str]]:
+    """(exit code, output) of each process of SFT. Process i reads `<path>`, or `<path>i` where that exists."""
+    code = """
+import os, sys
+from rlhf_cli.environment import set_up_process
+set_up_process()  # as python -m stages.sft does
+if os.path.exists(own := sys.argv[2] + os.environ["RANK"]):
+    sys.argv[2] = own
+from rlhf_cli.training import launch
+from stages import sft
+launch.main("sft", sft.run)
+"""
+    options = [word for override in overrides for word in ("--set", override)]
+    return [process.wait() for process in start_forked(environments, code, "--config", str(path), *options, log=path)]
+
+
+@pytest.mark.parametrize("names", [variables, slurm_variables])
+def test_a_mistake_in_the_config_is_printed_once(names, write_config, make_model, tmp_path):
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
+    ended = started(config, ["training.num_steps=no"], names(2))
+    assert [code for code, _ in ended] == [2, 2]
+    (line,) = "".join(output for _, output in ended).splitlines()
+    assert "training.num_steps=no: found the text 'no', must be a whole number" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_that_one_process_alone_has_is_printed_and_ends_all(rank, write_config, make_model, tmp_path):
+    """For example a file that differs on one machine. The others do not wait for `distributed.timeout_s`."""
+    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
+    Path(f"{config}{rank}").write_text(f"{config.read_text()}\nsead: 1\n", encoding="utf-8")
+    ended = started(config, [], variables(2))
+    assert [code for code, _ in ended] == [2, 2]
+    assert ended[1 - rank][1] == ""
+    assert re.match(r"error: .*sead: unknown key", ended[rank][1]), ended
+
+
+def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):
+    code = PROGRAM.replace("world = distributed", "program = lambda: distributed").partition("def program")[0]
+    code += "sys.exit(launch.exit_code(program))"
+    ((exit_code, output),) = [
+        process.wait() for process in start_forked(variables(2)[:1], code, log=tmp_path / "alone")
+    ]
+    assert exit_code == 1
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, output
+    assert lines[0].startswith("error: start: process 0 waited 1 s for all 2 processes at 127.0.0.1:"), output
+
+
 COUNTED = """
 import sys
+from rlhf_cli.environment import set_up_process
+set_up_process()
 from rlhf_cli import digests
 digest_file = digests.digest_file
 digests.digest_file = lambda path: print("read", path) or digest_file(path)
@@ -145,18 +215,18 @@ launch.main("sft", sft.run)
 """
 
 
-def test_one_process_reads_models_and_data_for_their_digests(write_config, make_model, tmp_path, free_port):
+def test_processes_of_srun_train_and_one_reads_models_and_data_for_their_digests(write_config, make_model, tmp_path):
     """The others are told the digests, also when they load the model."""
     model = make_model("llama")
     config = write_config("sft", tmp_path, model={"path": str(model)}, training={"num_steps": 1})
     output = ""
-    for process in [
-        Forked(COUNTED, "--config", str(config), "--quiet", folder=ROOT, log=tmp_path / f"log{rank}", environment=names)
-        for rank, names in enumerate(variables(2, free_port))
-    ]:
+    for process in start_forked(slurm_variables(2), COUNTED, "--config", str(config), "--quiet", log=tmp_path / "srun"):
         code, log = process.wait()
         assert code == 0, log
         output += log
+    manifest = read_manifest(tmp_path / "sft")
+    assert manifest is not None
+    assert manifest.num_processes == 2
     data = load_stage_config("sft", config).sources["train"].path
     for path in (f"{model}/model.safetensors", data):
         assert output.count(f"read {path}\n") == 1, output

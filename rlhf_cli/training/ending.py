@@ -1,0 +1,166 @@
+"""Lets one process say why a run of several processes ends, however many of them know it.
+
+The processes find each other through a store, even if they never form a process group. The first one that has an error
+claims a key of the store and prints its line; the others end silently. The processes of `rlhf --nproc` all print: that
+command passes on what one of them printed (`processes.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from rlhf_cli.errors import EndedElsewhere, RunError
+
+T = TypeVar("T")
+
+PATIENCE_S = 5.0
+"""Seconds that the store may take to answer."""
+SAID_S = 15.0
+"""Seconds that a silent process waits for the line of another before it ends. A launcher may end all with the first."""
+KNOWN_S = 3.0
+"""Seconds that the process which holds the store waits for the others to learn that a line is printed."""
+CONNECT_S = 30.0
+"""Seconds in which a process that has an error at the start must find the others. Otherwise it prints."""
+POLL_S = 0.05
+
+
+class Ending:
+    """Which process of the run says why it ends."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self.store, self.rank, self.size = store, rank, size
+        # A connection of its own: the process group may wait in the other one.
+        self._store = dist.PrefixStore("rlhf ending", store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=PATIENCE_S))
+        self._is_ours: bool | None = None
+        """Whether this process prints; None while none has claimed it."""
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether another process says why the run ends, as far as this one knows."""
+        return self._is_ours is False
+
+    def look(self) -> None:
+        """Learn whether another process has claimed the line. Raises RuntimeError if the store has gone."""
+        if self._is_ours is None and self._store.check(["claimed"]):
+            self._is_ours = False
+            self._store.set(f"known {self.rank}", "")
+
+    def claim(self) -> bool:
+        """Whether this process prints why the run ends: it is the first one that asks, or process 0 is gone."""
+        if self._is_ours is None:
+            # Without the store process 0, which holds it, has ended without a word, or hangs.
+            self._is_ours = in_time(lambda: self._store.add("claimed", 1) == 1, self.rank == min(1, self.size - 1))
+            in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
+        return self._is_ours
+
+    def leave(self, exit_code: int) -> None:
+        """Call it when the line is printed, and before this process ends without one."""
+        if self._is_ours:
+            in_time(lambda: self._store.set("said", str(exit_code)), None)
+        else:
+            in_time(self._code_said, None, SAID_S)
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            in_time(self._wait_until_known, None, KNOWN_S)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until every process has started.
+
+        Raises EndedElsewhere if one of them ends with an error, and RunError if one is missing after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        missing = list(range(self.size))
+        try:
+            self._store.set(f"ready {self.rank}", "")
+            while missing := [rank for rank in missing if not self._store.check([f"ready {rank}"])]:
+                self.look()
+                if self.is_anothers:
+                    raise EndedElsewhere(in_time(self._code_said, 1, SAID_S))
+                if time.monotonic() > deadline:
+                    raise _missing(self.rank, timeout_s, f"process {missing[0]} of {self.size}")
+                time.sleep(POLL_S)
+        except RuntimeError as error:  # the process that holds the store has ended
+            raise EndedElsewhere(1) from error
+
+    def _code_said(self) -> int:
+        """The exit code of the process that prints, once it has printed."""
+        while not self._store.check(["said"]):
+            self.look()
+            time.sleep(POLL_S)
+        return int(self._store.get("said"))
+
+    def _wait_until_known(self) -> None:
+        while not self._store.check([f"known {rank}" for rank in range(self.size)]):
+            time.sleep(POLL_S)
+
+
+_ending: Ending | None = None
+
+
+def connect(timeout_s: float) -> Ending:
+    """Find the other processes by the variables of `torchrun`. Raises RunError if they are not there in time."""
+    global _ending
+    if _ending is None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        try:
+            store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
+        except RuntimeError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise _missing(rank, timeout_s, f"all {size} processes at {address}", str(error)) from None
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # After a restart torchrun gives the processes the same store, with addresses of those that have ended.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        _ending = Ending(store, rank, size)
+    return _ending
+
+
+def say_once(say: Callable[[], object], exit_code: int) -> None:
+    """Call `say`, which prints why this process ends, unless another process does so."""
+    try:
+        ending = connect(CONNECT_S)
+    except (RunError, EndedElsewhere, OSError):
+        say()
+        return
+    if ending.claim():
+        say()
+    ending.leave(exit_code)
+
+
+def leave(exit_code: int) -> None:
+    """End without a line, once the process that has one has printed it."""
+    if _ending is not None:
+        _ending.leave(exit_code)
+
+
+def in_time(work: Callable[[], T], otherwise: T, seconds: float = PATIENCE_S) -> T:
+    """The result of a request to the store, or `otherwise` if it fails or takes too long.
+
+    In a thread: if the process that holds the store hangs, so does every request.
+    """
+    results: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(work())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return results[0] if results else otherwise
+
+
+def _missing(rank: int, timeout_s: float, what: str, details: str = "") -> RunError:
+    more = f" ({details.splitlines()[0]})" if details else ""
+    return RunError(
+        f"start: process {rank} waited {timeout_s:.0f} s for {what}{more}. Start every process of the run with "
+        "the same MASTER_ADDR and MASTER_PORT, or raise distributed.timeout_s"
+    )

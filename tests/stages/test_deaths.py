@@ -1,0 +1,71 @@
+"""A process of RM or PPO is killed, hangs or runs out of memory, and one line says which, when, and who waited.
+
+Nothing of ours started the processes, as under `srun`, so that they must agree on who prints. SFT with `--nproc` is in
+test_nproc.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from support.runs import start_forked, variables
+
+pytestmark = pytest.mark.slow
+CODE = """
+import os, signal, torch
+from rlhf_cli.training import ending, launch, pulse
+from stages import {stage}
+pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.2, 1.0, 0.5
+work, calls = {stage}.{work}, []
+def fails(*given, **more):
+    calls.append(given)
+    if os.environ["RANK"] == "{rank}" and len(calls) == 3:
+        {fate}
+    return work(*given, **more)
+{stage}.{work} = fails
+launch.main("{stage}", {stage}.run)
+"""
+FATES = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "hangs": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "memory": "torch.empty(10**15)",
+}
+INTACT = r"The run ends\. The checkpoint of step [12] is intact\."
+LINES = {
+    "killed": r"{stage} step 3: process {other} waited for [\w ]+ of all 2 processes, but process {rank} \([\w ]+\) "
+    rf"ended without a message\. The system kills a process when memory runs out\. {INTACT}",
+    "hangs": r"{stage} step 3: process {other} waited \d s for [\w ]+ of all 2 processes: process {rank} gives no sign "
+    rf"of life[\w() ]*\. {INTACT} If a step takes that long, raise distributed\.timeout_s",
+    "memory": r"{stage} step 3, process {rank} of 2: out of memory .*",
+}
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize(
+    ("stage", "work", "rank"),
+    [("rm", "_accumulate", 1), ("ppo", "collect", 0), ("ppo", "scores_of_rollout", 1)],
+    ids=["rm", "rollout", "rewards"],
+)
+def test_one_line_names_rank_stage_step_and_wait(fate, stage, work, rank, write_config, make_model, tmp_path):
+    (tmp_path / "rewards.py").write_text("def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
+    model = {"path": str(make_model("llama"))}
+    changes = {
+        "rm": {"model": model},
+        "ppo": {
+            "policy": model,
+            "rewards": [{"type": "function", "function": f"{tmp_path}/rewards.py:score"}],
+            "ppo": {"num_iterations": 3},
+        },
+    }[stage] | {"checkpoints": {"every_steps": 1}, "distributed": {"timeout_s": 3}}
+    config = write_config(stage, tmp_path, **changes)
+    code = CODE.format(stage=stage, work=work, rank=rank, fate=FATES[fate])
+    processes = start_forked(variables(2), code, "--config", str(config), "--quiet", log=tmp_path / "log")
+    exit_code, output = processes[1 - rank].wait(60)
+    processes[rank].kill()
+    errors = output + processes[rank].log.read_text(encoding="utf-8")
+    assert exit_code != 0
+    names = {"stage": stage, "rank": rank, "other": 1 - rank}
+    pattern = "error: " + re.sub(r"\{(\w+)\}", lambda name: str(names[name[1]]), LINES[fate])
+    assert re.fullmatch(pattern, errors.strip()), errors
