@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from rlhf_cli.errors import EndedElsewhere, RunError
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 PATIENCE_S = 5.0
 """Seconds that the store may take to answer."""
@@ -43,6 +44,7 @@ class Ending:
         self._store.set_timeout(timedelta(seconds=PATIENCE_S))
         self._is_ours: bool | None = None
         """Whether this process prints; None while none has claimed it."""
+        self._is_store_gone = False
 
     @property
     def is_anothers(self) -> bool:
@@ -58,17 +60,25 @@ class Ending:
     def claim(self) -> bool:
         """Whether this process prints why the run ends: it is the first one that asks, or process 0 is gone."""
         if self._is_ours is None:
+            first = in_time(lambda: self._store.add("claimed", 1) == 1, None)
             # Without the store process 0, which holds it, has ended without a word, or hangs.
-            self._is_ours = in_time(lambda: self._store.add("claimed", 1) == 1, self.rank == min(1, self.size - 1))
-            in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
+            self._is_store_gone = first is None
+            self._is_ours = self.rank == 1 if first is None else first
         return self._is_ours
+
+    def tell(self, exit_code: int) -> None:
+        """Tell the others that the line is printed, and with which code this process ends."""
+        in_time(lambda: self._store.set("said", str(exit_code)), None)
 
     def leave(self, exit_code: int) -> None:
         """Call it when the line is printed, and before this process ends without one."""
+        if self._is_store_gone:
+            return
         if self._is_ours:
-            in_time(lambda: self._store.set("said", str(exit_code)), None)
+            self.tell(exit_code)
         else:
             in_time(self._code_said, None, SAID_S)
+        in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             in_time(self._wait_until_known, None, KNOWN_S)
 
@@ -104,16 +114,19 @@ class Ending:
 
 
 _ending: Ending | None = None
+_is_alone = False
+"""Whether this process could not find the others."""
 
 
 def connect(timeout_s: float) -> Ending:
     """Find the other processes by the variables of `torchrun`. Raises RunError if they are not there in time."""
-    global _ending
+    global _ending, _is_alone
     if _ending is None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
         except RuntimeError as error:
+            _is_alone = True
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise _missing(rank, timeout_s, f"all {size} processes at {address}", str(error)) from None
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -125,23 +138,24 @@ def connect(timeout_s: float) -> Ending:
 
 def say_once(say: Callable[[], object], exit_code: int) -> None:
     """Call `say`, which prints why this process ends, unless another process does so."""
-    try:
-        ending = connect(CONNECT_S)
-    except (RunError, EndedElsewhere, OSError):
+    ending = None
+    with contextlib.suppress(RunError):
+        ending = None if _is_alone else connect(CONNECT_S)
+    if ending is None or ending.claim():
         say()
-        return
-    if ending.claim():
-        say()
-    ending.leave(exit_code)
+    if ending is not None:
+        ending.leave(exit_code)
 
 
-def leave(exit_code: int) -> None:
-    """End without a line, once the process that has one has printed it."""
-    if _ending is not None:
+def leave(exit_code: int, *, has_printed: bool = False) -> None:
+    """Tell the others that this process has printed, or wait until the one that prints has done so."""
+    if _ending is not None and has_printed:
+        _ending.tell(exit_code)
+    elif _ending is not None:
         _ending.leave(exit_code)
 
 
-def in_time(work: Callable[[], T], otherwise: T, seconds: float = PATIENCE_S) -> T:
+def in_time(work: Callable[[], T], otherwise: D, seconds: float | None = None) -> T | D:
     """The result of a request to the store, or `otherwise` if it fails or takes too long.
 
     In a thread: if the process that holds the store hangs, so does every request.
@@ -154,7 +168,7 @@ def in_time(work: Callable[[], T], otherwise: T, seconds: float = PATIENCE_S) ->
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(seconds)
+    asking.join(PATIENCE_S if seconds is None else seconds)
     return results[0] if results else otherwise
 
 

@@ -253,6 +253,7 @@ def exit_code(work: Callable[[], object]) -> int:
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             say(stop, error=True)
+            _leave(stop.exit_code, has_printed=True)
         return stop.exit_code
     except EndedElsewhere as end:
         _leave(end.exit_code)
@@ -283,11 +284,11 @@ def _say_once(line: str, exit_code: int) -> None:
         say(line, error=True)
 
 
-def _leave(exit_code: int) -> None:
+def _leave(exit_code: int, *, has_printed: bool = False) -> None:
     if _is_one_of_several():
         from rlhf_cli.training import ending
 
-        ending.leave(exit_code)
+        ending.leave(exit_code, has_printed=has_printed)
 
 
 def _is_one_of_several() -> bool:

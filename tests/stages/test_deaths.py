@@ -17,7 +17,7 @@ CODE = """
 import os, signal, torch
 from rlhf_cli.training import ending, launch, pulse
 from stages import {stage}
-pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.2, 1.0, 0.5
+pulse.EVERY_S, pulse.PATIENCE_S, ending.PATIENCE_S, ending.KNOWN_S = 0.2, 1.0, 1.0, 0.5
 work, calls = {stage}.{work}, []
 def fails(*given, **more):
     calls.append(given)

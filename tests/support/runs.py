@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def variables(count, per_node=None):
 def slurm_variables(count):
     """The variables of Slurm of each of `count` tasks of `srun` on this machine. The job's id determines the port."""
     common = {"SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count, "SLURM_STEP_NODELIST": "localhost"}
-    common |= {"SLURM_JOB_ID": free_port(range(20_000, 30_000)) - 20_000, "SLURM_STEP_ID": 0}
+    common |= {"SLURM_JOB_ID": free_port(random.sample(range(20_000, 30_000), 99)) - 20_000, "SLURM_STEP_ID": 0}
     ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(count)]
     return [{name: str(value) for name, value in {**common, **own}.items()} for own in ranks]
 

@@ -13,17 +13,18 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf_cli.training.processes import LOST, run_processes
+from rlhf_cli.training.processes import FAILURES, LOST, run_processes
 from support.paths import ROOT
 
 
-def run(body: str, count: int = 2, grace_s: float = 0.2) -> int:
+def run(body: str, count: int = 2, grace_s: float = 0.2, **more: Any) -> int:
     """Run a program in `count` processes; `rank` is a variable of it."""
     program = "import json, os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body)
-    return run_processes([sys.executable, "-S", "-c", program], count, "rlhf sft again", grace_s=grace_s)
+    return run_processes([sys.executable, "-S", "-c", program], count, "rlhf sft again", grace_s=grace_s, **more)
 
 
 def test_each_process_knows_its_rank_and_how_to_find_the_others(tmp_path):
@@ -59,6 +60,26 @@ def test_a_killed_process_is_named_and_not_those_that_lost_the_connection_to_it(
         "error: process 2 of 3 was ended by SIGKILL. The system kills a process when memory runs out"
     )
     assert len(error.splitlines()) == 1
+
+
+def test_the_line_about_a_killed_process_has_the_step_and_wait_of_another_and_the_checkpoint(capfd):
+    """The others learn that one has failed even where they wait for it without a connection to it."""
+    body = f"""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    path = os.environ["{FAILURES}"]
+    while not os.path.getsize(path):
+        time.sleep(0.01)
+    open(path, "a").write(json.dumps({{"step": "ppo step 4", "rank": 0, "what": "the scores"}}) + "\\n")
+    sys.exit({LOST})
+    """
+    assert run(body, grace_s=60, checkpoint_in_words=lambda: "The checkpoint of step 3 is intact.") == 1
+    error = capfd.readouterr().err
+    assert error.startswith(
+        "error: ppo step 4: process 1 of 2 was ended by SIGKILL while process 0 waited for the scores. The system kills"
+    )
+    assert error.endswith("The checkpoint of step 3 is intact. To continue, run the same command\n")
+    assert len(error.splitlines()) == 1, error
 
 
 def test_a_process_that_hangs_is_killed_after_the_grace(tmp_path):
