@@ -18,7 +18,9 @@ DEFAULTS = {
     # million weights, and kept growing. One step has about a dozen shapes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "32",
-    # Our own messages say what is wrong with a model, in one line.
+    # Our own messages say in one line what is wrong with a model, or which process has ended. When a connection ends,
+    # torch logs a warning with the stack of each process.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
