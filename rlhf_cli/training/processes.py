@@ -167,7 +167,8 @@ def _explain(
         return 1
     if words := failed.last_words():
         last = words.splitlines()[-1]
-        say(words if "Traceback" in words else last if name in last else f"{last} ({name})", error=True)
+        is_named = f"process {failed.rank} " in last
+        say(words if "Traceback" in words else last if is_named else f"{last} ({name})", error=True)
     return 1 if code == LOST else code
 
 
