@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.training.ending import Ending, in_time
 from rlhf_cli.training.processes import LOST, another_has_failed, note_wait
+from rlhf_cli.training.signals import stop_requested
 
 T = TypeVar("T")
 
@@ -112,13 +113,16 @@ class Pulse(threading.Thread):
             if self.ending.is_anothers or another_has_failed():
                 raise self._lost(what)
             now = time.monotonic()
-            if now < next_look:
+            # torchrun sends SIGTERM when a process has ended, and kills the others half a minute later.
+            hurries = stop_requested()
+            if now < next_look and not hurries:
                 continue
             next_look = now + look_every
             for rank, sign in self._signs().items():
                 if sign.get("number") != known.get(rank) or int(str(sign.get("met", 0))) >= number:
                     known[rank], heard[rank] = sign.get("number"), time.monotonic()
-            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > patience]
+            limit = 3 * EVERY_S if hurries else patience
+            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > limit]
             if silent:
                 raise self._explained(what, now - began, silent)
         if arrival.error is not None:

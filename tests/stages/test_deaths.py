@@ -36,8 +36,8 @@ INTACT = r"The run ends\. The checkpoint of step [12] is intact\."
 LINES = {
     "killed": r"{stage} step 3: process {other} waited for [\w ]+ of all 2 processes, but process {rank} \([\w ]+\) "
     rf"ended without a message\. The system kills a process when memory runs out\. {INTACT}",
-    "hangs": r"{stage} step 3: process {other} waited \d s for [\w ]+ of all 2 processes: process {rank} gives no sign "
-    rf"of life[\w() ]*\. {INTACT} If a step takes that long, raise distributed\.timeout_s",
+    "hangs": r"{stage} step 3: process {other} waited \d+ s for [\w ]+ of all 2 processes: process {rank} gives no "
+    rf"sign of life[\w() ]*\. {INTACT} If a step takes that long, raise distributed\.timeout_s",
     "memory": r"{stage} step 3, process {rank} of 2: out of memory .*",
 }
 
@@ -66,6 +66,8 @@ def test_one_line_names_rank_stage_step_and_wait(fate, stage, work, rank, write_
     processes[rank].kill()
     errors = output + processes[rank].log.read_text(encoding="utf-8")
     assert exit_code != 0
+    if (fate, work) == ("killed", "scores_of_rollout"):
+        fate = "hangs"  # the others wait without a connection to it: it gives no sign of life
     names = {"stage": stage, "rank": rank, "other": 1 - rank}
     pattern = "error: " + re.sub(r"\{(\w+)\}", lambda name: str(names[name[1]]), LINES[fate])
     assert re.fullmatch(pattern, errors.strip()), errors

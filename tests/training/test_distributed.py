@@ -96,6 +96,24 @@ def test_a_process_that_stops_for_less_than_the_timeout_is_waited_for(start, tmp
     assert [process.wait() for process in processes] == [(0, ""), (0, "")]
 
 
+@pytest.mark.slow
+def test_a_process_that_is_told_to_stop_does_not_wait_the_whole_timeout_for_one_that_has_ended(start):
+    """torchrun tells it so when another one has ended, and kills it half a minute later."""
+    body = """
+    from rlhf_cli.training.signals import StopRequests
+    StopRequests().install()
+    distributed._pulse.timeout_s = 60.0
+    world.barrier()
+    os.kill(os.getpid(), 9 if world.rank == 1 else 15)
+    world.barrier("the rewards")
+    """
+    code, output = start(body, 2)[0].wait()
+    assert code == 1
+    waited = r"error: start: process 0 waited \d s for the rewards of all 2 processes: process 1 gives no sign of life"
+    assert re.match(waited, output), output
+    assert len(output.splitlines()) == 1, output
+
+
 def test_an_error_of_the_first_process_ends_all_and_is_printed_once(start):
     body = """
     def work():
