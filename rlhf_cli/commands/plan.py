@@ -94,8 +94,8 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
         lines.append(f"  {phase.name:<17}{amount(phase.total, unit):>8}  {parts_of(phase, unit)}")
     lines += [
         "",
-        f"  a step: {batch.num} microbatches of {batch.tokens:,} tokens (tokens_per_microbatch "
-        f"{plan.tokens_per_microbatch:,})",
+        f"  a step: {batch.num} microbatch{'' if batch.num == 1 else 'es'} of {batch.tokens:,} tokens "
+        f"(tokens_per_microbatch {plan.tokens_per_microbatch:,})",
         *schedule_lines(one.schedule),
     ]
     if away := offloaded(one):
@@ -155,7 +155,8 @@ def schedule_lines(schedule: Schedule) -> list[str]:
         lines.append(f"length: {schedule.steps:,} optimizer steps, {tokens}")
         time = "add --tokens-per-s N, the speed of all processes together"
         if schedule.hours is not None:
-            time = f"{duration(schedule.hours)} {schedule.basis}"
+            most = "at most" if schedule.hours_are_bound else "about"
+            time = f"{most} {duration(schedule.hours)} {schedule.basis}"
         lines.append(f"time: {time}")
     return [part for line in lines for part in wrap(line, 78, initial_indent="  ", subsequent_indent="    ")]
 

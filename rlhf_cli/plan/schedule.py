@@ -34,6 +34,8 @@ class Schedule:
     hours: float | None = None
     basis: str = ""
     """Where the hours come from."""
+    hours_are_bound: bool = False
+    """Whether the hours follow from tokens that are a bound."""
 
 
 def schedule_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | None, num_rows: int | None) -> Schedule:
@@ -53,7 +55,8 @@ def schedule_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | 
         units = length.steps
     if tokens_per_s is not None and length.tokens is not None:
         hours = length.tokens / tokens_per_s / 3600
-        return replace(length, hours=hours, basis=f"at {tokens_per_s:,g} tokens a second")
+        basis = f"at {tokens_per_s:,g} tokens a second"
+        return replace(length, hours=hours, basis=basis, hours_are_bound=length.is_bound)
     measured = _seconds_of_a_unit(stage, config)
     if measured is None or units is None:
         return length

@@ -68,6 +68,7 @@ def test_rows_and_tokens_are_those_that_the_stage_trains_on(data, tokenizer, mak
     assert schedule.tokens == round(schedule.steps * 4 * rows.tokens)
     assert not schedule.is_bound
     assert schedule.hours == pytest.approx(schedule.tokens / 50 / 3600)
+    assert schedule_lines(schedule)[-1].startswith("  time: about ")
 
 
 def test_of_many_rows_a_sample_is_tokenised(data, make_model, monkeypatch):
@@ -88,6 +89,10 @@ def test_without_a_tokenizer_rows_are_counted_as_full(data):
     assert schedule.tokens == schedule.steps * 4 * 2 * 24
     assert "too long ones included" in schedule_lines(schedule)[0]
     assert f"at most {schedule.tokens:,} tokens (all rows full)" in schedule_lines(schedule)[1]
+    assert (
+        "  time: at most 1.0 hours at "
+        in schedule_lines(schedule_of("rm", {"rm": config}, schedule.tokens / 3600, None))[-1]
+    )
 
 
 def test_every_shipped_config_has_steps_and_tokens_though_its_data_is_not_here():
