@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 import typer.core
 
+from rlhf_cli.usage_errors import one_line
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
@@ -51,7 +53,18 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class InOrder(typer.core.TyperGroup):
-    """Lists the commands in the order of use. Typer alone lists groups, such as `rm`, after all others."""
+    """Lists the commands in the order of use, and prints a mistake on the command line as one line.
+
+    Typer alone lists groups, such as `rm`, after all others.
+    """
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with one_line():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))

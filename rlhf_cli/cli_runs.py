@@ -23,6 +23,12 @@ from rlhf_cli.cli_data import (
 )
 from rlhf_cli.cli_options import Quiet, exit_with
 
+WritingStage = Annotated[
+    Literal["sft", "ppo", "rm"] | None,  # rm has an error of its own: it writes no text
+    typer.Option(
+        "--stage", metavar="[sft|ppo]", help="The stage that responds; ppo by default, or sft.", show_default=False
+    ),
+]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
 ]
@@ -169,10 +175,7 @@ def report(
 
 def chat(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
-    stage: Annotated[
-        Literal["sft", "ppo"] | None,
-        typer.Option("--stage", help="The stage that answers; ppo by default, or sft without it.", show_default=False),
-    ] = None,
+    stage: WritingStage = None,
     compare_stages: Annotated[
         bool, typer.Option("--compare", help="sft and ppo answer side by side, with the score of each reward.")
     ] = False,
@@ -207,10 +210,7 @@ def generate(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
     prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help=SOURCE_HELP, show_default=False)],
     out: Out,
-    stage: Annotated[
-        Literal["sft", "ppo"] | None,
-        typer.Option("--stage", help="The stage that responds; ppo by default, or sft without it.", show_default=False),
-    ] = None,
+    stage: WritingStage = None,
     compared: Annotated[
         Literal["base", "sft"] | None,
         typer.Option("--compare", help="Also write the responses of this model of the run.", show_default=False),

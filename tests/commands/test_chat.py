@@ -311,7 +311,8 @@ def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_p
     assert "stage ppo is not finished" in one_error(chat(run, "--stage", "ppo", lines="hi\n"))
     assert "stage ppo is not finished" in one_error(chat(run, "--compare", lines="hi\n"))
     assert "no stage is finished" in one_error(chat(tmp_path, lines="hi\n"))
-    assert "stage rm is a reward model" in one_error(chat(finished / "run" / "rm", lines="hi\n"))
+    for of_rm in ((finished / "run" / "rm",), (finished / "run", "--stage", "rm")):
+        assert "stage rm is a reward model" in one_error(chat(*of_rm, lines="hi\n"))
     assert "is a model and not a run" in one_error(chat(chat_model, "--stage", "sft", lines="hi\n"))
     assert "is a model and not a run" in one_error(chat(chat_model, "--compare", lines="hi\n"))
     assert "both stages" in one_error(chat(run, "--compare", "--stage", "sft", lines="hi\n"))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from rlhf_cli.cli import app
 from rlhf_cli.commands.config_docs import entries
 from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.program import program
 
 
 def rlhf(*arguments: str, columns: int = 80) -> Result:
@@ -74,6 +75,35 @@ def test_config_show_of_a_missing_file() -> None:
     for command in ("show", "check"):
         result = rlhf("config", command, "nowhere.yaml")
         assert (result.exit_code, result.stderr) == (2, "error: nowhere.yaml: no such file, must be a YAML config\n")
+
+
+# ------------------------------------------------------------------------------- mistakes on the command line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chat x --stage foo", "--stage: 'foo' is not one of sft, ppo. Run: RLHF chat -h"),
+        ("generate x --stage foo --prompts p --out o.jsonl", "--stage: 'foo' is not one of sft, ppo. Run: RLHF gen"),
+        ("export x --out o --stage foo", "--stage: 'foo' is not one of sft, rm, ppo. Run: RLHF export -h"),
+        ("push x me/model --stage foo", "--stage: 'foo' is not one of sft, rm, ppo. Run: RLHF push -h"),
+        ("serve x --port 99999", "--port: 99999, must be less than or equal to 65535. Run: RLHF serve -h"),
+        ("serve x --port http", "--port: http, must be a valid integer"),
+        ("chat x --temperature -1", "--temperature: -1, must be greater than or equal to 0"),
+        ("generate x --prompts p", "--out: is required"),
+        ("push x", "REPO: is required"),
+        ("rm score x y --nope", "No such option: --nope. Run: RLHF rm score -h"),
+        ("sft", "FILE: the stage needs its YAML file"),
+        ("ppo --nproc 0", "--nproc: 0, must be greater than or equal to 1"),
+        ("plan x --gpus none", "--gpus: none, must be"),
+        ("nothing", "No such command 'nothing'. Run: RLHF -h"),
+        ("config check", "FILES: is required"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(line: str, message: str) -> None:
+    result = rlhf(*line.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.output
+    assert result.stderr.startswith(f"error: {message.replace('RLHF', program())}")
 
 
 # ------------------------------------------------------------------------------- completion in the shell
