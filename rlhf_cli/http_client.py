@@ -253,12 +253,13 @@ def key_from_environment(variable: str, option: str) -> str:
     the option or config key that named the variable.
     """
     key = os.environ.get(variable, "").strip()
+    what = "token" if "token" in option else "key"
     if not key:
-        raise ConfigError(f"{option}: the environment variable {variable} is not set or is empty. Set it to the key")
+        raise ConfigError(f"{option}: the environment variable {variable} is not set or is empty. Set it to the {what}")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
             f"{option}: the value of {variable} contains spaces or characters that an HTTP header cannot carry. Set "
-            "it to the key alone"
+            f"it to the {what} alone"
         )
     return key
 

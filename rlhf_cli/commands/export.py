@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.evaluation.locate import StageModel, locate
+from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.new_folder import new_folder, require_new
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.fidelity import Check, Comparison
+    from rlhf_cli.evaluation.prompting import Prompting
     from rlhf_cli.models.exporting import Dtype
 
 Format = Literal["safetensors", "adapter", "gguf"]
@@ -91,22 +92,27 @@ def export(directory: str, out: Path, stage: str | None, options: Options, *, qu
     require_new(out)
     display = Display("export", quiet=quiet)
 
+    from rlhf_cli.evaluation.prompting import prompting_of
     from rlhf_cli.models.exporting import adapter_directory
 
     if options.format == "adapter":
         adapter_directory(source.path)
     _require_programs(options)
+    prompting = prompting_of(source.located)
     check = _check(source, options, display)
     with new_folder(out) as folder:
         dtype, note = _dtype(source, options)
-        about = _write(source, folder, out, options, dtype)
+        about = _write(source, folder, out, options, dtype, prompting)
+        if options.format != "gguf":  # a GGUF file has it inside
+            _write_chat_template(folder, prompting)
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
         found = _compare(check, folder, about, display)
         facts = _facts(source, options, about, dtype, check, found)
+        facts |= {"prompts": prompting.sentence} if prompting is not None else {}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(_card(source, options, facts, found), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, options, facts, found, prompting), encoding="utf-8")
     if check is not None and found is not None:
         from rlhf_cli.evaluation.fidelity import COLUMNS
 
@@ -147,7 +153,8 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
         return None
     located = source.located
     if located is None or located.folder == "value_model":
-        display.note(f"{source.path} is not compared: it is not a language model or reward model of a run")
+        if located is not None or is_model(Path(source.path)):  # else the path is wrong, and that is the error
+            display.note(f"{source.path} is not compared: it is not a language model or reward model of a run")
         return None
     from rlhf_cli.evaluation.fidelity import check_of
     from rlhf_cli.evaluation.run import open_run
@@ -198,14 +205,16 @@ class Written:
     """The name of a GGUF file."""
 
 
-def _write(source: Source, folder: Path, out: Path, options: Options, dtype: Dtype) -> Written:
+def _write(
+    source: Source, folder: Path, out: Path, options: Options, dtype: Dtype, prompting: Prompting | None
+) -> Written:
     """Write the weights and everything that belongs to them, but no card."""
     from rlhf_cli.models import exporting
 
+    if options.format == "gguf":
+        return _write_gguf(source, folder, options, dtype, prompting)
     if options.format == "adapter":
         return Written(exporting.write_adapter(source.path, folder, options.dtype, out))
-    if options.format == "gguf":
-        return _write_gguf(source, folder, options, dtype)
     size = options.max_shard_size or SHARD_SIZE
     if options.quantize is not None:
         assert options.quantize in ("int8", "int4")
@@ -213,7 +222,15 @@ def _write(source: Source, folder: Path, out: Path, options: Options, dtype: Dty
     return Written(exporting.write_model(source.path, folder, dtype, size))
 
 
-def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype) -> Written:
+def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
+    """Write how conversations are written, for a model that was trained on transcripts."""
+    from rlhf_cli.evaluation.prompting import TEMPLATE_FILE
+
+    if prompting is not None and prompting.chat_template is not None:
+        (folder / TEMPLATE_FILE).write_text(prompting.chat_template, encoding="utf-8")
+
+
+def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype, prompting: Prompting | None) -> Written:
     from rlhf_cli.models.exporting import write_model
     from rlhf_cli.models.gguf import TYPES, convert
     from rlhf_cli.models.load import load_tokenizer
@@ -222,6 +239,7 @@ def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype) ->
     name = f"{source.name}-{TYPES.get(kind, kind).upper()}.gguf"
     with tempfile.TemporaryDirectory(dir=folder) as plain:
         parameters = write_model(source.path, Path(plain), dtype, "50GB")
+        _write_chat_template(Path(plain), prompting)
         card = Path(source.path) / "README.md"
         if card.is_file():  # The converter copies its licence and base model.
             shutil.copyfile(card, Path(plain) / card.name)
@@ -272,8 +290,14 @@ def _facts(
     return {**facts, "versions": library_versions()}
 
 
-def _card(source: Source, options: Options, facts: dict[str, Any], found: Comparison | None) -> str:
-    """The model card of the stage, with a section about the export."""
+def _card(
+    source: Source,
+    options: Options,
+    facts: dict[str, Any],
+    found: Comparison | None,
+    prompting: Prompting | None,
+) -> str:
+    """The model card of the stage, with sections about its prompts and about the export."""
     card = Path(source.path) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {source.name}\n"
     if options.format == "adapter":
@@ -287,4 +311,5 @@ def _card(source: Source, options: Options, facts: dict[str, Any], found: Compar
         )
         rows = ["| | original | exported | difference |", "|---|---|---|---|"]
         lines.append("\n".join([*rows, *(f"| {' | '.join(row)} |" for row in found.rows())]))
-    return text.rstrip("\n") + "\n\n" + "\n\n".join(lines) + "\n"
+    sections = [*([prompting.section] if prompting is not None else []), *lines]
+    return text.rstrip("\n") + "\n\n" + "\n\n".join(sections) + "\n"

@@ -279,7 +279,8 @@ def label(
     """Ask which reply of each pair is better, and write the answers to `out`, or resume.
 
     Raises DataError for rows that cannot be read and for a source without pairs, ArtifactError for an `out` that cannot
-    be written or resumed, ConfigError for settings other than those of the existing answers.
+    be written or resumed, ConfigError for settings other than those of the existing answers. After the keys of a pipe,
+    DataError if some of them failed or they ended early. The answers before are kept.
     """
     out = out or default_out(source, labeller)
     refuse_own_output(source, out)
@@ -291,6 +292,7 @@ def label(
     settings = {"data": data_digest(source), "seed": seed, "labeller": labeller}
     with Output(out, settings, restart=restart) as output:
         labelling = Labelling(pairs, output, seed, labeller, num)
+        wrong: str | None = None
         if page:
             from rlhf_cli.commands.label_page import serve
 
@@ -298,7 +300,7 @@ def label(
         else:
             from rlhf_cli.commands.label_terminal import ask
 
-            ask(labelling)
+            wrong = ask(labelling)
         for line in labelling.summary():
             say(f"label: {line}", error=True)
         if labelling.done < labelling.total:
@@ -306,6 +308,8 @@ def label(
         elif output.num_rows:
             train = command("rm", "YOUR_rm.yaml", "--set", f"data.train={out}")
             say(f"label: to train a reward model on them: {train}", error=True)
+        if wrong is not None:
+            raise DataError(wrong)
 
 
 def default_out(source: DataSource, labeller: str | None) -> Path:

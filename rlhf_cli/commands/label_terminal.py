@@ -27,12 +27,15 @@ TWO_COLUMNS = 120
 END = "q"
 
 
-def ask(labelling: Labelling) -> None:
+def ask(labelling: Labelling) -> str | None:
     """Show one pair after the other and take keys until all have an answer, `q`, or the end of a pipe.
 
     On a terminal the end is asked for even when all pairs have an answer, so that the last one can be taken back. If
     stdout is not a terminal, each pair is a line of JSON: a program can answer through a pipe.
+
+    Returns what was wrong with the keys of a pipe: some mean nothing, or they end before the pairs do, without `q`.
     """
+    num_wrong = 0
     screen = Screen() if sys.stdout.isatty() else None
     with keyboard() as interactive:
         while (shown := labelling.current) is not None or interactive:
@@ -40,11 +43,22 @@ def ask(labelling: Labelling) -> None:
                 screen.show(labelling, shown)
             elif shown is not None:
                 say(json.dumps(asdict(shown)), flush=True)
-            while (key := read_key(interactive=interactive)) != END and not (key in KEYS and labelling.take(key)):
+            while (key := read_key(interactive=interactive)) not in (END, "") and not (
+                key in KEYS and labelling.take(key)
+            ):
+                num_wrong += 1
                 names = ", ".join(f"{name} {what}" for name, what in KEYS.items())
                 say("no earlier answer" if key == "b" else f"{key!r}: no such key here. Keys: {names}", error=True)
-            if key == END:
-                return
+            if key in (END, ""):
+                early = key == "" and not interactive and labelling.done < labelling.total
+                return _wrong_keys(num_wrong if not interactive else 0, early=early)
+    return _wrong_keys(num_wrong, early=False)
+
+
+def _wrong_keys(count: int, *, early: bool) -> str | None:
+    """What was wrong with the keys of a pipe, or None."""
+    found = [f"{count} key{'s' if count > 1 else ''} of the input failed, as printed above"] if count else []
+    return "; ".join([*found, *(["the input ended before the pairs did"] if early else [])]) or None
 
 
 @contextlib.contextmanager
@@ -74,7 +88,7 @@ def _exit(number: int, _: object) -> None:
 
 
 def read_key(*, interactive: bool) -> str:
-    """The next key. The end of a pipe and Ctrl-D are `q`; white space in a pipe is skipped.
+    """The next key, or "" at the end of a pipe. Ctrl-D is `q`; white space in a pipe is skipped.
 
     Keys that were typed before the pair was on the screen do not count, nor do the further characters of an arrow key.
     """
@@ -83,7 +97,7 @@ def read_key(*, interactive: bool) -> str:
         tty.setcbreak(descriptor, termios.TCSAFLUSH)  # each time: the shell may have changed it while rlhf was stopped
     while (read := os.read(descriptor, 1)).isspace() and not interactive:
         pass
-    return END if read in (b"", b"\x04") else read.decode(errors="replace").lower()
+    return END if read == b"\x04" else read.decode(errors="replace").lower()
 
 
 class Screen:

@@ -230,7 +230,9 @@ class Output:
                 f"{self.path}: already exists, but its settings file {self.settings_path.name} is missing or cannot "
                 "be read. Remove the rows, or give another --out"
             )
-        if self.restart:
+        changed = differences(before, self.settings) if before is not None else []
+        no_rows = os.fstat(rows.fileno()).st_size == 0  # then other settings lose nothing
+        if self.restart or (changed and no_rows):
             # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
             self.settings_path.unlink(missing_ok=True)
             rows.truncate(0)
@@ -238,7 +240,7 @@ class Output:
             empty = True
         if empty:
             write_text(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
-        elif before is not None and (changed := differences(before, self.settings)):
+        elif before is not None and changed:
             raise ConfigError(
                 f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
                 "another --out, or pass --restart to start over"
@@ -331,7 +333,7 @@ class Output:
         if not self.num_rows:
             raise RunError(
                 f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
-                "data, and start over with --restart"
+                "data, and run it again"
             )
 
     def _line(self, which: int, values: dict[str, Any]) -> None:

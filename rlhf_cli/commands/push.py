@@ -1,4 +1,4 @@
-"""`rlhf push`: upload a trained model with its card to the Hugging Face hub. Does not import torch.
+"""`rlhf push`: upload a trained model with its card to the Hugging Face hub. Imports torch only for a model of a run.
 
 Only weights, tokenizer, configs and the card are uploaded, from a list of known names. Rows, metrics, samples and any
 other file stay here. A secret in one of the files stops the command.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import is_adapter, require_intact
+from rlhf_cli.artifacts import is_adapter, require_intact, stage_directory
+from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
-from rlhf_cli.evaluation.locate import is_model, locate
+from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.files import read_text
 from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say
@@ -56,6 +57,15 @@ class Upload:
     """Names in the folder that stay here."""
     license: str | None
     base_model: str | None
+    from_scratch: bool = False
+    """Whether the run started from random weights."""
+    added: dict[str, bytes] = field(default_factory=dict)
+    """Files that are written for the upload, in place of those in the folder: how the model is prompted."""
+
+    @property
+    def contents(self) -> dict[str, Path | bytes]:
+        """What is uploaded under each name."""
+        return {**{name: self.folder / name for name in self.files}, **self.added}
 
 
 def push(directory: str, repo: str, stage: str | None, *, yes: bool, public: bool) -> None:
@@ -113,7 +123,41 @@ def collect(directory: str, stage: str | None) -> Upload:
     name = f"{located.root.resolve().name}-{located.name}" if located is not None else folder.resolve().name
     left_out = [name for name in names if name not in files]
     base = card.get("base_model")
-    return Upload(folder, name, files, left_out, card.get("license"), str(base) if base else None)
+    return Upload(
+        folder,
+        name,
+        files,
+        left_out,
+        card.get("license"),
+        str(base) if base else None,
+        located is not None and _is_from_scratch(located),
+        _prompting(located, folder),
+    )
+
+
+def _is_from_scratch(located: StageModel) -> bool:
+    """Whether the run of a model started from random weights."""
+    from rlhf_cli.training.base_model import base_model
+
+    file = stage_directory(located.root, located.stage) / "config.yaml"
+    config: Any = load_stage_config(located.stage, file, [f"artifacts={located.root}"])
+    return base_model(config, located.root) is None
+
+
+def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
+    """The chat template and the card of a language model of a run, which say how it is prompted."""
+    from rlhf_cli.evaluation.prompting import HEADING, TEMPLATE_FILE, prompting_of
+
+    prompting = prompting_of(located)
+    if prompting is None:
+        return {}
+    added = {}
+    if prompting.chat_template is not None:
+        added[TEMPLATE_FILE] = prompting.chat_template.encode()
+    card = read_text(folder / CARD).rstrip("\n") if (folder / CARD).is_file() else f"# {folder.name}"
+    if HEADING not in card:
+        added[CARD] = f"{card}\n\n{prompting.section}\n".encode()
+    return added
 
 
 def _require_base_on_hub(folder: Path) -> None:
@@ -175,14 +219,18 @@ def card_data(path: Path) -> dict[str, Any]:
 
 def show(upload: Upload, repo: str, *, dry_run: bool, public: bool) -> None:
     """Print the files with their sizes, licence and base model, and what stays here."""
-    sizes = {name: (upload.folder / name).stat().st_size for name in upload.files}
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in sorted(upload.contents.items())
+    }
     say(f"{upload.name} to {repo}{', which is uploaded with --yes' if dry_run else ''}")
     for name, size in sizes.items():
         say(f"  {readable(size):>9}  {name}")
     say(f"  {readable(sum(sizes.values())):>9}  in {len(sizes)} files")
     say(f"licence: {upload.license or 'not named; write `license:` at the top of README.md'}")
-    say(f"base model: {upload.base_model or 'not on the hub'}")
-    if CARD not in upload.files:
+    none = "none, trained from random weights" if upload.from_scratch else "not on the hub"
+    say(f"base model: {upload.base_model or none}")
+    if CARD not in upload.contents:
         say("model card: none (README.md)")
     if upload.left_out:
         say(f"not uploaded: {', '.join(upload.left_out)}")
@@ -217,7 +265,7 @@ def send(upload: Upload, repo: str, *, public: bool) -> str:
     if is_offline():
         raise RunError(f"--yes: {constants.ENDPOINT} cannot be reached, or HF_HUB_OFFLINE is set. Nothing was uploaded")
     api = HfApi()
-    operations = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]
+    operations = [CommitOperationAdd(name, content) for name, content in sorted(upload.contents.items())]
     try:
         repository = api.create_repo(repo, private=not public, exist_ok=True).repo_id
         commit = api.create_commit(repository, operations, commit_message=f"Upload {upload.name} with rlhf push")

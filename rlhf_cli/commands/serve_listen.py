@@ -37,6 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = str(reason).partition(" (while attempting")[0]  # create_server repeats the address
         raise ConfigError(f"--host {host} --port {port}: cannot be bound ({reason}). Choose another") from None
 
 

@@ -68,6 +68,7 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
         _serve_reward_model(located.path if located is not None else directory, options)
         return
     engine = choose_engine(options)
+    _refuse_encoder_decoder(directory, stage)
     if engine == "vllm":
         _start_vllm(directory, stage, options, token)
         return
@@ -92,11 +93,25 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
         server_header=False,
         timeout_graceful_shutdown=int(LAST_REQUESTS_S),
     )
-    if model.model.config.is_encoder_decoder:
-        raise ArtifactError(f"{directory}: is an encoder-decoder, which neither engine serves. Use rlhf generate")
     say_prompts(model.form, model.sampling.stop_strings)
     listener = bind(options.host, options.port)
     run_until_signal(uvicorn.Server(config), listener, f"serving {name} at {address(listener)}/v1")
+
+
+def _refuse_encoder_decoder(directory: str, stage: str | None) -> None:
+    """Raise ArtifactError for a model that neither engine serves, before it is loaded."""
+    from transformers import AutoConfig
+
+    from rlhf_cli.evaluation.trained import find_model
+    from rlhf_cli.models.refusals import check_directory
+    from rlhf_cli.models.seq2seq import is_seq2seq_config
+
+    trained = find_model(directory, stage)
+    if is_adapter(trained.path):
+        return  # LoRA is not offered for encoder-decoders
+    check_directory(trained.path, trained.revision, weights=False)
+    if is_seq2seq_config(AutoConfig.from_pretrained(trained.path, revision=trained.revision, trust_remote_code=False)):
+        raise ArtifactError(f"{directory}: is an encoder-decoder, which neither engine serves. Use rlhf generate")
 
 
 def _serve_reward_model(path: str, options: ServeOptions) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -57,7 +58,7 @@ def build_app(name: str, chat_model: ChatModel) -> FastAPI:
         generation_state=state,
     )
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
-    for kind in (HTTPException, ValueError, TypeError, KeyError, TemplateError):
+    for kind in (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, TemplateError):
         app.add_exception_handler(kind, _refuse)
     return app
 
@@ -68,6 +69,8 @@ async def _refuse(_request: Request, error: Exception) -> JSONResponse:
     message = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):  # the body is not JSON, or not an object
+        message = "; ".join(f"the request is not valid: {each['msg']}" for each in error.errors())
     elif isinstance(error, KeyError):
         message = f"the field {message} is missing"
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)

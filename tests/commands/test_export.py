@@ -19,6 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands.push import collect
+from rlhf_cli.data.records import Message
+from rlhf_cli.evaluation.conversation import open_models
 from rlhf_cli.evaluation.fidelity import PolicyCheck, token_distances
 from rlhf_cli.evaluation.run import open_run
 from rlhf_cli.models.gguf import pre_tokenizer
@@ -83,6 +86,33 @@ def test_an_export_in_float32_is_the_model_itself_and_costs_nothing(run: Path, t
     assert modes == {(tmp_path / "out" / "README.md").stat().st_mode & 0o777}, "a server of another user reads all"
     assert "## Export" in (tmp_path / "out" / "README.md").read_text()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    for stage in ("sft", "ppo"):
+        (copy / stage / "samples.jsonl").write_text(json.dumps({"prompt": "Human: the tent\n\nAssistant:"}) + "\n")
+    messages = [Message("user", "the tent"), Message("assistant", "is late"), Message("user", "the lamp")]
+    (trained,) = open_models(str(copy), "sft", "cpu")
+    assert trained.form.kind == "transcript"
+    facts = done(copy, tmp_path / "out", "--stage", "sft", "--no-check")
+    assert facts["prompts"] == 'turns as in training, "Human: ...\\n\\nAssistant:"'
+    (exported,) = open_models(str(tmp_path / "out"), None, "cpu")
+    wanted = trained.form.encode(trained.tokenizer, messages)
+    assert exported.form.encode(exported.tokenizer, messages) == wanted
+    turns = [{"role": m.role, "content": m.content} for m in messages]
+    assert load_tokenizer(str(tmp_path / "out")).apply_chat_template(turns, return_dict=False) == wanted
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"## How it is prompted\n\nPrompts: {facts['prompts']}. The chat template" in card
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")),
+        logits(AutoModelForCausalLM.from_pretrained(run / "sft" / "model")),
+    )
+    upload = collect(str(copy), "sft")
+    assert upload.added["chat_template.jinja"] == (tmp_path / "out" / "chat_template.jinja").read_bytes()
+    assert f"Prompts: {facts['prompts']}." in upload.added["README.md"].decode()
+    assert "chat_template.jinja" not in {path.name for path in (copy / "sft" / "model").iterdir()}
 
 
 def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_model: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from rlhf_cli.commands.generate import Options, generate
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.errors import ArtifactError, ConfigError, UserError
+from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
 from rlhf_cli.evaluation.generation import Answer, Decoding, Generator
 from rlhf_cli.evaluation.trained import find_model
 from rlhf_cli.models.load import load_tokenizer
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
+from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
 
@@ -78,6 +80,17 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert answer.text == rows[6]["response"]
     other = write(run, prompts, tmp_path / "seed.jsonl", options=Options(device="cpu", batch_size=3, seed=1))
     assert [row["response"] for row in other] != [row["response"] for row in rows]
+
+
+def test_shards_are_put_together_by_the_line_in_the_docs(run: Path, prompts: Path, tmp_path: Path) -> None:
+    options = Options(device="cpu")
+    for n in (1, 2, 3):
+        write(run, prompts, tmp_path / f"shard-{n}.jsonl", shard=f"{n}/3", num=4, options=options)
+    (line,) = (line for line in (ROOT / "docs/use.md").read_text().splitlines() if line.startswith("paste "))
+    line = line.replace("out/shard-2.jsonl", "out/shard-2.jsonl out/shard-3.jsonl").replace("out/", "")
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
+    once = write(run, prompts, tmp_path / "once.jsonl", num=4, options=options)
+    assert read_jsonl(tmp_path / "replies.jsonl") == once
 
 
 def test_a_line_of_plain_text_is_a_prompt(run: Path, tmp_path: Path) -> None:
@@ -158,6 +171,16 @@ def test_another_seed_or_model_does_not_continue_the_rows(run: Path, prompts: Pa
     with pytest.raises(ConfigError, match="other settings: models"):
         write(run, prompts, out, stage="sft")
     assert read_jsonl(out) == rows
+
+
+def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(
+    run: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(RunError, match=r"no row was written; 9 dropped \(9 prompt too long\)"):
+        write(run, prompts, out, options=Options(device="cpu", max_new_tokens=128))
+    assert len(write(run, prompts, out, options=Options(device="cpu", max_new_tokens=4))) == 8
+    assert len(read_jsonl(tmp_path / "out.jsonl.dropped")) == 1
 
 
 def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:

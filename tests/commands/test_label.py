@@ -58,10 +58,10 @@ def source(tmp_path: Path) -> Path:
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Label with keys from a pipe; returns the pairs that were shown."""
 
-    def run(keys: str, path: Path, out: Path | None = None, **options: Any) -> list[dict[str, Any]]:
+    def run(keys: str, path: Path, out: Path | None = None, end: str = "q", **options: Any) -> list[dict[str, Any]]:
         capsys.readouterr()
         reading, writing = os.pipe()
-        os.write(writing, keys.encode())
+        os.write(writing, f"{keys}{end}".encode())
         os.close(writing)
         with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
             patch.setattr("sys.stdin", stdin)
@@ -256,6 +256,18 @@ def test_a_program_answers_through_a_pipe(tmp_path: Path) -> None:
     labelled = {row["prompt"]: row["chosen"] for row in read_jsonl(tmp_path / "pairs.labels.jsonl")}
     assert len(labelled) > 3
     assert labelled.items() <= gold.items()
+
+
+def test_keys_that_fail_and_an_early_end_of_a_pipe_are_errors_and_keep_the_answers(
+    source: Path, ask: Ask, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match=r"^1 key of the input failed, as printed above$"):
+        ask("1x", source, out)
+    with pytest.raises(DataError, match=r"^the input ended before the pairs did$"):
+        ask("2", source, out, end="")
+    assert len(read_jsonl(out)) == 2
+    ask("s" * (NUM - 2), source, out, end="")
 
 
 def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:

@@ -132,6 +132,11 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Chat
             assert "\n" not in str(caught.value)
         with pytest.raises(openai.BadRequestError, match="messages"):
             await client.post("/chat/completions", body={"model": "mine"}, cast_to=object)
+        for body in (b"{", b"[]"):
+            headers = {"Authorization": "Bearer x", "Content-Type": "application/json"}
+            answer = await client._client.post(f"{client.base_url}completions", content=body, headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith("the request is not valid: ")
         model.tokenizer.chat_template = None
         with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
             await client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
@@ -206,12 +211,13 @@ def test_what_cannot_be_served_is_one_line(
     run = finished / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "Address already in use" in one_error(run, "--engine", "transformers", "--port", port)
+        message = one_error(run, "--engine", "transformers", "--port", port)
+        assert message == f"--host 127.0.0.1 --port {port}: cannot be bound (Address already in use). Choose another"
         assert "Address already in use" in one_error(run, "--stage", "rm", "--port", port)
     for host in ("0.0.0.0", "::", "example.org"):
         assert "other machines could use this model without a token" in one_error(run, "--host", host)
         assert "without a token" in one_error(run, "--host", host, "--stage", "rm")
-    assert "NOPE is not set" in one_error(run, "--token-env", "NOPE")
+    assert "NOPE is not set or is empty. Set it to the token" in one_error(run, "--token-env", "NOPE")
     assert "vLLM chooses its device" in one_error(run, "--dry-run", "--device", "cpu")
     assert "without --engine" in one_error(run, "--stage", "rm", "--engine", "vllm")
     assert "no stage is finished" in one_error(tmp_path)

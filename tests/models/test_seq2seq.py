@@ -17,8 +17,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.cli import app
 from rlhf_cli.commands.generate import Options, generate
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encoders import PromptRow
@@ -238,6 +240,34 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
     first = read_jsonl(tmp_path / "ppo/metrics.jsonl")[0]
     assert abs(first["objective/kl"]) < 1e-4, "at the start the policy is its reference"
     assert first["loss/value"] > 0
+    if family == "t5":
+        for arguments in (["eval", "--samples", "0"], ["export", "--out", str(tmp_path / "out")]):
+            result = CliRunner().invoke(app, [arguments[0], str(tmp_path), *arguments[1:], "--device", "cpu"])
+            assert result.exit_code == 0, result.output
+        difference = json.loads((tmp_path / "out/export.json").read_text())["difference"]
+        assert difference["kl_per_token"]["value"] == difference["loss"]["value"] == 0.0
+
+
+def test_a_tiny_t5_is_talked_to_and_exported_and_refused_by_serve(make_seq2seq, tmp_path):
+    path = str(make_seq2seq("t5"))
+
+    def rlhf(*arguments, lines=None):
+        return CliRunner().invoke(app, [*arguments], input=lines)
+
+    said = rlhf("chat", path, "--max-new-tokens", "4", "--temperature", "0", lines="the tent\n")
+    assert said.exit_code == 0, said.output
+    out = tmp_path / "out"
+    written = rlhf("export", path, "--out", str(out), "--dtype", "float32")
+    assert written.exit_code == 0, written.output
+    weights = [AutoModelForSeq2SeqLM.from_pretrained(each).state_dict() for each in (path, out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    again = rlhf("chat", str(out), "--max-new-tokens", "4", "--temperature", "0", lines="the tent\n")
+    assert again.stdout == said.stdout
+    for options in (["--dry-run"], ["--engine", "transformers", "--port", "0"]):
+        refused = rlhf("serve", path, *options)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        rule = "is an encoder-decoder, which neither engine serves. Use rlhf generate"
+        assert refused.stderr == f"error: {path}: {rule}\n"
 
 
 def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
