@@ -314,7 +314,9 @@ def test_a_long_error_breaks_between_words(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     notice(text)
-    assert capsys.readouterr().err.splitlines() == [text[:77].rstrip(), text[77:].lstrip()]
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"{first} {second}" == text
+    assert first.endswith("reply included.")
 
 
 def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
