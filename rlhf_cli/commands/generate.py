@@ -169,7 +169,7 @@ def generate(
             for n, (_, record) in enumerate(numbered)
         ]
 
-    with Output(out, settings, restart=restart) as output:
+    with Output(out, settings, restart=restart, keep_dropped=False) as output:
         each_item(output, read, None, plan, answer, display)
         num_cut = sum(row["ended"] is False for row in output.rows())
         longest = plan.decoding.rollout.max_new_tokens

@@ -178,11 +178,12 @@ class Output:
     """The rows and dropped items of one run, one line each; a later run with the same settings resumes them.
 
     Raises ArtifactError for files that another program made or is writing, links, and files that cannot be written.
-    Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them.
+    Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them. Without
+    `keep_dropped`, other settings discard dropped items too, if no row exists.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False):
-        self.path, self.restart = path, restart
+    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False, keep_dropped: bool = True):
+        self.path, self.restart, self.keep_dropped = path, restart, keep_dropped
         self.dropped_path = path.with_name(path.name + ".dropped")
         self.settings_path = path.with_name(path.name + ".settings")
         self.settings = json.loads(json.dumps(settings))
@@ -231,8 +232,8 @@ class Output:
                 "be read. Remove the rows, or give another --out"
             )
         changed = differences(before, self.settings) if before is not None else []
-        no_rows = os.fstat(rows.fileno()).st_size == 0  # then other settings lose nothing
-        if self.restart or (changed and no_rows):
+        no_rows = os.fstat(rows.fileno()).st_size == 0
+        if self.restart or (changed and no_rows and not self.keep_dropped):
             # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
             self.settings_path.unlink(missing_ok=True)
             rows.truncate(0)
@@ -240,7 +241,7 @@ class Output:
             empty = True
         if empty:
             write_text(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
-        elif before is not None and changed:
+        elif changed:
             raise ConfigError(
                 f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
                 "another --out, or pass --restart to start over"
@@ -333,7 +334,7 @@ class Output:
         if not self.num_rows:
             raise RunError(
                 f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
-                "data, and run it again"
+                f"data, and {'start over with --restart' if self.keep_dropped else 'run it again'}"
             )
 
     def _line(self, which: int, values: dict[str, Any]) -> None:
