@@ -46,7 +46,7 @@ def ask(labelling: Labelling) -> str | None:
             while (key := read_key(interactive=interactive)) not in (END, "") and not (
                 key in KEYS and labelling.take(key)
             ):
-                num_wrong += 1
+                num_wrong += key not in KEYS
                 names = ", ".join(f"{name} {what}" for name, what in KEYS.items())
                 say("no earlier answer" if key == "b" else f"{key!r}: no such key here. Keys: {names}", error=True)
             if key in (END, ""):
