@@ -241,7 +241,7 @@ class Output:
             empty = True
         if empty:
             write_text(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
-        elif changed:
+        elif before is not None and changed:
             raise ConfigError(
                 f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
                 "another --out, or pass --restart to start over"
