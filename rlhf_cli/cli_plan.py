@@ -42,7 +42,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compute memory, steps and hours of a run from its configs. Nothing is loaded.
+    """Compute memory, steps and hours of a run from its configs. No weights are loaded.
 
     Says for each phase what a process holds, whether it fits, and which changes make it fit.
     """

@@ -16,6 +16,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.refusals import reason_of
 from rlhf_cli.plan.shapes import Shape, Source, shape_of
@@ -128,6 +129,10 @@ def from_path(path: str, revision: str | None, key: str) -> Source:
             directory, revision=revision, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
+        if is_local(path) and not Path(directory).is_dir():
+            raise ArtifactError(
+                f"{key}: {path}: no such directory. Run the stage or command that writes it, or give another path"
+            ) from None
         if not Path(directory).is_dir():
             raise ArtifactError(
                 f"{key}: {path} is no directory, and its config.json is not in the hub's cache. Download it: "

@@ -232,6 +232,10 @@ def test_hours_follow_from_a_given_or_a_measured_speed(tmp_path):
             "hf download nobody/nothing config.json",
         ),
         (
+            ["configs/stories/ppo.yaml", "--set", "policy.path=data/stories/babyllama"],
+            "policy.path: data/stories/babyllama: no such directory. Run the stage or command that writes it, or give",
+        ),
+        (
             ["configs/support/sft.yaml", "--set", "model.scratch.config.num_attention_heads=0"],
             "model.scratch: cannot build this model (",
         ),
