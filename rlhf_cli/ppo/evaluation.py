@@ -6,21 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.data.batches import chunks
 from rlhf_cli.ppo.processes import or_failure
-from rlhf_cli.ppo.scores import ask_rewards, first_sharded_of, nothing_to_score, rows_at_once, texts_of
+from rlhf_cli.ppo.scores import sampled_and_scored
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
-from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.sharding import in_step
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.exchange import gather_texts
 
@@ -143,25 +139,9 @@ def _own_replies(setup: Setup) -> list[Reply]:
     replies: list[Reply] = []
     if setup.engine is not None:
         setup.engine.require_current()
-    models = setup.models_to_sample()
-    parts = list(chunks(setup.world.shard(list(range(len(prompts)))), rows_at_once(setup)))
-    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=True)):
-        rollout = collect(
-            [prompts[i] for i in rows],
-            uniforms[list(rows)],
-            models,
-            sampling=setup.sampling,
-            tokenizer=setup.tokenizer,
-            budget=setup.budget,
-            precision=config.precision,
-            recompute=True,
-            max_live_rows=config.rollout.max_live_rows,
-            with_values=False,
-            engine=setup.engine,
-        )
-        texts = texts_of(setup, rollout.responses)
+    chunks = sampled_and_scored(setup, setup.models_to_sample(), prompts, uniforms, recompute=True, engine=setup.engine)
+    for rollout, texts, scores in chunks:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
-        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses).total.tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
-        replies += map(Reply, texts, scores, kl, lengths, ended)
+        replies += map(Reply, texts, scores.total.tolist(), kl, lengths, ended)
     return replies

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.rollout import RolloutBatch, collect, collect_nothing
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.rollout.scoring import Models
@@ -65,12 +65,52 @@ def first_sharded_of(setup: Setup) -> torch.nn.Module | None:
     return first_sharded(setup.models.first_sharded, *(s.model for s in setup.rewards if isinstance(s, RewardModel)))
 
 
-def nothing_to_score(setup: Setup, models: Models, *, recompute: bool) -> None:
-    """Make the passes of a rollout without prompts and of its rewards, because other processes have some."""
-    collect_nothing(models, setup.sampling, setup.config.precision, recompute=recompute, with_values=False)
-    for source in setup.rewards:
-        if isinstance(source, RewardModel):
-            source.score_nothing()
+def sampled_and_scored(
+    setup: Setup,
+    models: Models,
+    prompts: Sequence[PromptRow],
+    uniforms: Tensor,
+    *,
+    recompute: bool,
+    engine: SyncedEngine | None = None,
+) -> Iterator[tuple[RolloutBatch, list[str], Scores]]:
+    """Sample a response to each prompt of this process's share, and score it, `rows_at_once` of them at a time.
+
+    Yields the rollout (without values), the responses as text and their scores. With sharded models all processes pass
+    over as many rollouts, and all raise RewardError if a reward fails on one.
+    """
+    config, world, sharded = setup.config, setup.world, first_sharded_of(setup)
+
+    def idle() -> None:
+        collect_nothing(models, setup.sampling, config.precision, recompute=recompute, with_values=False)
+        for source in setup.rewards:
+            if isinstance(source, RewardModel):
+                source.score_nothing()
+        or_failure(world, list)
+
+    parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
+    for rows in in_step(sharded, parts, idle):
+        rollout = collect(
+            [prompts[i] for i in rows],
+            uniforms[list(rows)],
+            models,
+            sampling=setup.sampling,
+            tokenizer=setup.tokenizer,
+            budget=setup.budget,
+            precision=config.precision,
+            recompute=recompute,
+            max_live_rows=config.rollout.max_live_rows,
+            with_values=False,
+            engine=engine,
+        )
+        texts = texts_of(setup, rollout.responses)
+
+        def ask(rollout: RolloutBatch = rollout, texts: list[str] = texts) -> list[Scores]:
+            return [ask_rewards(setup, rollout.prompts, texts, rollout.responses)]
+
+        # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
+        (scores,) = ask() if sharded is None else or_failure(world, ask)
+        yield rollout, texts, scores
 
 
 def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
@@ -123,7 +163,7 @@ def measure_reference(setup: Setup, scale: ScoreScale) -> None:
 
 def _reference_scores(setup: Setup, total: int) -> list[float]:
     """The scores of this process's share of `total` samples of ref_policy."""
-    config, world = setup.config, setup.world
+    config = setup.config
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
     models = setup.models_to_sample()
@@ -133,23 +173,9 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
         policy=models.ref_policy or models.policy,
         sampler=models.sampler if config.ref_policy is None else None,
     )
+    prompts = [setup.train[number] for number in numbers]
     found: list[float] = []
-    parts = list(chunks(world.shard(list(range(total))), rows_at_once(setup)))
-    for rows in in_step(first_sharded_of(setup), parts, partial(nothing_to_score, setup, models, recompute=False)):
-        rollout = collect(
-            [setup.train[numbers[i]] for i in rows],
-            uniforms[list(rows)],
-            models,
-            sampling=setup.sampling,
-            tokenizer=setup.tokenizer,
-            budget=setup.budget,
-            precision=config.precision,
-            recompute=False,
-            max_live_rows=config.rollout.max_live_rows,
-            with_values=False,
-        )
-        texts = texts_of(setup, rollout.responses)
-        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
-        score, _ = split_dense(scores, [len(r.ids) for r in rollout.responses], world.device)
+    for rollout, _, scores in sampled_and_scored(setup, models, prompts, uniforms, recompute=False):
+        score, _ = split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)
         found += score.tolist()
     return found

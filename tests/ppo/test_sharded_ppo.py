@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from rlhf_cli import sharding
+from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.errors import RewardError
+from rlhf_cli.ppo import scores
 from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
+from support.worlds import in_each_process
 
 SHARDED = {"distributed": {"shard": True}}
 LEARNS = {
@@ -106,6 +116,83 @@ def test_two_machines_that_hold_the_same_shards(compare, pipeline, decoder):
         sharded={"distributed": {"shard": "hybrid"}, "rollout": {"decoder": decoder}},
         per_node=2,
     )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch, fails):
+    """Nine prompts, two at a time: three rollouts on one process, two on the other. The next rollout begins with a
+    collective operation of all processes, so it must not begin while one still scores."""
+    events: list[tuple[str, int]] = []
+    worlds: dict[int, Any] = {}
+
+    def log(event):
+        events.append((event, worlds[threading.get_ident()].rank))
+
+    def ask(*_):
+        log("scored")
+        if fails and worlds[threading.get_ident()].rank == 1:
+            raise RewardError("no answer")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(sharding, "is_sharded", lambda _: True)
+    monkeypatch.setattr(sharding, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
+    monkeypatch.setattr(scores, "first_sharded_of", lambda _: torch.nn.Module())
+    monkeypatch.setattr(scores, "collect", lambda *_, **__: log("sampled") or SimpleNamespace(responses=[], prompts=[]))
+    monkeypatch.setattr(scores, "collect_nothing", lambda *_, **__: log("sampled"))
+    monkeypatch.setattr(scores, "texts_of", lambda *_: [])
+    monkeypatch.setattr(scores, "ask_rewards", ask)
+
+    def program(world):
+        worlds[threading.get_ident()] = world
+        config = SimpleNamespace(
+            ppo=SimpleNamespace(rollout_batch_size=4), precision="float32", rollout=SimpleNamespace(max_live_rows=None)
+        )
+        setup: Any = SimpleNamespace(config=config, world=world, sampling=None, tokenizer=None, budget=None, rewards=[])
+        prompts: Any = range(9)
+        try:
+            return len(list(scores.sampled_and_scored(setup, setup, prompts, torch.zeros(9, 1), recompute=False)))
+        except RewardError as error:
+            return str(error)
+
+    results = in_each_process(2, program)
+    steps = [sorted(event for event, rank in events if rank == r) for r in (0, 1)]
+    if fails:
+        assert results == ["no answer", "no answer"]
+        assert steps == [["sampled", "scored"]] * 2
+        return
+    assert results == [3, 2]
+    assert steps == [["sampled"] * 3 + ["scored"] * 3, ["sampled"] * 3 + ["scored"] * 2]
+    sampled, scored = ([i for i, (event, _) in enumerate(events) if event == name] for name in ("sampled", "scored"))
+    assert sampled[2] > scored[1], "both have scored the first rollout before one samples the second"
+    assert sampled[4] > scored[3]
+
+
+SLOW = """
+import os, time
+
+def score(prompts, responses, rows):
+    if os.environ["RANK"] == "0":
+        time.sleep(9)
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_may_take_longer_than_the_others_wait_for_a_rollout(pipeline, write_config, tmp_path):
+    """In an evaluation of several rollouts each, whose policy is sampled from its shards."""
+    (tmp_path / "reward.py").write_text(SLOW)
+    changes = {
+        "policy": {"path": str(pipeline("llama") / "sft")},
+        "rewards": [{"type": "function", "function": f"{tmp_path}/reward.py:score"}],
+        "ppo": {"num_iterations": 1, "rollout_batch_size": 2, "minibatch_size": 2},
+        "evaluation": {"num_prompts": 8},
+        "rollout": {"decoder": "sharded"},
+    }
+    config = write_config("ppo", tmp_path, **changes, distributed={"shard": True, "timeout_s": 5})
+    run_forked(2, "ppo", config)
+    manifest = read_manifest(tmp_path / "ppo")
+    assert manifest is not None
+    assert manifest.metrics["ppo/score_mean"] == 1.0
 
 
 FAILS = """
