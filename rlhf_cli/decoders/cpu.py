@@ -56,13 +56,12 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
     been replaced (adapters). Raises UnsupportedError with the reason if the decoder does not support the model.
     """
     try:
-        decoder = PagedDecoder(model, longest)
-        reason = _checked.reason(model, None, lambda: _why_not(model))
+        # Before the decoder exists: each has a copy of the weights.
+        if reason := _checked.reason(model, None, lambda: _why_not(model)):
+            raise UnsupportedError(reason)
+        return PagedDecoder(model, longest)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
-    if reason:
-        raise UnsupportedError(reason)
-    return decoder
 
 
 def _why_not(model: PreTrainedModel) -> str:

@@ -118,6 +118,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     # What the memo has is not copied again.
     memo = {id(tensor): _copy_on_cpu(tensor) for tensor in (*model.parameters(), *model.buffers())}
     plain = copy.deepcopy(model, memo)
+    memo.clear()  # merging frees the weights in 4 or 16 bits one after the other
     merge_in_place(plain)
     return plain
 
@@ -170,6 +171,12 @@ def _with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether `add_lora` changed this model."""
     return bool(_adapted(model))
+
+
+def adapted_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights with adapters that are in no linear layer, such as experts. A pass adds the adapters to a copy."""
+    modules: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    return [module.get_param() for module in modules]
 
 
 def adapted_layers(model: torch.nn.Module) -> set[str]:
