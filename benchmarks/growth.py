@@ -39,6 +39,7 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.loaded import machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Phase, Setting
+from rlhf_cli.plan.parts import at_rest
 from rlhf_cli.plan.parts import training as training_phases
 from rlhf_cli.plan.ppo import FULL
 from rlhf_cli.plan.shapes import shape_of_loaded
@@ -242,7 +243,7 @@ def automatic_budget(model: PreTrainedModel, device: torch.device, precision: st
     held, setting = Held(shape_of_loaded("model", model, precision)), Setting(device.type)
 
     def phases(tokens: int) -> list[Phase]:
-        return training_phases([held], Batch(tokens, tokens, FULL), setting)
+        return training_phases([held], Batch(tokens, tokens, FULL), setting, at_rest([held], setting))
 
     return Budget(auto_tokens(phases, machine_of_run(device, 1), setting), padded=not is_packed(model))
 

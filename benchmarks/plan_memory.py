@@ -39,6 +39,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf_cli.plan.parts import Machine, StagePlan
 from rlhf_cli.plan.plan import plan_of
 
+PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "evaluation", "save")
+"""The phases of the plan that a run is seen in."""
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -62,7 +64,8 @@ PHASES = {
     "_model": "load",
     "samples_of_sft": "normalisation",
     "_draw": "normalisation",
-    "collect": "scoring",
+    "collect": "rollout",  # until it has freed what sampling needed
+    "_passes": "scoring",
     "sample": "rollout",
     "_iterate": "scoring",
     "_update": "update",
@@ -70,8 +73,7 @@ PHASES = {
     "update": "update",
     "save_models": "save",
     "finish": "save",
-    "evaluate": "evaluation",
-    "_normalize": "normalisation",
+    "_normalize": "evaluation",
     "finish_step": "checkpoint",
     "_write": "checkpoint",
 }
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--processes", nargs="+", type=int, choices=PROCESSES, default=[1, 2])
-    parser.add_argument("--phases", action="store_true", help="print the peak of each phase of the runs in --work")
+    parser.add_argument("--phases", action="store_true", help="print the phases of the recorded runs, too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -113,8 +115,8 @@ def main() -> None:
                 make_inputs(work, case.size)
                 measure(work, case, result)
         record(work)
-        if args.phases:
-            print_phases(work)
+    if args.phases:
+        print_phases()
     print_table()
 
 
@@ -294,7 +296,7 @@ def run_child(stage: str, path: Path) -> None:
     watcher.join()
     after = status()
     shutil.rmtree(config.artifacts, ignore_errors=True)
-    report = {"peak": after["VmHWM"] - before, "imports": before, "phases": phases, "at": peak_at[1]}
+    report = {"peak": after["VmHWM"] - before, "imports": before, "peaks": phases, "at": peak_at[1]}
     print(json.dumps(report))
 
 
@@ -319,23 +321,32 @@ def status() -> dict[str, int]:
 
 
 def record(work: Path) -> None:
-    """Add the peaks of the finished runs to the record."""
-    peaks = dict(recorded())
+    """Add the peaks of the finished runs, whole and by phase, to the record."""
+    rows = {case_of(row): row for row in recorded()}
     for path in sorted((work / "results").glob("*.json")):
         result = json.loads(path.read_text())
-        case = Case(**result["case"])
-        peaks[case] = max(row["peak"] for row in result["processes"])
+        processes, phases = result["processes"], {}
+        for process in processes:
+            for name, peak in process["peaks"].items():
+                # The samples of RM are its normalisation.
+                phase = "normalisation" if (result["case"]["stage"], name) == ("rm", "rollout") else name
+                phases[phase] = max(phases.get(phase, 0), peak)
+        known = {name: phases[name] for name in PLANNED if name in phases}
+        rows[Case(**result["case"])] = result["case"] | {"peak": max(p["peak"] for p in processes), "phases": known}
     order = product_of(list(SIZES), list(STAGES), list(KINDS), list(PROCESSES))
-    rows = [asdict(Case(*x)) | {"peak": peaks[Case(*x)]} for x in order if Case(*x) in peaks]
-    RECORD.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    lines = [json.dumps(rows[Case(*x)]) for x in order if Case(*x) in rows]
+    RECORD.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
-def recorded() -> dict[Case, int]:
-    """The peak of each recorded run, in bytes."""
-    if not RECORD.is_file():
-        return {}
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))
-    return {Case(row["size"], row["stage"], row["kind"], row["processes"]): row["peak"] for row in rows}
+def recorded() -> list[dict[str, Any]]:
+    """The recorded runs: the fields of `Case`, the `peak` and, of newer runs, those of the `phases`, in bytes."""
+    rows: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else []
+    return rows
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The case of a recorded run."""
+    return Case(row["size"], row["stage"], row["kind"], row["processes"])
 
 
 def planned(case: Case, folder: Path) -> StagePlan:
@@ -348,24 +359,21 @@ def planned(case: Case, folder: Path) -> StagePlan:
     return one.plan
 
 
-def print_phases(work: Path) -> None:
-    """Print the largest measured peak of each phase of the finished runs, and the planned phases, in MB."""
-    for path in sorted((work / "results").glob("*.json")):
-        result = json.loads(path.read_text())
-        case, rows = Case(**result["case"]), result["processes"]
-        names = dict.fromkeys(name for row in rows for name in row["phases"])
-        measured = {name: max(row["phases"].get(name, 0) for row in rows) / 1e6 for name in names}
-        print(case.name, max(row["peak"] for row in rows) // 10**6, rows[0]["at"][:3])
-        print("  measured:", {name: round(size) for name, size in measured.items()})
-        with tempfile.TemporaryDirectory() as folder:
-            for phase in planned(case, Path(folder)).phases:
+def print_phases() -> None:
+    """Print the measured and the planned peak of each phase of the recorded runs, in MB."""
+    with tempfile.TemporaryDirectory() as folder:
+        for row in recorded():
+            print(case_of(row).name)
+            for phase in planned(case_of(row), Path(folder)).phases:
                 parts = {name: round(size / 1e6) for name, size in phase.parts.items()}
-                print(f"  {phase.name}: {phase.total / 1e6:,.0f} = {parts}")
+                measured = row.get("phases", {}).get(phase.name, 0)
+                ratio = f"{phase.total / measured - 1:+.0%}" if measured else ""
+                print(f"  {phase.name}: {measured / 1e6:,.0f} / {phase.total / 1e6:,.0f} {ratio} {parts}")
 
 
 def print_table() -> None:
     """Print measured and planned peaks as Markdown, in MB: a row for each size, stage and number of processes."""
-    peaks = recorded()
+    peaks = {case_of(row): row["peak"] for row in recorded()}
     print(f"| size | stage | processes | {' | '.join(KINDS)} |")
     print("| --- " * (3 + len(KINDS)) + "|")
     with tempfile.TemporaryDirectory() as folder:

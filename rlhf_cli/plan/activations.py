@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
+from transformers.integrations import moe
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
@@ -92,7 +93,7 @@ def fake_activation_bytes(model: PreTrainedModel, precision: str, key: str) -> f
     """
     if not any(p.requires_grad for p in model.parameters()):
         return 0.0
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _fake_experts():
         _make_fake(model)
         for use in (use_fast_linear, use_fast_norm, use_fast_attention):
             use(model)
@@ -104,10 +105,30 @@ def fake_activation_bytes(model: PreTrainedModel, precision: str, key: str) -> f
         try:
             return activation_bytes(model, precision)
         except Exception as error:
-            # A layer of experts, for one, chooses by numbers, which a fake tensor does not have.
+            # A layer may choose by numbers, which a fake tensor does not have.
             raise ConfigError(
                 f"{key}: rlhf plan cannot count the activations of a {type(model).__name__} ({reason_of(error)})"
             ) from None
+
+
+@contextlib.contextmanager
+def _fake_experts() -> Iterator[None]:
+    """Let experts compute by a product with the same shapes, which keeps what torch's `grouped_mm` keeps.
+
+    torch refuses fake tensors in float32 there.
+    """
+    grouped = moe._grouped_mm
+    moe._grouped_mm = _product_of_first
+    try:
+        yield
+    finally:
+        moe._grouped_mm = grouped
+
+
+def _product_of_first(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """All rows [S, in] times the first of [experts, in, out]: [S, out], as `grouped_mm` outside of autocast."""
+    with torch.autocast(input.device.type, enabled=False):
+        return input.to(weight.dtype) @ weight[0]
 
 
 def _make_fake(model: PreTrainedModel) -> None:

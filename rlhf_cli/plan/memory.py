@@ -6,7 +6,7 @@ the measured difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,6 +28,8 @@ STATES: dict[str, tuple[float, float, float]] = {
 LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 """Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
+SHARDING = 20_000_000
+"""The same of a process that exchanges the weights of divided models: buffers of FSDP and gloo."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,18 @@ class Batch:
     """Tokens whose logits are computed."""
     num: int
     """Microbatches for each optimizer step."""
+    later: int | None = None
+    """Most tokens of a microbatch that is not the first of its step; None: as many as the first may have."""
     logits_copies: float = 2.0
     """Tensors of the size of the logits that exist together: the logits and their gradient."""
     is_chunked: bool = True
     """Whether large logits are computed a chunk at a time (`linear_logprobs`)."""
+
+    @property
+    def after_first(self) -> Batch:
+        """A microbatch that is not the first of its step."""
+        tokens = self.tokens if self.later is None else self.later
+        return replace(self, tokens=tokens, targets=round(self.targets * tokens / self.tokens))
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,11 @@ def join(*parts: dict[str, float]) -> dict[str, float]:
     return {name: size for name, size in sums.items() if size}
 
 
+def fullest(moments: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The moment that needs most."""
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
 # ----------------------------------------------------------------------------------- what does not depend on a batch
 
 
@@ -119,7 +134,7 @@ def weight_bytes(model: Held, setting: Setting) -> float:
     four_bit = counts.quantizable if quantization is not None else 0.0
     if model.waits(setting):
         return four_bit * (BYTES_OF_NF4[quantization] - 0.5) if quantization is not None else 0.0
-    trained = counts.trained * STATES[states_of(model, setting)][0]
+    trained = _state_bytes(model, setting, 0)
     if model.shares:
         return trained / model.among(setting)
     is_lossless = model.kept != "float32" and shape.stored == 2
@@ -143,16 +158,19 @@ def _num_merged(model: Held) -> float:
 
 def gradient_bytes(model: Held, setting: Setting) -> float:
     """Bytes of the gradients of a model on one process."""
-    if model.waits(setting):
-        return 0.0
-    return model.shape.trained * STATES[states_of(model, setting)][1] / model.among(setting)
+    return 0.0 if model.waits(setting) else _state_bytes(model, setting, 1) / model.among(setting)
 
 
 def moment_bytes(model: Held, setting: Setting) -> float:
     """Bytes of AdamW's moments of a model on one process."""
-    if model.waits(setting):
-        return 0.0
-    return model.shape.trained * STATES[states_of(model, setting)][2] / model.among(setting)
+    return 0.0 if model.waits(setting) else _state_bytes(model, setting, 2) / model.among(setting)
+
+
+def _state_bytes(model: Held, setting: Setting, part: int) -> float:
+    """Bytes of one part of STATES of all trained numbers. Adapters and experts are never in bfloat16."""
+    trained, states = model.shape.trained, states_of(model, setting)
+    in_float32 = min(trained, model.shape.counts.experts) if states == "bfloat16" else 0.0
+    return (trained - in_float32) * STATES[states][part] + in_float32 * STATES["float32"][part]
 
 
 def offloaded_bytes(models: Sequence[Held], setting: Setting) -> float:
@@ -186,17 +204,28 @@ def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
     if setting.checkpointing:
         kept = a_layer + tokens * 4 * shape.layers * shape.hidden
     activations = max(kept, tokens * 16 * shape.hidden)
-    temporary = tokens * 3 * shape.widest * setting.number
+    number = 4 if shape.largest_expert else setting.number  # autocast leaves experts in float32
+    temporary = tokens * 3 * shape.widest * number
     head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and shape.lora is None else 0.0
-    at_head = {"activations": activations, "logits": logit_bytes(shape, batch, setting), "gradients": head}
-    at_layer = {"activations": activations + temporary, "gradients": head}
+    # Adapted experts are kept as the sum of weights and adapters.
+    merged = 4.0 * shape.counts.adapted_experts / (shape.layers if setting.checkpointing else 1)
+    at_head = {
+        "activations": activations,
+        "merged experts": merged,
+        "logits": logit_bytes(shape, batch, setting),
+        "gradients": head,
+    }
+    # The gradient of all experts of a layer is added to that of the microbatches before as a whole.
+    has_experts = shape.lora is None or shape.counts.adapted_experts > 0
+    of_layer = max(head, 4.0 * shape.largest_expert if has_experts else 0.0)
+    at_layer = {"activations": activations + temporary, "merged experts": merged, "gradients": of_layer}
     if model.among(setting) > 1:
         ends, blocks = gathered_bytes(model, setting, trains=True)
         at_end = {"gradients": 2 * ends if shape.lora is None else 0.0}
         moments = [join(at_head, {"gathered": ends}), join(at_layer, {"gathered": ends + blocks}), at_end]
     else:
         moments = [join(parts, copies_of_weights(model, setting)) for parts in (at_head, at_layer)]
-    return max(moments, key=lambda parts: sum(parts.values()))
+    return fullest(moments)
 
 
 def logit_bytes(shape: Shape, batch: Batch, setting: Setting) -> float:
@@ -212,9 +241,14 @@ def logit_bytes(shape: Shape, batch: Batch, setting: Setting) -> float:
 def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
     """What a forward pass without gradients adds."""
     shape = model.shape
-    one = Batch(batch.tokens, batch.targets, 1, max(1.0, batch.logits_copies - 1), batch.is_chunked)
+    one = replace(batch, logits_copies=max(1.0, batch.logits_copies - 1))
     hidden = batch.tokens * (3 * shape.widest + 4 * shape.hidden) * setting.number
-    return join({"activations": hidden, "logits": logit_bytes(shape, one, setting)}, copies_of_weights(model, setting))
+    added = {
+        "activations": hidden,
+        "merged experts": 4.0 * shape.counts.adapted_experts / shape.layers,
+        "logits": logit_bytes(shape, one, setting),
+    }
+    return join(added, copies_of_weights(model, setting))
 
 
 def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[float, float]:
@@ -267,8 +301,24 @@ def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> di
         "keys and values": rows * length * shape.cache * setting.number,
         "logits": 3.0 * rows * shape.vocabulary * 4,
     }
+    return parts | decoder_bytes(policy, setting)
+
+
+def decoder_bytes(policy: Held, setting: Setting) -> dict[str, float]:
+    """The weights that a decoder holds beside the policy: what it gathers of a divided one, or its copy of some."""
     if policy.among(setting) > 1:
-        return parts | copies_of_weights(policy, setting)
-    if setting.device == "cpu" and not setting.half and shape.lora is None:
-        parts["rollout copy"] = shape.counts.joined * 4
-    return parts
+        return copies_of_weights(policy, setting)
+    if setting.device == "cpu" and not setting.half and policy.shape.lora is None:
+        return {"rollout copy": policy.shape.counts.joined * 4}
+    return {}
+
+
+def later_tokens(first: int, total: float, longest: int) -> int:
+    """Most tokens of a microbatch that is not the first, if `total` tokens are cut so that `first` fit into each.
+
+    A microbatch takes whole rows. The first may lack almost one of the longest rows of what fits, which comes later.
+
+    >>> later_tokens(1000, 1200, 100), later_tokens(1000, 9000, 100)
+    (300, 1000)
+    """
+    return min(first, round(total) - first + longest)

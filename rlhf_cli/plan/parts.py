@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from rlhf_cli.models.sharded_files import LARGEST_FILE
 from rlhf_cli.plan.memory import (
     LIBRARIES,
+    SHARDING,
     Batch,
     Held,
     Phase,
     Setting,
     communication_bytes,
+    copies_of_weights,
+    decoder_bytes,
+    fullest,
     gradient_bytes,
     join,
     moment_bytes,
@@ -58,24 +62,34 @@ def precision_of(setting: Setting) -> str:
 
 
 def libraries(setting: Setting) -> dict[str, float]:
-    return {"libraries": LIBRARIES[precision_of(setting)]} if setting.device == "cpu" else {}
+    size = LIBRARIES[precision_of(setting)] + (SHARDING if setting.divided > 1 else 0)
+    return {"libraries": size} if setting.device == "cpu" else {}
 
 
-def load(models: list[Held], setting: Setting, *, sampler: Held | None = None) -> Phase:
+def load(models: list[Held], setting: Setting, *, sampler: Held | None = None, copied: bool = False) -> Phase:
     """Each model is read beside those before it, on a GPU on the host.
 
-    Weights that are held in fewer bits are read one after the other, and others all in float32.
+    Weights that are held in fewer bits are read one after the other, and others all in float32. At the end each model
+    makes a short pass, and the decoder is compared with the policy.
 
-    The whole copy of a divided policy is in float32 until it has been compared with the policy.
+    Args:
+        models: all models.
+        setting: how a process computes.
+        sampler: the model that the decoder reads, if the stage samples from one of `models`.
+        copied: whether it is a whole copy of a divided one, in float32 until it has been compared.
     """
-    copied = 4.0 * sampler.shape.weights if sampler is not None and sampler.among(setting) > 1 else 0.0
-    held, most = 0.0, 0.0
+    held, moments = 0.0, []
     for model in models:
         if not model.shares:
             reads = _read_bytes(model, setting) if setting.device == "cpu" else 0.0
-            most = max(most, held + max(reads, weight_bytes(model, setting)))
+            moments.append({"weights": held + max(reads, weight_bytes(model, setting))})
         held += weight_bytes(model, setting)
-    return Phase("load", join(libraries(setting), {"weights": max(most, held), "rollout copy": copied}))
+    passes = [copies_of_weights(model, setting) for model in models if model.among(setting) > 1]
+    if sampler is not None:
+        copy = {"rollout copy": 4.0 * sampler.shape.weights} if copied else {}
+        passes.append(join(copy, decoder_bytes(sampler, setting)))
+    moments += [join({"weights": held}, parts) for parts in passes]
+    return Phase("load", join(libraries(setting), fullest(moments)))
 
 
 def _read_bytes(model: Held, setting: Setting) -> float:
@@ -84,50 +98,42 @@ def _read_bytes(model: Held, setting: Setting) -> float:
     if (setting.half and model.kept != "float32") or (lora is not None and lora.quantize is not None):
         merging = 3 * shape.hidden * shape.widest if shape.is_merged else 0
         return weight_bytes(model, setting) + 4 * max(shape.largest, merging)
-    return model.shape.counts.base * 4 / model.among(setting)
+    # transformers joins the experts of a file to one weight of each layer.
+    return (shape.counts.base + shape.counts.experts) * 4 / model.among(setting)
 
 
-def training(
-    trained: list[Held],
-    batch: Batch,
-    setting: Setting,
-    *,
-    frozen: list[Held] | None = None,
-    static: dict[str, float] | None = None,
-) -> list[Phase]:
-    """The passes of an update, the sum of the gradients over the processes, and a checkpoint."""
-    static = static or join(
-        libraries(setting),
-        {
-            "weights": sum(weight_bytes(m, setting) for m in [*trained, *(frozen or [])]),
-            "optimizer": sum(moment_bytes(m, setting) for m in trained),
-        },
-    )
+def at_rest(models: list[Held], setting: Setting) -> dict[str, float]:
+    """What a process holds between the passes, of models that are all trained."""
+    weights = sum(weight_bytes(model, setting) for model in models)
+    moments = sum(moment_bytes(model, setting) for model in models)
+    return join(libraries(setting), {"weights": weights, "optimizer": moments})
+
+
+def training(trained: list[Held], batch: Batch, setting: Setting, static: dict[str, float]) -> list[Phase]:
+    """The passes of an update, the sum of the gradients over the processes, and a checkpoint, beside `static`."""
     gradients = [gradient_bytes(model, setting) for model in trained]
     moments = []
     for number, model in enumerate(trained):
-        # In a later microbatch all gradients exist. In a single one only those of the models before this one do.
-        before = sum(gradients) if batch.num > 1 else sum(gradients[:number])
-        moments.append(join(static, {"gradients": before}, pass_bytes(model, batch, setting)))
+        # In a later microbatch all gradients exist. In the first one only those of the models before this one do.
+        moments.append(join(static, {"gradients": sum(gradients[:number])}, pass_bytes(model, batch, setting)))
+        if batch.num > 1:
+            moments.append(join(static, {"gradients": sum(gradients)}, pass_bytes(model, batch.after_first, setting)))
     moments.append(join(static, {"gradients": sum(gradients)}))
-    fullest = max(moments, key=lambda parts: sum(parts.values()))
-    phases = [Phase("update", fullest)]
+    update = fullest(moments)
+    phases = [Phase("update", update)]
     flat = max(communication_bytes(model, setting) for model in trained)
     if flat:
         phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": flat})))
     if setting.saves and setting.device == "cpu":
         copy = sum(gradient_bytes(model, setting) + moment_bytes(model, setting) for model in trained)
-        phases.append(Phase("checkpoint", join(fullest, {"checkpoint": copy})))
+        phases.append(Phase("checkpoint", join(update, {"checkpoint": copy})))
     return phases
 
 
-def save(models: list[Held], setting: Setting, *, moments: float = 0.0) -> Phase:
-    """What the file of a trained model needs beside the models, on a CPU; weights of its own precision need nothing."""
-    held = sum(weight_bytes(model, setting) for model in models)
-    if setting.device != "cpu":
-        return Phase("save", join({"weights": held, "optimizer": moments}))
-    copy = max(_file_bytes(model, setting) for model in models if model.shape.trained)
-    return Phase("save", join(libraries(setting), {"weights": held, "optimizer": moments, "file": copy}))
+def save(trained: list[Held], setting: Setting, static: dict[str, float]) -> Phase:
+    """What the file of a trained model needs on a CPU, beside `static`; weights of its own precision need nothing."""
+    copy = max(_file_bytes(model, setting) for model in trained) if setting.device == "cpu" else 0.0
+    return Phase("save", join(static, {"file": copy}))
 
 
 def _file_bytes(model: Held, setting: Setting) -> float:

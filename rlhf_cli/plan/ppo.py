@@ -13,7 +13,9 @@ from rlhf_cli.plan.memory import (
     Phase,
     Setting,
     forward_bytes,
+    fullest,
     join,
+    later_tokens,
     moment_bytes,
     sampling_bytes,
     weight_bytes,
@@ -64,10 +66,10 @@ def plan_ppo(config: PPOConfig, sources: Sources, machine: Machine, setting: Set
     rollout = sampling_bytes(sampler, live, prompt + config.rollout.max_new_tokens, setting)
     static = _static(models, config, setting)
     phases = [
-        load(models.all, setting, sampler=models.policy if copies else None),
+        load(models.all, setting, sampler=sampler, copied=copies and models.policy.among(setting) > 1),
         Phase("rollout", join(_without(static, config, setting, "rollout"), rollout)),
         *_passes(config, models, batch, scored, setting),
-        save(models.all, setting, moments=sum(moment_bytes(m, setting) for m in models.trained)),
+        save(models.trained, setting, static),
     ]
     return StagePlan("ppo", models.all, phases, batch, tokens, setting)
 
@@ -80,7 +82,8 @@ def ppo_tokens(config: PPOConfig, models: PPOModels, machine: Machine, setting: 
     mixed = _ppo_batch(config, _longest_prompt(config, models), config.ppo.minibatch_size, 1, setting)
 
     def phases(tokens: int) -> list[Phase]:
-        batch = replace(mixed, tokens=tokens, targets=round(tokens * mixed.targets / mixed.tokens), num=FULL)
+        targets = round(tokens * mixed.targets / mixed.tokens)
+        batch = replace(mixed, tokens=tokens, targets=targets, num=FULL, later=None)
         return _passes(config, models, batch, batch, setting)
 
     return auto_tokens(phases, machine, setting)
@@ -89,11 +92,11 @@ def ppo_tokens(config: PPOConfig, models: PPOModels, machine: Machine, setting: 
 def _passes(config: PPOConfig, models: PPOModels, batch: Batch, scored: Batch, setting: Setting) -> list[Phase]:
     """Scoring, of microbatches like `scored`, and the update, of those like `batch`."""
     static = _static(models, config, setting)
-    scoring = max((forward_bytes(m, scored, setting) for m in models.all), key=lambda parts: sum(parts.values()))
+    scoring = fullest(forward_bytes(m, scored, setting) for m in models.all)
     update = _without(static, config, setting, "update")
     return [
         Phase("scoring", join(_without(static, config, setting, "scoring"), scoring)),
-        *training(models.trained, batch, setting, frozen=models.frozen, static=update),
+        *training(models.trained, batch, setting, update),
     ]
 
 
@@ -181,7 +184,9 @@ def _ppo_batch(config: PPOConfig, prompt: int, num_rows: int, tokens: int, setti
     size = min(max(tokens, prompt + response), total)
     copies = _copies_of_logits(config)
     is_plain = copies == Batch.logits_copies
-    return Batch(size, round(size * at_once * response / total), -(-rows * total // (at_once * size)), copies, is_plain)
+    targets, num = round(size * at_once * response / total), -(-rows * total // (at_once * size))
+    later = later_tokens(size, rows * total / at_once, prompt + response)
+    return Batch(size, targets, num, later, copies, is_plain)
 
 
 def _copies_of_logits(config: PPOConfig) -> float:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.adapters import adapted_parameters, add_lora
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.heads import offer_classifier
@@ -67,6 +67,10 @@ class Counts:
     """Numbers of all linear layers and the head."""
     joined: float
     """Numbers of the layers in SIDE_BY_SIDE."""
+    experts: float
+    """Numbers of the experts, whose weights have three dimensions: they are in no linear layer, and stay in float32."""
+    adapted_experts: float
+    """Those with adapters, which peft adds to a copy of them in each pass."""
     kept: float
     """Bytes for each token that autograd keeps until the backward pass."""
 
@@ -85,13 +89,15 @@ class Shape:
     layers: int
     hidden: int
     widest: int
-    """Numbers for each token in the widest tensor of a layer: those of a feed-forward."""
+    """Numbers for each token in the widest tensor of a layer: those of a feed-forward, or of its experts together."""
     vocabulary: int
     """Rows of the embedding."""
     has_head: bool
     """Whether it is a language model, with a head over the vocabulary."""
     largest: int
     """Numbers of the largest weight."""
+    largest_expert: int
+    """Numbers of the largest weight of experts, which has those of all experts of a layer; 0 without experts."""
     cache: int
     """Numbers of the keys and values of a token."""
     stored: int
@@ -115,7 +121,8 @@ class Shape:
     @property
     def layer(self) -> int:
         """The numbers of one layer, about."""
-        return round((self.counts.linear - self.vocabulary * self.hidden * self.has_head) / self.layers)
+        in_blocks = self.counts.linear + self.counts.experts - self.vocabulary * self.hidden * self.has_head
+        return round(in_blocks / self.layers)
 
     @property
     def ends(self) -> int:
@@ -245,15 +252,21 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
         for name, p in model.base_model.named_parameters()
         if id(p) not in tables and ".lora_" not in name
     ]
+    widest = max((max(size) for size in sizes if len(size) == 2), default=inner.hidden_size)
+    experts = _experts(model)
+    if experts:
+        width = getattr(inner, "moe_intermediate_size", None) or getattr(inner, "intermediate_size", 0)
+        widest = max(widest, (getattr(inner, "num_experts_per_tok", None) or 1) * max(width, inner.hidden_size))
     return Shape(
         name="",
         counts=counts,
         layers=layers,
         hidden=inner.hidden_size,
-        widest=max((max(size) for size in sizes if len(size) == 2), default=inner.hidden_size),
+        widest=widest,
         vocabulary=vocabulary_rows(model),
         has_head=model.get_output_embeddings() is not None,
         largest=max(num_weights(p) for name, p in model.named_parameters() if ".lora_" not in name),
+        largest_expert=max(map(num_weights, experts), default=0),
         cache=2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * head_dim,
         stored=4,
         positions=positions(model),
@@ -301,5 +314,12 @@ def _counts(model: PreTrainedModel, kept: float) -> Counts:
         ),
         linear=size(layers),
         joined=size([m for name, m in linear.values() if name.removesuffix(".base_layer").endswith(SIDE_BY_SIDE)]),
+        experts=sum(map(num_weights, _experts(model))),
+        adapted_experts=sum(num_weights(weight) for weight in adapted_parameters(model) if weight.ndim == 3),
         kept=kept,
     )
+
+
+def _experts(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The weights that hold all experts of a layer together: [experts, out, in]."""
+    return [weight for weight in model.base_model.parameters() if weight.ndim == 3]

@@ -7,8 +7,18 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.plan.budget import auto_tokens
-from rlhf_cli.plan.memory import Batch, Held, Phase, Setting, join, sampling_bytes, weight_bytes
-from rlhf_cli.plan.parts import Machine, StagePlan, libraries, load, precision_of, save, training
+from rlhf_cli.plan.memory import (
+    Batch,
+    Held,
+    Phase,
+    Setting,
+    forward_bytes,
+    join,
+    later_tokens,
+    sampling_bytes,
+    weight_bytes,
+)
+from rlhf_cli.plan.parts import Machine, StagePlan, at_rest, libraries, load, precision_of, save, training
 from rlhf_cli.plan.ppo import FULL, plan_ppo, ppo_models, ppo_tokens
 from rlhf_cli.plan.sources import Sources
 
@@ -73,7 +83,13 @@ def _supervised(
         setting,
         has_targets=isinstance(config, SFTConfig),
     )
-    phases = [load([model], setting), *training([model], batch, setting), save([model], setting)]
+    static = at_rest([model], setting)
+    phases = [
+        load([model], setting),
+        *training([model], batch, setting, static),
+        save([model], setting, static),
+        Phase("evaluation", join(static, forward_bytes(model, batch, setting))),
+    ]
     if isinstance(config, RMConfig) and config.evaluation.num_normalization_samples:
         phases.insert(0, _normalisation(config, sources, setting))
     return StagePlan(stage, [model], phases, batch, tokens, setting)
@@ -98,10 +114,12 @@ def _tokens(config: SFTConfig | RMConfig, model: Held, machine: Machine, setting
     given = config.training.tokens_per_microbatch
     if given != "auto":
         return given
-    has_targets = isinstance(config, SFTConfig)
-    return auto_tokens(
-        lambda tokens: training([model], Batch(tokens, tokens if has_targets else 0, FULL), setting), machine, setting
-    )
+    has_targets, static = isinstance(config, SFTConfig), at_rest([model], setting)
+
+    def phases(tokens: int) -> list[Phase]:
+        return training([model], Batch(tokens, tokens if has_targets else 0, FULL), setting, static)
+
+    return auto_tokens(phases, machine, setting)
 
 
 def _rows_batch(
@@ -118,7 +136,8 @@ def _rows_batch(
     longest = round(data.max_length * sequences)
     rows = -(-minibatch // setting.processes)
     size = min(max(tokens, longest), min(rows, most_rows or rows) * longest)
-    return Batch(size, size if has_targets else 0, -(-rows * longest // size))
+    later = later_tokens(size, rows * longest, longest)
+    return Batch(size, size if has_targets else 0, -(-rows * longest // size), later)
 
 
 def _normalisation(config: RMConfig, sources: Sources, setting: Setting) -> Phase:

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
     LlamaConfig,
+    MixtralConfig,
 )
 
 from rlhf_cli.config.models import Lora
@@ -24,7 +25,14 @@ from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
-from rlhf_cli.plan.memory import Held, Setting, copies_of_weights, weight_bytes
+from rlhf_cli.plan.memory import (
+    Held,
+    Setting,
+    copies_of_weights,
+    gradient_bytes,
+    moment_bytes,
+    weight_bytes,
+)
 from rlhf_cli.plan.shapes import Source, shape_of, shape_of_loaded
 from rlhf_cli.plan.sources import from_path
 
@@ -33,6 +41,17 @@ CONFIGS = {
     "llama tied": ("llama", {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama": ("llama", {**SMALL, "tie_word_embeddings": False}),
     "qwen2": ("qwen2", {**SMALL, "num_key_value_heads": 2}),
+    "mixtral": ("mixtral", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**SMALL, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 48},
+    ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0}),
 }
 
@@ -50,6 +69,10 @@ def config_of(name):
         ("qwen2", Lora(r=4), False),
         ("gpt2", None, True),
         ("gpt2", Lora(r=4), False),
+        ("mixtral", None, False),
+        ("mixtral", Lora(r=4), False),
+        ("qwen3_moe", None, True),
+        ("qwen2_moe", Lora(r=4), False),
     ],
 )
 def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora, is_classifier):
@@ -83,6 +106,29 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
         rel = 0 if name != "gpt2" else 0.07
         assert shape.counts.kept == pytest.approx((kept(8) - kept(4)) / (4 * ROW), rel=rel)
         assert shape_of_loaded("model", real, precision, lora=lora) == shape
+
+
+def test_a_pass_keeps_the_sums_of_adapted_experts_beside_the_weights():
+    pytest.importorskip("peft")
+    lora = Lora(r=4)
+    real = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    prepare(real, torch.device("cpu"))
+    add_lora(real, lora, "model.lora", seed=0)
+    weights, kept = {p.untyped_storage()._cdata for p in real.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and tensor.ndim == 3 and len(tensor) == 4:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    batch = pack([[1] * ROW])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = hidden_at(real, batch, torch.arange(len(batch.ids)))
+    shape = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="float32", lora=lora)
+    assert output.requires_grad
+    assert shape.counts.adapted_experts == shape.counts.experts == 4 * 4 * 3 * 96 * 64
+    assert sum(kept.values()) == pytest.approx(4 * shape.counts.adapted_experts, rel=0.1)
 
 
 def test_counting_what_autograd_keeps_frees_it():
@@ -160,6 +206,33 @@ def test_llama_70b_has_its_published_size_and_takes_seconds():
     assert shape.cache == 2 * 80 * 8 * 128
     # Bytes of a layer and token in bfloat16, by hand: norms, projections, the rotation, attention and the gate.
     assert 25 * 8192 < shape.counts.kept / 80 < 60 * 8192
+
+
+def test_mixtral_8x7b_has_its_published_size_and_its_experts_are_parts_of_its_layers():
+    config = MixtralConfig(vocab_size=32000)
+    shape = shape_of("model", Source(config), is_classifier=False, precision="float32")
+    assert shape.weights == shape.trained == 46_702_792_704
+    expert = 3 * 14336 * 4096
+    assert shape.counts.experts == 32 * 8 * expert
+    assert shape.largest_expert == 8 * 2 * 14336 * 4096
+    assert shape.widest == 2 * 14336
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
+    assert shape.layer == 8 * expert + attention
+    # Both experts of a token keep their input, gate and up projections, what these give, and their output.
+    of_experts = 4 * 2 * (2 * 4096 + 4 * 14336)
+    assert of_experts < shape.counts.kept / 32 < of_experts + 4 * 12 * 4096
+
+
+def test_experts_stay_in_float32_whatever_the_optimizer_and_the_passes_hold():
+    shape = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="bfloat16")
+    experts = 4 * 4 * (3 * 96 * 64)
+    others = shape.weights - experts
+    held, half = Held(shape), Setting("cuda", half=True, states="bfloat16")
+    assert weight_bytes(held, half) == 2 * others + 4 * experts
+    assert gradient_bytes(held, half) == 2 * others + 4 * experts
+    assert moment_bytes(held, half) == 4 * others + 8 * experts
+    frozen = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="bfloat16", frozen=None)
+    assert weight_bytes(Held(frozen, "rounded"), half) > 4 * experts
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
