@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf_cli.plan.parts import Machine, StagePlan
 from rlhf_cli.plan.plan import plan_of
 
-PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "evaluation", "save")
+PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "save")
 """The phases of the plan that a run is seen in."""
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,6 @@ PHASES = {
     "update": "update",
     "save_models": "save",
     "finish": "save",
-    "_normalize": "evaluation",
     "finish_step": "checkpoint",
     "_write": "checkpoint",
 }

@@ -68,8 +68,8 @@ def test_planned_peaks_are_within_15_percent_of_measured_ones(benchmark, tmp_pat
     assert far_off(benchmark, tmp_path, ["1M", "25M", "100M", "300M"]) == {}
 
 
-def test_each_planned_phase_is_at_most_15_percent_below_the_measured_one(benchmark, tmp_path):
-    """A phase is read every few milliseconds, so its measured peak may be too low, and the planned one higher."""
+def test_each_planned_phase_is_within_15_percent_of_the_measured_one(benchmark, tmp_path):
+    """Memory is read every few milliseconds, which may miss the fullest moment of a short phase such as saving."""
     found, seen = {}, set()
     for row in benchmark.recorded():
         case, measured = benchmark.case_of(row), row.get("phases", {})
@@ -77,7 +77,7 @@ def test_each_planned_phase_is_at_most_15_percent_below_the_measured_one(benchma
             if phase.name in measured:
                 seen.add((case.stage, phase.name))
                 ratio = phase.total / measured[phase.name]
-                if not 0.85 <= ratio <= 1.3:
+                if not 0.85 <= ratio <= (1.3 if phase.name == "save" else 1.15):
                     found[f"{case.name}: {phase.name}"] = ratio
     assert seen >= {("sft", "save"), ("rm", "normalisation"), *(("ppo", name) for name in ("load", "rollout", "save"))}
     assert found == {}
