@@ -72,7 +72,7 @@ PHASES = {
     "_accumulate": "update",
     "update": "update",
     "save_models": "save",
-    "finish": "save",
+    "save": "save",
     "finish_step": "checkpoint",
     "_write": "checkpoint",
 }

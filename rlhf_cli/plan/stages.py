@@ -87,7 +87,7 @@ def _supervised(
     phases = [
         load([model], setting),
         *training([model], batch, setting, static),
-        save([model], setting, static),
+        save([model], setting, static | {"optimizer": 0.0}),  # which is freed before
         Phase("evaluation", join(static, forward_bytes(model, batch, setting))),
     ]
     if isinstance(config, RMConfig) and config.evaluation.num_normalization_samples:

@@ -69,17 +69,20 @@ def test_planned_peaks_are_within_15_percent_of_measured_ones(benchmark, tmp_pat
 
 
 def test_each_planned_phase_is_within_15_percent_of_the_measured_one(benchmark, tmp_path):
-    """Memory is read every few milliseconds, which may miss the fullest moment of a short phase such as saving."""
+    """Not of models whose weights are held in fewer bits: the pages of their files are in the measured memory, too."""
     found, seen = {}, set()
     for row in benchmark.recorded():
         case, measured = benchmark.case_of(row), row.get("phases", {})
-        for phase in benchmark.planned(case, tmp_path).phases if measured else []:
+        if not measured or case.kind in ("bfloat16", "nf4"):
+            continue
+        for phase in benchmark.planned(case, tmp_path).phases:
             if phase.name in measured:
-                seen.add((case.stage, phase.name))
+                seen.add((case.kind, case.stage, phase.name))
                 ratio = phase.total / measured[phase.name]
-                if not 0.85 <= ratio <= (1.3 if phase.name == "save" else 1.15):
+                if not 0.85 <= ratio <= 1.15:
                     found[f"{case.name}: {phase.name}"] = ratio
-    assert seen >= {("sft", "save"), ("rm", "normalisation"), *(("ppo", name) for name in ("load", "rollout", "save"))}
+    assert seen >= {("sharded", "ppo", "save"), ("float32", "ppo", "load"), ("float32", "rm", "normalisation")}
+    assert seen >= {("lora", stage, "save") for stage in ("sft", "rm", "ppo")}
     assert found == {}
 
 
