@@ -126,11 +126,17 @@ def check_shared_value_model(policy: PreTrainedModel) -> None:
         )
 
 
-def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A sequence classifier with a copy of the policy's backbone and of this head, for saving."""
+def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
+    """A sequence classifier with one label on a backbone of the policy's shape, with random weights."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return model
+
+
+def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
+    """A sequence classifier with a copy of the policy's backbone and of this head, for saving."""
+    model = value_model_like(policy)
     model.base_model.load_state_dict(policy.base_model.state_dict())
     assert isinstance(model.score, torch.nn.Linear)
     model.score.load_state_dict(head.state_dict())

@@ -22,6 +22,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.adapters import adapted_layers, merge_in_place
 from rlhf_cli.models.conversion import head_layers
 from rlhf_cli.models.forward import PRECISIONS
+from rlhf_cli.models.heads import value_model_like
 from rlhf_cli.models.nf4 import quantized_shape
 from rlhf_cli.sharding import plain_class, whole
 from rlhf_cli.tensor_ops import num_weights
@@ -31,16 +32,24 @@ LARGEST_FILE = 2_000_000_000
 
 
 def save_sharded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: str = "float32"
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    dtype: str = "float32",
+    *,
+    value_head: nn.Linear | None = None,
 ) -> None:
     """Write a sharded model, with adapters merged into its weights. All processes must call this; the first one writes.
 
-    The weights are written as `dtype`, and scalar heads as float32.
+    The weights are written as `dtype`, and scalar heads as float32. With `value_head`, which every process has whole, a
+    sequence classifier is written that has the backbone of the model and this head.
 
     Raises ArtifactError on every process if a file cannot be written.
     """
     is_first = dist.get_rank() == 0
     weights = plain_weights(model)
+    if value_head is not None:
+        model, weights = _with_value_head(model, weights, value_head)
     heads = head_layers(model)
     dtypes = {n: torch.float32 if n.rpartition(".")[0] in heads else PRECISIONS[dtype] for n in weights}
     shapes = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in weights.items()}
@@ -89,6 +98,18 @@ def plain_weights(model: PreTrainedModel) -> dict[str, tuple[torch.Size, Callabl
         if name in kept:
             found[name] = buffer.shape, partial(_gathered, buffer)
     return found
+
+
+def _with_value_head(
+    policy: PreTrainedModel, weights: dict[str, tuple[torch.Size, Callable[[], Tensor]]], head: nn.Linear
+) -> tuple[PreTrainedModel, dict[str, tuple[torch.Size, Callable[[], Tensor]]]]:
+    """A sequence classifier without memory for its weights, and what `plain_weights` would give for it."""
+    with torch.device("meta"):
+        model = value_model_like(policy)
+    before, after = (f"{one.base_model_prefix}." for one in (policy, model))
+    found = {after + n.removeprefix(before): weight for n, weight in weights.items() if n.startswith(before)}
+    (name,) = head_layers(model)
+    return model, found | {f"{name}.{key}": (p.shape, partial(_gathered, p)) for key, p in head.named_parameters()}
 
 
 def _gathered(weight: Tensor) -> Tensor:

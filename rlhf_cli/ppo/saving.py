@@ -9,6 +9,7 @@ from rlhf_cli.models.conversion import round_weights
 from rlhf_cli.models.heads import shared_value_model
 from rlhf_cli.models.load import save
 from rlhf_cli.models.saving import save_trained, saved_dtype
+from rlhf_cli.models.sharded_files import save_sharded
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.sampling import generation_settings
 from rlhf_cli.sharding import is_sharded
@@ -44,11 +45,13 @@ def save_policy(setup: Setup, name: str) -> None:
 def _save_value_model(setup: Setup) -> None:
     """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
     models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
-    if not (setup.world.is_main or (models.value_model is not None and is_sharded(models.value_model))):
+    if not (setup.world.is_main or is_sharded(models.value_model or models.policy)):
         return
     base = setup.value_base if models.value_model is not None else setup.policy_base
     dtype = saved_dtype(config, base)
     if models.value_model is not None and base is not None:
         save_trained(models.value_model, setup.tokenizer, directory, config.value_model.lora, base, dtype)
+    elif models.value_head is not None and is_sharded(models.policy):
+        save_sharded(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)
     elif models.value_head is not None:
         save(shared_value_model(merged(models.policy), models.value_head), setup.tokenizer, directory, dtype)

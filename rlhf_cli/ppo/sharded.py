@@ -34,18 +34,13 @@ def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
 
 
 def require_dividable(config: PPOConfig) -> None:
-    """Raise ConfigError for a value head on a policy that is divided, and for a copy of a divided policy in 4 bits."""
+    """Raise ConfigError for a copy of a divided policy in 4 bits."""
     divides_policy = to_divide(config, "policy") is not None
     in_4_bits = config.policy.lora is not None and config.policy.lora.quantize is not None
     if divides_policy and in_4_bits and config.rollout.decoder != "sharded":
         raise ConfigError(
             "policy.lora.quantize does not work with a policy that is divided among the processes, whose copy samples. "
             "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
-        )
-    if divides_policy and config.value_model.init == "shared":
-        raise ConfigError(
-            "value_model.init: shared does not work with a policy that is divided among the processes. Set another "
-            "init, or distributed.keep_whole: [policy]"
         )
 
 

@@ -71,6 +71,7 @@ CASES = {
     "rows on the CPU": ({}, OFFLOADED),
     "sampled from rows on the CPU": ({}, merged(OFFLOADED, FROM_SHARDS)),
     "offload": ({}, {**SHARDED, "offload": ["optimizer", "frozen"]}),
+    "value head on the policy": ({"value_model": {"init": "shared", "warmup_iterations": 1}}, SHARDED),
     "policy alone": ({}, {"distributed": {"shard": True, "keep_whole": ["ref_policy", "value_model", "rewards"]}}),
 }
 
