@@ -240,6 +240,12 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
     first = read_jsonl(tmp_path / "ppo/metrics.jsonl")[0]
     assert abs(first["objective/kl"]) < 1e-4, "at the start the policy is its reference"
     assert first["loss/value"] > 0
+    if family == "t5":
+        for arguments in (["eval", "--samples", "0"], ["export", "--out", str(tmp_path / "out")]):
+            result = CliRunner().invoke(app, [arguments[0], str(tmp_path), *arguments[1:], "--device", "cpu"])
+            assert result.exit_code == 0, result.output
+        difference = json.loads((tmp_path / "out/export.json").read_text())["difference"]
+        assert difference["kl_per_token"]["value"] == difference["loss"]["value"] == 0.0
 
 
 def test_a_tiny_t5_is_talked_to_and_exported_and_refused_by_serve(make_seq2seq, tmp_path):
