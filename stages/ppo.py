@@ -51,6 +51,7 @@ from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.models.passes import recomputing
+from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
@@ -72,15 +73,14 @@ from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import TokenScores, response_values, score_tokens
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
-from rlhf_cli.training.distributed import World, require_rows_for_all
+from rlhf_cli.training.distributed import World
 from rlhf_cli.training.stage_run import StageRun
 
 
 def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage."""
-    with StageRun("ppo", config, quiet=quiet, restart=restart) as stage:
+    with StageRun("ppo", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
         num_iterations = config.ppo.num_iterations
-        require_rows_for_all(stage.world, config.ppo.minibatch_size, "ppo.minibatch_size")
         setup = load_setup(config, stage)
         stage.display.block("plan", plan(setup))
         carried = Carried(setup)  # measures SFT on the held-out prompts

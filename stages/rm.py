@@ -69,6 +69,7 @@ from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
+from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.rewards.agreement import (
     figures_of_rankings,
@@ -117,7 +118,7 @@ class TokenRows:
 
 def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
-    with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
+    with StageRun("rm", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
         world = stage.world
         if not divides(config):
             require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")

@@ -55,6 +55,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
+from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.rollout.questions import answer, first_questions
 from rlhf_cli.sharding import IDLE, in_step
@@ -77,7 +78,7 @@ HIGH_LOSS = "high_loss"
 
 def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
-    with StageRun("sft", config, quiet=quiet, restart=restart) as stage:
+    with StageRun("sft", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
         world, display = stage.world, stage.display
 
         # 1. The model. A new tokenizer is trained on the rows.

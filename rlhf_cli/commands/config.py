@@ -7,21 +7,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_cli.commands.pipeline import require_lora
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.loader import config_schema, dump_config
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import say
 
 
 def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
-    """Print a line for each valid file. Raise one ConfigError with every mistake of all files."""
-    problems = []
+    """Print a line for each valid file. Raise one ConfigError with every mistake of all files.
+
+    Adapters are checked against their model, if that is on this machine or another file of the folder describes it.
+    """
+    problems, loaded = [], list[tuple[Path, str, Stage]]()
     for file in _expand(files):
         try:
             name = stage_of(file, stage)
-            load_stage_config(name, file, overrides)
+            loaded.append((file, name, load_stage_config(name, file, overrides)))
         except ConfigError as error:
             problems.append(str(error))
+    for file, name, config in loaded:
+        beside = {other: one for path, other, one in loaded if path.parent == file.parent}
+        try:
+            require_lora(name, {**beside, name: config}, here=False)
+        except UserError as error:
+            problems.append(f"{file}: {error}")
         else:
             say(f"{file}: valid {name} config")
     if problems:

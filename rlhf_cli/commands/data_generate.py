@@ -17,7 +17,6 @@ from rlhf_cli.commands.output import (
     Dropped,
     OnBadRow,
     Outcome,
-    Output,
     OutputRow,
     data_digest,
     each_item,
@@ -25,6 +24,7 @@ from rlhf_cli.commands.output import (
     prompt_column,
     refuse_own_output,
 )
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ConfigError, DataError, RunError

@@ -18,13 +18,13 @@ from rlhf_cli.commands.output import (
     Dropped,
     OnBadRow,
     Outcome,
-    Output,
     data_digest,
     each_item,
     items,
     prompt_column,
     refuse_own_output,
 )
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.errors import ConfigError

@@ -19,15 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.commands.data_score import text_of
-from rlhf_cli.commands.output import (
-    Dropped,
-    OnBadRow,
-    Output,
-    data_digest,
-    items,
-    prompt_column,
-    refuse_own_output,
-)
+from rlhf_cli.commands.output import Dropped, OnBadRow, data_digest, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.stage import STAGES
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import command, set_options
 from rlhf_cli.report import library
@@ -43,6 +45,7 @@ def run_pipeline(
     for stage, config in loaded.items():
         with explained(configs[stage], config.artifacts, chosen[stage]):
             require_files(config)
+        require_lora(stage, loaded)
     roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
@@ -69,6 +72,17 @@ def run_pipeline(
     if is_main:
         _report(Path(root), display)
         _show_next(root, display)
+
+
+def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:
+    """`require_adapters` for a stage of a run with these configs. Imports torch only if the stage trains adapters."""
+    config = configs[stage]
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    models = (config.policy, config.value_model) if isinstance(config, PPOConfig) else (config.model,)
+    if any(model.lora is not None for model in models):
+        from rlhf_cli.plan.adapters import require_adapters
+
+        require_adapters(config, {name: other for name, other in configs.items() if name != stage}, here=here)
 
 
 def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: Display) -> None:

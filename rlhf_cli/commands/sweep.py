@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.artifacts import damage_of_models, differences, read_manifest_or_none, stage_directory
-from rlhf_cli.commands.pipeline import overrides_for, run_pipeline
+from rlhf_cli.commands.pipeline import overrides_for, require_lora, run_pipeline
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.sweep import Member, load_sweep, members_of
@@ -94,6 +94,7 @@ def _plan(member: Member, folder: Path) -> Planned:
         for stage, config in configs.items():
             with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, member.overrides)):
                 require_files(config)
+            require_lora(stage, configs)
     except UserError as error:
         raise type(error)(f"{member.name}: {error}") from None
     return Planned(member, configs)

@@ -255,6 +255,17 @@ def _head_in(path: Path) -> dict[str, tuple[int, ...]]:
         raise ArtifactError(f"{path}: cannot be read ({error})") from None
 
 
+def import_peft(path: str) -> Any:
+    """The package that reads the adapters at `path`. Raises ArtifactError if it is not installed."""
+    try:
+        quiet_bitsandbytes()
+        import peft
+    except ImportError:
+        install = install_extra("lora", "peft")
+        raise ArtifactError(f"{path}: needs the package peft (extra lora). Install it: {install}") from None
+    return peft
+
+
 @torch.no_grad()
 def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool) -> list[str]:
     """Add the adapters of a directory to their base model, with gradients as after `add_lora`.
@@ -262,12 +273,7 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
     With `with_head` the head is read, too; returns the names of its weights. Raises ArtifactError if a weight of the
     adapters is missing, does not fit or is not finite.
     """
-    try:
-        quiet_bitsandbytes()
-        import peft
-    except ImportError:
-        install = install_extra("lora", "peft")
-        raise ArtifactError(f"{adapter.path}: needs the package peft (extra lora). Install it: {install}") from None
+    peft = import_peft(adapter.path)
     values = {key: adapter.lora[key] for key in READ if adapter.lora.get(key) is not None}
     try:
         inject(model, peft.LoraConfig(**values))

@@ -28,17 +28,10 @@ from rlhf_cli.tensor_ops import num_weights
 def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> str:
     """Freeze the model and add adapters to its linear layers. Their initial contribution is zero.
 
-    The head of a sequence classifier stays trainable without adapters. Returns a line for the user. Raises ConfigError,
-    naming the config `key`, if peft is not installed or no layer has one of the names.
+    The head of a sequence classifier stays trainable without adapters. Returns a line for the user. Raises what
+    `require_targets` raises.
     """
-    if model.config.is_encoder_decoder:
-        raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
-    try:
-        quiet_bitsandbytes()
-        import peft
-    except ImportError:
-        install = install_extra("lora", "peft")
-        raise ConfigError(f"{key}: needs the package peft (extra lora). Install it: {install}") from None
+    peft = require_targets(model, config, key)
     heads = head_names(model)
     lora = peft.LoraConfig(
         r=config.r,
@@ -58,6 +51,41 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
             raise ConfigError(f"{key}.target_modules: {str(error).splitlines()[0]}") from None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{key}: {trained:,} of {sum(map(num_weights, model.parameters())):,} weights are trained"
+
+
+def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
+    """Return the package peft, or raise ConfigError, naming the config `key`, if `add_lora` would fail.
+
+    That is so without peft, or if one of the names is not that of a linear layer. The model needs no weights.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
+    try:
+        quiet_bitsandbytes()
+        import peft
+    except ImportError:
+        install = install_extra("lora", "peft")
+        raise ConfigError(f"{key}: needs the package peft (extra lora). Install it: {install}") from None
+    heads = head_names(model)
+    layers = {name: layer for name, layer in model.named_modules() if name.split(".")[0] not in heads}
+    linear = {name: layer for name, layer in layers.items() if isinstance(layer, torch.nn.Linear | Conv1D)}
+    table = model.get_input_embeddings().weight
+    names = sorted({name.split(".")[-1] for name, layer in linear.items() if layer.weight is not table})
+    for target in config.target_modules or ():
+        matched = [name for name in layers if name == target or name.endswith(f".{target}")]
+        if not matched:
+            problem = "which is no layer"
+        elif not all(name in linear for name in matched):
+            problem = "which is not a linear layer"
+        elif any(linear[name].weight is table for name in matched):
+            problem = "whose weight is also that of the embeddings"
+        else:
+            continue
+        raise ConfigError(
+            f"{key}.target_modules: found {target}, {problem} of this {type(model).__name__}. Name some of its linear "
+            f"layers ({', '.join(names)}), or remove the key to adapt all of them"
+        )
+    return peft
 
 
 def inject(model: PreTrainedModel, lora: Any) -> None:

@@ -7,6 +7,7 @@ backbone are quantized. Embeddings, norms and heads stay as they are.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,14 +48,26 @@ def round_when_read(model: PreTrainedModel, quantization: Quantization, key: str
     Raises what `quantize` raises. Wrong weights are noticed when one is read.
     """
     library = _bitsandbytes(key)
-
-    def rounded(values: torch.Tensor) -> torch.Tensor:
-        plain = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-        plain.weight = nn.Parameter(values, requires_grad=False)
-        return _weight_of(_quantized(plain, quantization, library, key))
-
     for _, _, layer in _quantizable(model, key):
-        change(layer.weight, rounded)
+        change(layer.weight, partial(_rounded, quantization=quantization, library=library, key=key))
+
+
+def require_quantizable(model: PreTrainedModel, quantization: Quantization, key: str, *, here: bool = True) -> None:
+    """Raise what `quantize` would raise. The model needs no weights.
+
+    Without `here` the package and this machine do not matter.
+    """
+    _quantizable(model, key)
+    if here:
+        _rounded(torch.linspace(-1, 1, BLOCK * BLOCK).reshape(BLOCK, BLOCK), quantization, _bitsandbytes(key), key)
+
+
+@torch.no_grad()
+def _rounded(values: torch.Tensor, quantization: Quantization, library: Any, key: str) -> torch.Tensor:
+    """A weight after it was held in 4 bits."""
+    plain = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+    plain.weight = nn.Parameter(values, requires_grad=False)
+    return _weight_of(_quantized(plain, quantization, library, key))
 
 
 def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[nn.Module, str, nn.Linear]]:

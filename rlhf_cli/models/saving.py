@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,17 +49,24 @@ def train_adapters(model: PreTrainedModel, config: SFTConfig | RMConfig) -> str 
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key: str, config: Stage) -> str | None:
-    """`add_lora`, or None without `lora`.
-
-    Raises ConfigError if `save: adapter` would leave adapters that nothing can load.
-    """
+    """`add_lora`, or None without `lora`. Raises what `require_loadable` raises."""
     if lora is None:
         return None
+    require_loadable(model, lora, base, key)
+    if lora.quantize is not None and not quantized_layers(model):
+        quantize(model, lora.quantize, f"{key}.quantize")
+    if lora.dora:
+        read_deferred(model)  # its norms are those of the weights
+    return add_lora(model, lora, key, seed=config.seed)
+
+
+def require_loadable(model: PreTrainedModel, lora: Lora, base: BaseModel, key: str) -> None:
+    """Raise ConfigError, naming the config `key`, if `save: adapter` would leave adapters that nothing can load.
+
+    The model is `base` as the stage changed it. It needs no weights.
+    """
     if lora.save == "adapter" and is_adapter(base.path):
-        raise ConfigError(
-            f"{key}.save: adapter needs a base of plain weights, and {base.path} is an adapter itself. Merge it "
-            f"({command('merge', base.path, f'{base.path}-merged')}) and start from the result, or set save: merged"
-        )
+        refuse_adapter_as_base(base.path, key)
     if lora.save == "adapter":
         rows = AutoConfig.from_pretrained(base.path, revision=base.revision).get_text_config().vocab_size
         if rows != model.config.get_text_config().vocab_size:
@@ -66,11 +74,14 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
                 f"{key}.save: adapter: {base.path} has no padding token, so the model gets an embedding that its base "
                 "lacks. Set save: merged"
             )
-    if lora.quantize is not None and not quantized_layers(model):
-        quantize(model, lora.quantize, f"{key}.quantize")
-    if lora.dora:
-        read_deferred(model)  # its norms are those of the weights
-    return add_lora(model, lora, key, seed=config.seed)
+
+
+def refuse_adapter_as_base(path: str, key: str) -> NoReturn:
+    """Raise ConfigError: adapters on the adapters at `path` cannot be saved alone."""
+    raise ConfigError(
+        f"{key}.save: adapter needs a base of plain weights, and {path} is an adapter itself. Merge it "
+        f"({command('merge', path, f'{path}-merged')}) and start from the result, or set save: merged"
+    )
 
 
 def save_of_stage(

@@ -12,6 +12,7 @@ from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import total_memory
+from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.changes import Change, enough_changes, single_changes
 from rlhf_cli.plan.parts import Machine, StagePlan
 from rlhf_cli.plan.schedule import Schedule, schedule_of
@@ -92,6 +93,7 @@ def _planned(
         return plan_stage(stage, config, Sources({**configs, stage: config}), machine)
 
     config = configs[stage]
+    require_adapters(config, {name: one for name, one in configs.items() if name != stage}, here=False)
     plan = plan_stage(stage, config, Sources(configs), machine)
     fits = plan.peak.total <= room
     changes = [] if fits else single_changes(config, plan, machine, replan)

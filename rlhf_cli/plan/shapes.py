@@ -220,7 +220,7 @@ def _shape(
         return read
 
     def counts(layers: int) -> Counts:
-        model = _built(config(layers), is_classifier)
+        model = built(config(layers), is_classifier)
         if frozen is None:
             model.requires_grad_(False)
         else:
@@ -229,10 +229,11 @@ def _shape(
             add_lora(model, lora, f"{KEY}.lora", seed=0)
         return _counts(model, fake_activation_bytes(model, precision, KEY))
 
-    whole = _built(config(), is_classifier)
+    whole = built(config(), is_classifier)
     layers: int = whole.config.get_text_config().num_hidden_layers
     found = None
-    if layers > 2 and not frozen:
+    names_layers = lora is not None and any("." in target for target in lora.target_modules or ())
+    if layers > 2 and not frozen and not names_layers:
         one = counts(1)
         found = one.plus(counts(2).plus(one, -1), layers - 1)
     if found is None or round(found.base) != whole.num_parameters():
@@ -273,7 +274,7 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
     )
 
 
-def _built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
+def built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
     """A new model on the meta device. Raises ConfigError if transformers cannot build it."""
     if is_classifier:
         offer_classifier(type(config))

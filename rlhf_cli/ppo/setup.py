@@ -47,7 +47,7 @@ from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.sharding import is_sharded
-from rlhf_cli.training.distributed import World
+from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
@@ -140,6 +140,7 @@ class Setup:
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
     world, display, ppo = stage.world, stage.display, config.ppo
+    require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
     require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)

@@ -51,12 +51,23 @@ class StageRun:
     resumed: `resume` restores the state of the last checkpoint, and `finish_step` writes the next one when it is due.
     """
 
-    def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
+    def __init__(
+        self,
+        stage: str,
+        config: Stage,
+        *,
+        quiet: bool = False,
+        restart: bool = False,
+        check: Callable[[Any], None] | None = None,
+    ):
+        """Look up the inputs and the processes. Nothing is written yet; `check` may still refuse the config."""
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         self.world = distributed.start(config.device, config.distributed.timeout_s)
         distributed.at_step(f"{stage} start")
         distributed.name_checkpoint(partial(checkpoint_files.last_step_in_words, config.artifacts, stage))
+        if check is not None:
+            self.world.of_main(lambda: check(config))
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import http_client
 from rlhf_cli.cli import app
-from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output, writer
+from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output_files, writer
 from rlhf_cli.commands.data_generate import generate
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
 from rlhf_cli.commands.writer import WriterOptions, fill
@@ -153,7 +153,7 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
         counters = itertools.count(1)
         with pytest.raises(RunError, match=r"none of the first 1 rows was answered: http\S+ answered 400"):
             run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, num_samples=2)
-    assert contents(tmp_path / "c.jsonl") == (b"", b""), "nothing is dropped for good where it was not the row's fault"
+    assert not list(tmp_path.glob("c.jsonl*")), "nothing is dropped for good where it was not the row's fault"
 
 
 def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_an_unreachable_server_is_reported_with_the_next_row(prompts: Path, tmp_
         gone = remote(server, retries=0)
     with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: http\S+ cannot be reached"):
         run(prompts, "demonstrations", tmp_path / "out.jsonl", gone)
-    assert contents(tmp_path / "out.jsonl") == (b"", b"")
+    assert not list(tmp_path.glob("out.jsonl*"))
 
 
 def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path: Path) -> None:
@@ -639,8 +639,8 @@ def test_an_interrupted_restart_leaves_no_settings(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(output, "write_text", killed)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(output_files, "write_text", killed)
+        with pytest.raises(Interrupted):
             run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
     assert contents(out) == (b"", b"")
     assert not out.with_name("out.jsonl.settings").exists()

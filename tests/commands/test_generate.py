@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_a_killed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
 def test_a_full_disk_is_one_line_and_the_rows_remain(
     run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf_cli.commands import output
+    from rlhf_cli.commands import output_files
 
     written = iter(range(9))
 
@@ -156,7 +157,7 @@ def test_a_full_disk_is_one_line_and_the_rows_remain(
         return json.dumps(values).encode() + b"\n"
 
     with monkeypatch.context() as patch:
-        patch.setattr(output, "json_line", full)
+        patch.setattr(output_files, "json_line", full)
         with pytest.raises(ArtifactError, match="No space left on device"):
             write(run, prompts, tmp_path / "out.jsonl")
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 4
@@ -284,3 +285,31 @@ def test_the_command_says_what_it_wrote(run: Path, prompts: Path, tmp_path: Path
     assert "1 dropped (1 prompt too long)" in " ".join(result.output.split())
     result = CliRunner().invoke(app, [*arguments, "--stage", "rm"])
     assert result.exit_code == 2
+
+
+def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path: Path) -> None:
+    """The model is loaded before anything is written, and rows from before outlive a refused --restart."""
+    model = Path(shutil.copytree(run / "sft/model", tmp_path / "model"))
+    options = Options(device="cpu", batch_size=3, max_new_tokens=8)
+    out = tmp_path / "new/folder/out.jsonl"
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-8])
+    with pytest.raises(ArtifactError, match="cannot load a model"):
+        write(model, prompts, out, options=options)
+    assert not (tmp_path / "new").exists()
+
+    (model / "model.safetensors").write_bytes(weights)
+    write(model, prompts, out, options=options)
+    before = {file.name: file.read_bytes() for file in out.parent.iterdir()}
+    assert len(before) == 3
+    (model / "model.safetensors").write_bytes(weights[:-8])
+    with pytest.raises(ArtifactError, match="cannot load a model"):
+        write(model, prompts, out, options=options, restart=True)
+    assert {file.name: file.read_bytes() for file in out.parent.iterdir()} == before
+
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ArtifactError, match="cannot load a model"):
+        write(model, prompts, empty, options=options)
+    assert empty.is_file()
+    assert not list(tmp_path.glob("empty.jsonl.*"))

@@ -26,7 +26,8 @@ import pytest
 from rlhf_cli.commands.label import Labelling, label, pairs_of
 from rlhf_cli.commands.label_agreement import agreement, labels_in
 from rlhf_cli.commands.label_page import Page
-from rlhf_cli.commands.output import Output, items
+from rlhf_cli.commands.output import items
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.commands.output import Output
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.commands.writer import WriterOptions
 from support.servers import ChatServer
 
@@ -41,6 +41,7 @@ def failing_after(monkeypatch: pytest.MonkeyPatch, lines: int) -> Iterator[None]
         if next(written) < lines:
             write_line(self, which, values)
             return
+        self._start()
         path = (self.path, self.dropped_path)[which]
         text = json.dumps(values, ensure_ascii=False).encode()
         with path.open("ab") as file:

@@ -1,0 +1,269 @@
+"""The files of `rlhf_cli.commands.output`: their lock, their settings, and what a resumed run finds in them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from rlhf_cli.artifacts import differences
+from rlhf_cli.commands.output import Dropped, Outcome
+from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
+from rlhf_cli.files import read_text
+from rlhf_cli.rollout.requests import Failure
+from rlhf_cli.training.checkpoint_files import write_text
+
+
+class Output:
+    """The rows and dropped items of one run, one line each; a later run with the same settings resumes them.
+
+    Nothing changes on the disk before the first line, so a run that is refused until then leaves no file and no folder
+    behind, and with `restart` the rows from before.
+
+    Raises ArtifactError for files that another program made or is writing, links, and files that cannot be written.
+    Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them. Without
+    `keep_dropped`, other settings discard dropped items too, if no row exists.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False, keep_dropped: bool = True):
+        self.path, self.restart, self.keep_dropped = path, restart, keep_dropped
+        self.dropped_path = path.with_name(path.name + ".dropped")
+        self.settings_path = path.with_name(path.name + ".settings")
+        self.settings = json.loads(json.dumps(settings))
+        self.num_rows = self.num_dropped = 0
+        self._files: list[BinaryIO] = []
+        self._new: list[Path] = []
+        """The files and folders that did not exist before."""
+        self._is_started = False
+
+    def __enter__(self) -> Output:
+        try:
+            self._new += [folder for folder in self.path.parents if not folder.exists()]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._files = [self._open(self.path), self._open(self.dropped_path)]
+            self._begin()
+        except OSError as error:
+            self._close()
+            raise self._not_writable(error) from None
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._start()
+        self._close()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"interrupted: {self.num_rows} rows are in {self.path}. Run the same command to resume", 130
+            ) from None
+
+    def _open(self, path: Path) -> BinaryIO:
+        is_new = not os.path.lexists(path)
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the file itself: no lock file beside the rows
+        except BlockingIOError:
+            file.close()
+            raise ArtifactError(f"{path}: another process is writing it. Wait for it, or give another --out") from None
+        if is_new:
+            self._new.insert(0, path)
+        return file
+
+    def _begin(self) -> None:
+        """Check that existing files have these settings, and cut off incomplete lines."""
+        before = self._settings_before()
+        empty = all(os.fstat(file.fileno()).st_size == 0 for file in self._files)
+        if before is None and not empty:
+            raise ArtifactError(
+                f"{self.path}: already exists, but its settings file {self.settings_path.name} is missing or cannot "
+                "be read. Remove the rows, or give another --out"
+            )
+        changed = differences(before, self.settings) if before is not None else []
+        no_rows = os.fstat(self._files[0].fileno()).st_size == 0
+        if self.restart or empty or (changed and no_rows and not self.keep_dropped):
+            return
+        if before is not None and changed:
+            raise ConfigError(
+                f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
+                "another --out, or pass --restart to start over"
+            )
+        self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+        self._is_started = True
+
+    def _start(self) -> None:
+        """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
+        if self._is_started:
+            return
+        try:
+            # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
+            self.settings_path.unlink(missing_ok=True)
+            for file in self._files:
+                file.truncate(0)
+            write_text(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
+        except OSError as error:
+            raise self._not_writable(error) from None
+        self._is_started = True
+
+    def _settings_before(self) -> dict[str, Any] | None:
+        try:
+            values = json.loads(read_text(self.settings_path))
+        except (FileNotFoundError, ValueError):
+            return None
+        return values if isinstance(values, dict) else None
+
+    def _changes(self, before: dict[str, Any], changed: list[str]) -> str:
+        shown = []
+        for key in changed:
+            old, new = (_at(values, key) for values in (before, self.settings))
+            short = all(isinstance(v, int | float | None) or (isinstance(v, str) and len(v) < 60) for v in (old, new))
+            shown.append(f"{key} ({json.dumps(old)}, now {json.dumps(new)})" if short else key)
+        return ", ".join(shown)
+
+    def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
+        """Write a row, or why there is none together with `about`, which identifies the item.
+
+        Raises RunError for a Failure that ends the run.
+        """
+        if isinstance(outcome, dict):
+            self._line(0, outcome)
+            self.num_rows += 1
+            return
+        if isinstance(outcome, Dropped):
+            line = {"reason": outcome.reason, **about, **outcome.columns}
+        elif outcome.fatal:
+            raise RunError(f"{about['where']}: {outcome.reason}" if "where" in about else outcome.reason)
+        else:
+            line = {"reason": "no answer", **about, "detail": outcome.reason}
+        self._line(1, line)
+        self.num_dropped += 1
+
+    def refuse_all_failed(self, outcomes: Sequence[Any]) -> None:
+        """Raise RunError if the very first items all failed: then the cause is not a single row."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if any(failure.fatal for failure in failures):
+            return  # `write` raises it
+        if self.num_rows + self.num_dropped == 0 and failures and len(failures) == len(outcomes):
+            raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows written so far."""
+        return _read(self.path) if self._is_started else iter(())
+
+    def drops(self) -> Iterator[dict[str, Any]]:
+        """The dropped items written so far."""
+        return _read(self.dropped_path) if self._is_started else iter(())
+
+    def last_lines(self) -> list[dict[str, Any]]:
+        """The last row and the last dropped item, as far as they exist."""
+        return [*_last(self.rows()), *_last(self.drops())]
+
+    def cut_from(self, key: str, value: int) -> None:
+        """Remove all lines from the first one whose `key` is `value` or more. The values of `key` never decrease."""
+        for file in self._files if self._is_started else ():
+            file.seek(0)
+            end = 0
+            for line in file:
+                if json.loads(line)[key] >= value:
+                    break
+                end += len(line)
+            file.truncate(end)
+        if self._is_started:
+            self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, where a power failure does not lose them."""
+        try:
+            for file in self._files:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._not_writable(error) from None
+
+    def summary_of_dropped(self) -> str:
+        """How many items were dropped and why, to end a sentence; "" if none was."""
+        reasons = Counter(drop["reason"] for drop in self.drops())
+        if not reasons:
+            return ""
+        counts = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+        return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}"
+
+    def require_rows(self) -> None:
+        """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
+        if not self.num_rows:
+            raise RunError(
+                f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
+                f"data, and {'start over with --restart' if self.keep_dropped else 'run it again'}"
+            )
+
+    def _line(self, which: int, values: dict[str, Any]) -> None:
+        self._start()
+        try:
+            self._files[which].write(json_line(values))
+            self._files[which].flush()
+        except OSError as error:
+            raise self._not_writable(error) from None
+
+    def _not_writable(self, error: OSError) -> ArtifactError:
+        return ArtifactError(
+            f"{error.filename or self.path}: cannot be written ({error.strerror or error}). Free disk space, remove "
+            "the obstacle, or give another --out"
+        )
+
+    def _close(self) -> None:
+        if not self._is_started:
+            for path in self._new:  # files before their folders
+                with contextlib.suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk was reported when the line was written
+                file.close()
+
+
+def json_line(values: dict[str, Any]) -> bytes:
+    """The values as one line of JSON."""
+    try:
+        line = json.dumps(values, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:  # a lone surrogate in a column of the input row
+        line = json.dumps(values, default=str).encode()
+    return line + b"\n"
+
+
+def cut_incomplete_line(file: BinaryIO) -> int:
+    """Cut off an incomplete last line, which a killed run may leave; returns the number of lines."""
+    file.seek(0)
+    count = end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        count, end = count + 1, end + len(line)
+    file.truncate(end)
+    return count
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _last(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    last: list[dict[str, Any]] = []
+    for line in lines:
+        last = [line]
+    return last
+
+
+def _at(values: dict[str, Any], dotted: str) -> Any:
+    value: Any = values
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
