@@ -59,7 +59,9 @@ def require_quantizable(model: PreTrainedModel, quantization: Quantization, key:
     """
     _quantizable(model, key)
     if here:
-        _rounded(torch.linspace(-1, 1, BLOCK * BLOCK).reshape(BLOCK, BLOCK), quantization, _bitsandbytes(key), key)
+        # `nf4_double` needs blocks of similar size, as those of a model are.
+        values = torch.randn(BLOCK, BLOCK, generator=torch.Generator().manual_seed(0))
+        _rounded(values, quantization, _bitsandbytes(key), key)
 
 
 @torch.no_grad()
