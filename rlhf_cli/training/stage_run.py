@@ -38,6 +38,7 @@ from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_files import NOTHING_WRITTEN, StageFiles
 from rlhf_cli.training.trackers import Trackers
 
+Check = Callable[[Any], None]
 ADVICE_ON_BAD_STEPS = (
     "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for values that are not "
     "finite or are outliers"
@@ -52,22 +53,14 @@ class StageRun:
     """
 
     def __init__(
-        self,
-        stage: str,
-        config: Stage,
-        *,
-        quiet: bool = False,
-        restart: bool = False,
-        check: Callable[[Any], None] | None = None,
+        self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False, check: Check = lambda _: None
     ):
-        """Look up the inputs and the processes. Nothing is written yet; `check` may still refuse the config."""
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         self.world = distributed.start(config.device, config.distributed.timeout_s)
         distributed.at_step(f"{stage} start")
         distributed.name_checkpoint(partial(checkpoint_files.last_step_in_words, config.artifacts, stage))
-        if check is not None:
-            self.world.of_main(lambda: check(config))
+        self.world.of_main(lambda: check(config))  # nothing is written yet
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
