@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlhf_cli.waits import exchange
+
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -116,7 +118,8 @@ def most(count: int) -> int:
         return count
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     largest = torch.tensor([count], device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    with exchange():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest.item())
 
 
@@ -137,7 +140,9 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    return like(tensor, local(tensor).to(device_of_mesh(tensor.device_mesh))).full_tensor()  # type: ignore[attr-defined]
+    rows = local(tensor).to(device_of_mesh(tensor.device_mesh))
+    with exchange():
+        return like(tensor, rows).full_tensor()  # type: ignore[attr-defined]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig
@@ -34,6 +36,7 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.nf4 import divisible
 from rlhf_cli.sharding import first_row, local, run_gathered
+from rlhf_cli.waits import Mark, count, exchange, mark
 
 MOST_WHOLE = 0.1
 """Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
@@ -148,6 +151,30 @@ def _with_layer_norms(block: nn.Module, lower: torch.dtype | None) -> nn.Module:
     return block
 
 
+class TimedAllGather(DefaultAllGather):
+    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.waits`)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with exchange():
+            return super().__call__(*args, **kwargs)
+
+
+class TimedReduceScatter(DefaultReduceScatter):
+    """torch's sum of the gradients of a block, whose seconds are counted."""
+
+    _ended: Mark = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+        with exchange():
+            work = super().__call__(*args, **kwargs)
+        self._ended = mark()
+        return work
+
+    def after_all_reduce(self, _: torch.Tensor) -> None:
+        """Count the sum over the machines that hold the same rows, which follows in the hybrid division."""
+        count(self._ended, mark())
+
+
 def _mesh(device: torch.device, per_node: int | None) -> DeviceMesh:
     size = dist.get_world_size()
     if per_node is None or per_node == size:
@@ -197,6 +224,11 @@ def _shard(
     # Losses are divided by counts over all processes, so gradients are summed.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    reduce = TimedReduceScatter()
+    module.set_custom_all_gather(TimedAllGather())
+    module.set_custom_reduce_scatter(reduce)
+    if mesh.ndim == 2:
+        module.set_all_reduce_hook(reduce.after_all_reduce)
     bad = []
     for name, place in deferred:
         weight = module.get_parameter(name)

@@ -194,11 +194,6 @@ def name_checkpoint(in_words: Callable[[], str]) -> None:
         _pulse.checkpoint_in_words = in_words
 
 
-def waited_s() -> float:
-    """Seconds that this process has waited for others."""
-    return _pulse.waited_s if _pulse is not None else 0.0
-
-
 def start(device: str = "auto", timeout_s: float = 300.0) -> World:
     """Choose the device, and join the other processes if a launcher started several.
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from rlhf_cli import waits
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.training.ending import Ending, in_time
 from rlhf_cli.training.processes import LOST, another_has_failed, note_wait
@@ -50,8 +51,6 @@ class Pulse(threading.Thread):
         """A sentence about the last checkpoint; "" before the stage has begun."""
         self.waits_for: str | None = None
         """What this process waits for, such as `the gradients`; None while it computes."""
-        self.waited_s = 0.0
-        """Seconds spent waiting for other processes so far."""
         self._num_signs = 0
         self._num_met = 0
         """Meetings at which this process has arrived."""
@@ -76,12 +75,12 @@ class Pulse(threading.Thread):
         """
         self.waits_for, began = what, time.monotonic()
         try:
-            return work()
+            with waits.exchange():
+                return work()
         except RuntimeError as error:
             raise self.failure(what, error, time.monotonic() - began) from error
         finally:
             self.waits_for = None
-            self.waited_s += time.monotonic() - began
 
     def meet(self, what: str) -> None:
         """Wait until every process is here, for as long as those that are missing give signs of life.
@@ -95,7 +94,7 @@ class Pulse(threading.Thread):
             self._wait_for_all(what, self._num_met, began)
         finally:
             self.waits_for = None
-            self.waited_s += time.monotonic() - began
+        waits.count(began, time.monotonic())
 
     def _wait_for_all(self, what: str, number: int, began: float) -> None:
         """Wait until every process has arrived at meeting `number`."""

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from rlhf_cli.training.distributed import World, waited_s
+from rlhf_cli.training.distributed import World
+from rlhf_cli.waits import waited_s
 
 T = TypeVar("T")
 
@@ -85,12 +86,13 @@ class Speed:
 
         ``time/<phase>_s``; ``speed/<phase>_tokens_per_s`` of all processes, without padding and with prompts;
         ``speed/<phase>_mfu``, model FLOPs (`Work`) divided by what the devices could have done in that time;
-        ``memory/peak_gb``. With several processes also ``speed/slowest_process``, the rank that the others wait for,
-        and ``time/waited_s``, the seconds that another one waited more than it did.
+        ``memory/peak_gb``. With several processes also ``speed/slowest_process``, the rank that the others wait for
+        (`rlhf_cli.waits`), and ``time/waited_s``, the seconds that another one waited more than it did.
         """
         row: dict[str, float] = {}
-        waited, self._waited = waited_s() - self._waited, waited_s()
-        waits = {f"waited {rank}": waited * (rank == self.world.rank) for rank in range(self.world.size)}
+        waited = waited_s()
+        waits = {f"waited {rank}": 0.0 for rank in range(self.world.size)}
+        waits[f"waited {self.world.rank}"], self._waited = waited - self._waited, waited
         counts = {f"{name} {what}": getattr(c, what) for name, c in self._now.items() for what in ("tokens", "flops")}
         sums = self.world.sum_floats(counts | waits)
         if self.world.size > 1:

@@ -20,6 +20,7 @@ FLOORS = {
     "rlhf_cli.program": 0,
     "rlhf_cli.templates": 0,
     "rlhf_cli.tensor_ops": 0,
+    "rlhf_cli.waits": 0,
     "rlhf_cli.algorithms.names": 0,
     "rlhf_cli.console": 1,
     "rlhf_cli.usage_errors": 1,

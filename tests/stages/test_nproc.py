@@ -213,10 +213,10 @@ def test_torchrun_restarts_go_on_from_the_last_checkpoint(write_config, make_mod
     same_weights(tmp_path / "one/sft", tmp_path / "two/sft")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank):
+@pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, False), (1, True)])
+def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank, shard):
     """It is frozen for three quarters of the time. No step takes longer than `distributed.timeout_s`."""
-    process = begin(*WITH_NPROC, minibatch_size=256)
+    process = begin(*WITH_NPROC, minibatch_size=256, shard=shard)
     path, pid = tmp_path / ".sft.partial/metrics.jsonl", pids_of(tmp_path)[rank]
     before = len(path.read_text().splitlines())
 

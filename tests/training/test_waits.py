@@ -1,0 +1,62 @@
+"""The seconds of exchanges: by the clock on a CPU, by events on GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_cli import waits
+
+
+def test_an_exchange_counts_unless_it_fails(monkeypatch):
+    now = SimpleNamespace(at=5.0)
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now.at))
+    before = waits.waited_s()
+    with waits.exchange():
+        now.at += 2.0
+
+    def fails():
+        with waits.exchange():
+            now.at += 7.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert waits.waited_s() - before == 2.0
+
+
+def test_exchanges_of_gpus_count_when_they_are_over(monkeypatch):
+    """The clock is not read: it would measure the work that the GPU has to do before."""
+    events = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+            self.number = len(events)
+            self.is_over = False
+            events.append(self)
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.is_over
+
+        def elapsed_time(self, end):
+            return 1500.0 * (end.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    before = waits.waited_s()
+    for _ in range(2):
+        with waits.exchange():
+            pass
+    assert waits.waited_s() == before
+    events[0].is_over = events[1].is_over = True
+    assert waits.waited_s() - before == 1.5
+    events[2].is_over = events[3].is_over = True
+    assert waits.waited_s() - before == 3.0
