@@ -125,10 +125,10 @@ def _fake_experts() -> Iterator[None]:
         moe._grouped_mm = grouped
 
 
-def _product_of_first(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+def _product_of_first(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
     """All rows [S, in] times the first of [experts, in, out]: [S, out], as `grouped_mm` outside of autocast."""
-    with torch.autocast(input.device.type, enabled=False):
-        return input.to(weight.dtype) @ weight[0]
+    with torch.autocast(rows.device.type, enabled=False):
+        return rows.to(weight.dtype) @ weight[0]
 
 
 def _make_fake(model: PreTrainedModel) -> None:

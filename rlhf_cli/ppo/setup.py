@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,7 +139,7 @@ class Setup:
 
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
-    world, display, ppo = stage.world, stage.display, config.ppo
+    world, ppo = stage.world, config.ppo
     require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
     require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
@@ -160,9 +160,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     model_notes = _prepare(models, config, world.device, base, value)
     sampler, shard_notes = shard_models(models, config, world.device)
     models = replace(models, sampler=sampler.model if sampler is not None else None)
-    for line in dict.fromkeys([*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config)]):
-        if line:
-            stage.display.note(line)
+    _note(stage, [*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config)])
 
     train, test = _load_prompts(config, policy, tokenizer, stage)
     check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
@@ -171,8 +169,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
     lines, compile_s = set_up_passes(trained, config, world.device)
-    for line in lines:
-        display.note(line)
+    _note(stage, lines)
     policy_stepper, value_stepper = _steppers(models, config, stage)
     steppers = [stepper for stepper in (policy_stepper, value_stepper) if stepper is not None]
     models = replace(models, offload=_offload(config, models, rewards, steppers, stage))
@@ -292,6 +289,13 @@ def _prepare(
         if value.adapters_of is not None:
             copy_adapters(value.adapters_of, value.model)
     return notes
+
+
+def _note(stage: StageRun, lines: Iterable[str | None]) -> None:
+    """Show each line once."""
+    for line in dict.fromkeys(lines):
+        if line:
+            stage.display.note(line)
 
 
 def _check_lengths(

@@ -209,7 +209,7 @@ def test_lora_reports_its_size_and_refuses_unknown_module_names(start, make_mode
         assert trained == 2 * (2 * 32 + 32 * 2), "two layers, A and B each"
         stepped = [p for group in setup.policy_stepper.optimizer.param_groups for p in group["params"]]
         assert sum(p.numel() for p in stepped) == trained
-    with pytest.raises(ConfigError, match=r"policy\.lora\.target_modules: Target modules .*nothing"):
+    with pytest.raises(ConfigError, match=r"policy\.lora\.target_modules: found nothing, which is no layer"):
         with start(policy={"path": str(make_model("llama")), "lora": {"target_modules": ["nothing"]}}):
             pass
 

@@ -32,13 +32,23 @@ sys.exit(code)
 """
 
 
+PATIENT_START = """
+connect, wait_until_ready = distributed.connect, ending.Ending.wait_until_ready
+distributed.connect = lambda timeout_s: connect(60.0)
+ending.Ending.wait_until_ready = lambda self, timeout_s: wait_until_ready(self, 60.0)
+"""
+"""Beside other tests a process may start seconds after another."""
+
+
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[[str, int], list[Forked]]]:
     """A function that runs the body of a program in several processes with a `world`, whose timeout is a second."""
     started: list[Forked] = []
 
     def processes(body: str, count: int) -> list[Forked]:
-        code = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+        code = PROGRAM.replace("world =", f"{PATIENT_START}world =").format(
+            body=textwrap.indent(textwrap.dedent(body), "    ")
+        )
         started.extend(start_forked(variables(count), code, log=tmp_path / "body"))
         return started
 
