@@ -118,7 +118,7 @@ def _fake_experts() -> Iterator[None]:
     torch refuses fake tensors in float32 there.
     """
     grouped = moe._grouped_mm
-    moe._grouped_mm = _product_of_first
+    moe._grouped_mm = _product_of_first  # type: ignore[assignment]
     try:
         yield
     finally:
