@@ -301,7 +301,10 @@ def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
 
 
 def held_precision(model: PreTrainedModel) -> str | None:
-    """The 16-bit format in which some weights of the model are held; None if there are none."""
+    """The 16-bit format in which some weights of the model are held, or in which the blocks of a divided one compute;
+    None if there is none."""
+    if (precision := vars(model).get("block_precision")) is not None:
+        return str(precision)
     dtypes = {p.dtype for p in model.parameters()}
     return next((name for name, dtype in PRECISIONS.items() if dtype in dtypes and dtype != torch.float32), None)
 

@@ -128,6 +128,7 @@ def shard_model(
     _refuse(bad)
     # Blocks in 16 bits compute in nothing else.
     precisions = [name for name, dtype in PRECISIONS.items() if dtype == (lower or torch.float32)]
+    vars(model)["block_precision"] = precisions[0] if lower is not None else None
     # A model whose weights were not deferred has chosen before, unless adapters needed them.
     line = choose_attention(model, precisions) if was_deferred or not is_packed(model) else None
     with autocast(device, precisions[0]):

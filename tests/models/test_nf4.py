@@ -183,7 +183,8 @@ def test_a_divided_run_that_samples_from_its_shards_is_that_of_one_process(
     one = run_stage("ppo", tmp_path / "one", **keys)
     sharded = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
     run_forked(count, "ppo", write_config("ppo", tmp_path / "divided", **keys, **sharded))
-    same_runs(one, tmp_path / "divided/ppo")
+    # The KL of a response is a sum over its tokens of differences of logarithms, each rounded in float32.
+    same_runs(one, tmp_path / "divided/ppo", 5e-5)
 
 
 def test_policy_value_and_reward_model_share_quantized_weights(write_config, run_stage, base, tmp_path):

@@ -50,18 +50,18 @@ def same_gradients(actual, expected, tolerance):
     assert gap <= tolerance * size, f"relative difference {gap / size:.1e}"
 
 
-def same_runs(one: Path, two: Path) -> None:
+def same_runs(one: Path, two: Path, tolerance: float = TOLERANCE) -> None:
     """Assert that two runs of a stage, given by its directories, have the same weights, figures and sampled texts."""
-    same_figures(one, two)
+    same_figures(one, two, tolerance)
     same_weights(one, two)
 
 
-def same_figures(one: Path, two: Path) -> None:
-    """Assert that two runs have the same figures to within TOLERANCE, and exactly the same texts."""
+def same_figures(one: Path, two: Path, tolerance: float = TOLERANCE) -> None:
+    """Assert that two runs have the same figures to within the tolerance, and exactly the same texts."""
     a, b = ({path: v for path, v in _leaves(_written(folder)) if not _of_machine(path[-1])} for folder in (one, two))
     assert a.keys() == b.keys()
     assert any(path[0] == "samples" for path in a)
-    wrong = [f"{'/'.join(path)}: {a[path]!r} and {b[path]!r}" for path in a if not _same(a[path], b[path])]
+    wrong = [f"{'/'.join(path)}: {a[path]!r} and {b[path]!r}" for path in a if not _same(a[path], b[path], tolerance)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -86,7 +86,7 @@ def _of_machine(key: str) -> bool:
     return key.startswith(OF_THE_MACHINE) or key.endswith("seconds")
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= TOLERANCE * max(1.0, abs(a))
+        return abs(a - b) <= tolerance * max(1.0, abs(a))
     return bool(a == b)
