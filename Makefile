@@ -9,10 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/support
 BENCH ?= artifacts/bench
 TORCH_INDEX ?=
-# Every test computes on one thread, and many wait for processes of their own: one worker more than there are cores, at most
-# four. The tests of one file run one after the other.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Every test computes on one thread. At most four run at the same time; those of one file run one after the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: pipeline test test-slow bench lint install install-dev status clean help
 

@@ -356,7 +356,7 @@ OPTIONAL = ("contract", "dtypes")
     [
         ("ppo", len(OTHERS) // 2),
         pytest.param("ppo", 1, marks=pytest.mark.slow),
-        pytest.param("sft", 1, marks=pytest.mark.slow),
+        pytest.param("sft", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path, stage: str, every: int) -> None:

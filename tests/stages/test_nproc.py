@@ -116,7 +116,7 @@ def test_two_processes_give_the_weights_of_one_and_name_the_slowest(write_config
 RANKS = pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, False), (0, True), (1, True)])
 
 
-@RANKS
+@pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, True)])
 def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank, shard):
     process = begin(*WITH_NPROC, shard=shard)
     os.kill(pids_of(tmp_path)[rank], signal.SIGSTOP)
