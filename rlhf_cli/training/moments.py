@@ -1,8 +1,9 @@
 """What AdamW keeps of each weight, as a checkpoint holds it: a tensor with a row for each row of the weight.
 
 Of a divided weight each process then writes and reads its rows, and the checkpoint is that of one process. In 8 bits a
-moment is a byte and, for each block of 256 numbers, a scale. A block of a divided weight must not be in two rows, which
-two processes may hold. So a divided weight whose rows are no multiple of 256 numbers keeps moments in float32.
+moment is a byte and, for each block of 256 numbers, a scale. Two processes may hold two neighbouring rows of a divided
+weight, so a block must lie within one row. A divided weight whose row length is not a multiple of 256 keeps its moments
+in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlhf_cli.training.checkpoint_shards import restored
 BLOCK = 256
 """Numbers with one scale in the 8-bit AdamW of bitsandbytes."""
 SAME_FOR_ALL = ("step", "qmap1", "qmap2")
-"""What every process has of a divided weight: the number of steps, and the number for which each byte stands."""
+"""What is the same on every process: the number of steps, and the tables from a byte to its value."""
 
 
 def has_whole_blocks(weight: Tensor) -> bool:
