@@ -33,7 +33,12 @@ Temperature = Annotated[
     float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
 ]
 MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Longest response. The run's own by default.")
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        help="Longest response. The run's own by default; outside of a run 256, or what fits.",
+    ),
 ]
 BestOf = Annotated[
     int, typer.Option("--best-of", min=1, metavar="N", help="Sample N responses, write the best by score.")

@@ -115,6 +115,7 @@ class _Plan:
         return {
             "models": models,
             "rollout": decoding.rollout.model_dump(mode="json"),
+            **({"takes_what_fits": True} if decoding.takes_what_fits else {}),
             "greedy": decoding.greedy,
             "best_of": decoding.num_samples,
             "beams": decoding.num_beams,
@@ -172,8 +173,9 @@ def generate(
     with Output(out, settings, restart=restart, keep_dropped=False) as output:
         each_item(output, read, None, plan, answer, display)
         num_cut = sum(row["ended"] is False for row in output.rows())
-        longest = plan.decoding.rollout.max_new_tokens
-        cut = f", {num_cut} responses cut at {longest} tokens (their `ended` is false)" if num_cut else ""
+        where = f"{plan.decoding.rollout.max_new_tokens} tokens"
+        where += " or at the model's last position" if plan.decoding.takes_what_fits else ""
+        cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
         display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
         output.require_rows()
 
@@ -231,6 +233,7 @@ def _plan(directory: str, stage: str | None, compare: Compared | None, options: 
     contrastive = options.penalty_alpha is not None
     decoding = Decoding(
         _changed(model.rollout(), replace(options, top_k=None) if contrastive else options),
+        takes_what_fits=model.run is None and options.max_new_tokens is None,
         greedy=options.temperature == 0,
         num_samples=options.best_of,
         num_beams=options.beams,

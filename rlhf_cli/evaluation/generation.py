@@ -36,6 +36,9 @@ class Decoding:
 
     rollout: Rollout
     """Length, temperature, filters and stops."""
+    takes_what_fits: bool = False
+    """Whether a response also ends at the model's last position. Otherwise a prompt that leaves less room than the
+    maximum length is refused."""
     greedy: bool = False
     num_samples: int = 1
     """Responses per prompt, of which the one with the highest score is kept."""
@@ -120,7 +123,10 @@ class Generator:
         new, room = self.decoding.rollout.max_new_tokens, positions(self.model)
         if not ids:
             return Refused("prompt empty", "the prompt has no token, and the tokenizer adds none")
-        if len(ids) + new > room:
+        if self.decoding.takes_what_fits and len(ids) >= room:
+            detail = f"{len(ids)} prompt tokens leave no room for a response in the model's {room} positions"
+            return Refused("prompt too long", f"{detail}. Shorten the prompt")
+        if len(ids) + new > room and not self.decoding.takes_what_fits:
             return Refused(
                 "prompt too long",
                 f"{len(ids)} prompt tokens and {new} new tokens do not fit the model's {room} positions. Lower "
@@ -128,24 +134,36 @@ class Generator:
             )
         return PromptRow(text, ids, prompt)
 
+    def _limits(self, rows: Sequence[PromptRow]) -> list[int]:
+        """The maximum length of each response."""
+        longest, room = self.decoding.rollout.max_new_tokens, positions(self.model)
+        return [min(longest, room - len(row.ids)) for row in rows]
+
     def _responses(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[Response]:
-        decoding, longest = self.decoding, self.decoding.rollout.max_new_tokens
+        decoding, longest, limits = self.decoding, self.decoding.rollout.max_new_tokens, self._limits(rows)
         with autocast(self.device, self.source.precision):
             if decoding.num_beams > 1 or decoding.penalty_alpha is not None:
-                return [self._search(row.ids) for row in rows]
+                return [self._search(row.ids, limit) for row, limit in zip(rows, limits, strict=True)]
             draws = [torch.rand(longest, generator=generator(decoding.seed, "generate", *c)) for c in counters]
             uniforms = torch.stack(draws)  # [B, R]
-            ids, limit = [row.ids for row in rows], decoding.batch_size
-            return sample(self.model, ids, uniforms, self.sampling, self.tokenizer, max_live_rows=limit)
+            return sample(
+                self.model,
+                [row.ids for row in rows],
+                uniforms,
+                self.sampling,
+                self.tokenizer,
+                limits=limits if min(limits) < longest else None,
+                max_live_rows=decoding.batch_size,
+            )
 
-    def _search(self, ids: list[int]) -> Response:
+    def _search(self, ids: list[int], limit: int) -> Response:
         """Beam or contrastive search, one prompt at a time: padding would change the last bits."""
         sampling, rollout, decoding = self.sampling, self.decoding.rollout, self.decoding
         stops, strings = sorted(sampling.stop), list(sampling.stop_strings)
         config = GenerationConfig(
             num_beams=decoding.num_beams,
             do_sample=False,
-            max_new_tokens=rollout.max_new_tokens,
+            max_new_tokens=limit,
             min_new_tokens=rollout.min_new_tokens or None,
             no_repeat_ngram_size=rollout.no_repeat_ngram_size,
             eos_token_id=stops,

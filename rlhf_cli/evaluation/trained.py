@@ -32,7 +32,7 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import response_text
 
 NEW_TOKENS = 256
-"""Longest response of a model that belongs to no run."""
+"""Longest response of a model that belongs to no run, if the model has as many positions left."""
 
 
 @dataclass(frozen=True)

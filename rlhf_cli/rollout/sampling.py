@@ -102,6 +102,7 @@ def sample(
     sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    limits: Sequence[int] | None = None,
     max_live_rows: int | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> list[Response]:
@@ -117,6 +118,7 @@ def sample(
         uniforms: [B, R] in [0, 1); R is the maximum response length.
         sampling: temperature, filters and stops. `Sampling()` is the model's own distribution.
         tokenizer: needed only for stop strings.
+        limits: the maximum length of each response, 1 to R; None: R for all.
         max_live_rows: maximum responses decoded at the same time, None for all. Waiting prompts take the place of
             finished responses. This bounds the key and value memory and changes no response. It does not make a CPU
             faster, because a step of many rows costs less per row. A GPU decoder may lower it further.
@@ -134,10 +136,13 @@ def sample(
         return []
     device = device_of(model)
     num_rows, longest = uniforms.shape
-    longest_text = max(map(len, prompts)) + longest
+    each = limits or [longest] * num_rows
+    longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, min(max_live_rows or num_rows, num_rows), sampling.decoder)
     max_live_rows = min(max_live_rows or num_rows, decoder.most_rows)
-    live = _LiveRows(uniforms.to(device), sampling, tokenizer)
+    live = _LiveRows(uniforms.to(device), each, sampling, tokenizer)
+    # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
+    lag, leaves_below = (decoder.lag, decoder.leaves_below) if limits is None else (0, 1.0)
     num_started = 0
 
     while num_started < num_rows or live.count > 0:
@@ -157,7 +162,7 @@ def sample(
             on_tokens(live.new_ids)
 
         # 3. Finished rows leave once enough of them have finished.
-        stay = live.rows_that_stay(lag=decoder.lag, leaves_below=decoder.leaves_below)
+        stay = live.rows_that_stay(lag=lag, leaves_below=leaves_below)
         if stay is not None:
             decoder.keep(stay)
             live.keep(stay)
@@ -172,10 +177,17 @@ class _LiveRows:
     the tokens drawn for it in the meantime are written to the extra place and ignored.
     """
 
-    def __init__(self, uniforms: Tensor, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None):
+    def __init__(
+        self,
+        uniforms: Tensor,
+        limits: Sequence[int],
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ):
         self.sampling, self.tokenizer = sampling, tokenizer
         self.num_rows, self.longest = uniforms.shape
         self.width = self.longest + 1
+        self.limits = torch.tensor(limits, device=uniforms.device)
         self.uniforms = F.pad(uniforms, (0, 1)).flatten()  # [B * (R + 1)], like the three buffers below
         self.ids = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=uniforms.device)
         self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
@@ -202,7 +214,7 @@ class _LiveRows:
         count = len(prompts)
         rows = torch.arange(first, first + count, device=self.rows.device)
         self.rows, self.at = torch.cat([self.rows, rows]), torch.cat([self.at, rows * self.width])
-        self.last = torch.cat([self.last, rows * self.width + self.longest - 1])
+        self.last = torch.cat([self.last, rows * self.width + self.limits[rows] - 1])
         self.over_mask = torch.cat([self.over_mask, self.over_mask.new_zeros(count)])
         self.num_drawn = 0
         if self.sampling.no_repeat_ngram_size is not None:
@@ -289,7 +301,7 @@ class _LiveRows:
         shape = (self.num_rows, self.width)
         ended_mask = self.ended_mask.view(shape)[:, : self.longest]  # [B, R]
         ended = ended_mask.any(1)
-        lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.longest).tolist()
+        lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.limits).tolist()
         filters = self.sampling.filters
         repeats = self.sampling.no_repeat_ngram_size is not None and not filters
         return [

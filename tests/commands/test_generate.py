@@ -184,6 +184,32 @@ def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(
     assert len(read_jsonl(tmp_path / "out.jsonl.dropped")) == 1
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(
+    tmp_path: Path, make_model: Any, beams: int
+) -> None:
+    """Outside of a run the default is 256 new tokens, and the model has 128 positions."""
+    model = make_model("gpt2")
+    tokenizer = load_tokenizer(str(model))
+    ids = tokenizer("the tent lamp " * 80)["input_ids"]
+    texts = [tokenizer.decode(ids[:length]) for length in (120, 124, 128)]
+    rooms = [128 - len(tokenizer(text)["input_ids"]) for text in texts]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
+    rows = write(model, prompts, tmp_path / "out.jsonl", options=Options(device="cpu", beams=beams))
+    assert len(rows) == 2
+    assert not all(row["ended"] for row in rows)
+    for n, (row, room) in enumerate(zip(rows, rooms, strict=False)):
+        options = Options(device="cpu", beams=beams, max_new_tokens=room)
+        alone = write(model, prompts, tmp_path / f"{n}.jsonl", options=options, shard=f"{n + 1}/3")
+        assert alone[0] == row
+    [dropped] = read_jsonl(tmp_path / "out.jsonl.dropped")
+    assert dropped["detail"].endswith(
+        "tokens leave no room for a response in the model's 128 positions. Shorten the prompt"
+    )
+    with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 prompt too long\)"):
+        write(model, prompts, tmp_path / "given.jsonl", options=Options(device="cpu", max_new_tokens=256))
+
+
 def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:
     both = write(run, prompts, tmp_path / "both.jsonl", compare="sft")
     ppo, sft = (write(run, prompts, tmp_path / f"{name}.jsonl", stage=name) for name in ("ppo", "sft"))

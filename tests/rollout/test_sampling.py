@@ -690,3 +690,16 @@ def test_each_token_of_a_long_response_decodes_only_its_end(tokenizer):
     for n in range(len(ids) - 200, len(ids)):
         assert stop_string_start(counting, ids[:n], ["\n\nAssistant:"]) is None
     assert counting.num_tokens < 200 * 100
+
+
+@pytest.mark.parametrize("decoder", ["auto", "plain"])
+def test_each_response_ends_at_its_limit_and_at_the_last_position(policy, tok, decoder):
+    """A row that stayed beyond its limit would need a position that GPT-2 does not have."""
+    prompts = random_ids(110, 126, 4, 121, 127, 40, seed=3)
+    limits = [min(20, 128 - len(prompt)) for prompt in prompts]
+    uniforms, sampling = draw_uniforms(0, "limits", 0, len(prompts), 20), Sampling(decoder=decoder)
+    together = sample(policy, prompts, uniforms, sampling, tok, limits=limits, max_live_rows=4)
+    assert [len(response.ids) for response in together] == limits
+    for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        (alone,) = sample(policy, [prompt], uniforms[row : row + 1, :limit], sampling, tok)
+        assert together[row].ids == alone.ids
