@@ -21,7 +21,7 @@ from rlhf_cli.config.rewards import (
     reward_names,
 )
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import DataError
+from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.rewards.base import RewardSource, Samples, Scores
 from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
@@ -102,14 +102,20 @@ def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappin
 def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     """The weighted sum of all sources' scores, and each source's own scores.
 
-    A failed score (NaN, or None from a per-token source) counts as 0.0 and is counted in `errors`.
+    A failed score (NaN, or None from a per-token source) counts as 0.0 and is counted in `errors`. Raises RewardError.
     """
     each: dict[str, torch.Tensor] = {}
     errors: dict[str, int] = {}
     cut: dict[str, int] = {}
     dense: list[list[float]] | None = None
-    # A source that fails on one process must not keep it from the passes of a sharded model.
+    failed: RewardError | None = None
+    # A source that fails on one process must not keep it from the passes of a sharded model: those come first, and
+    # after a failure this process still makes the passes that the others make.
     for source in sorted(sources, key=lambda s: first_sharded(s.model if isinstance(s, RewardModel) else None) is None):
+        if failed is not None:
+            if isinstance(source, RewardModel):
+                source.score_nothing()
+            continue
         cut_before = source.num_cut if isinstance(source, RewardModel) else 0
         if isinstance(source, PythonFunction) and source.per_token:
             found = source.score_per_token(samples)
@@ -124,10 +130,16 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
                 [a + source.weight * b for a, b in zip(*pair, strict=True)] for pair in zip(old, rows, strict=True)
             ]
         else:
-            score = source.score(samples)
+            try:
+                score = source.score(samples)
+            except RewardError as error:
+                failed = error
+                continue
             errors[source.name] = int(score.isnan().sum())
             each[source.name] = torch.where(score.isnan(), 0.0, score)
         if isinstance(source, RewardModel):
             cut[source.name] = source.num_cut - cut_before
+    if failed is not None:
+        raise failed
     total = torch.stack([source.weight * each[source.name] for source in sources]).sum(0)  # [B]
     return Scores(total, each, dense, errors, cut)

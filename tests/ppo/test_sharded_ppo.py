@@ -13,6 +13,11 @@ from rlhf_cli import sharding
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
+from rlhf_cli.ppo.processes import or_failure
+from rlhf_cli.rewards import models
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.models import RewardModel
+from rlhf_cli.rewards.sources import total_score
 from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
@@ -166,6 +171,39 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
     sampled, scored = ([i for i, (event, _) in enumerate(events) if event == name] for name in ("sampled", "scored"))
     assert sampled[2] > scored[1], "both have scored the first rollout before one samples the second"
     assert sampled[4] > scored[3]
+
+
+def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails_on_one(monkeypatch):
+    """The others then make the passes of the second one, which are collective operations."""
+    worlds: dict[int, Any] = {}
+
+    def world():
+        return worlds[threading.get_ident()]
+
+    class Fails(RewardModel):
+        def _sequences(self, samples):  # noqa: ARG002
+            if self.name == "first" and world().rank == 1:
+                raise RewardError("its chat template failed")
+            return [0], [[1]]
+
+    def passes(model, *_, **__):
+        assert world().gather(id(model)) == [id(model)] * 2, "all processes make the passes of the same model"
+        return torch.zeros(1)
+
+    for module in (models, sharding):
+        monkeypatch.setattr(module, "is_sharded", lambda _: True)
+    monkeypatch.setattr(models, "score_sequences", passes)
+    settings: Any = {"tokenizer": None, "reads_policy_tokens": False, "reads_prompt": True, "template": "chat"}
+    settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
+    sources = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
+
+    def program(this):
+        worlds[threading.get_ident()] = this
+        with pytest.raises(RewardError, match=r"^its chat template failed$"):
+            or_failure(this, lambda: [total_score(sources, Samples([], ["a"], [], [], [], []))])
+        return True
+
+    assert in_each_process(2, program) == [True, True]
 
 
 SLOW = """
