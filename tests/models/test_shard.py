@@ -158,18 +158,22 @@ def test_a_process_that_ends_its_sampling_one_pass_early_ends_the_run(tmp_path):
         run("sampled", 2, tmp_path, "leaves early")
 
 
-def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(tmp_path):
+@pytest.mark.parametrize(("count", "per_node"), [(2, None), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count, per_node, tmp_path):
     """docs/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""
     make_models(tmp_path, "llama")
-    figures = run("counted", 2, tmp_path)
+    figures = run("counted", count, tmp_path, per_node)
     spec = importlib.util.spec_from_file_location("scale", ROOT / "docs" / "scale.py")
     scale = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scale)
     config = AutoConfig.from_pretrained(tmp_path / "llama")
     shape = shape_of("model", Source(config), is_classifier=False, precision="bfloat16")
     # The page takes the norms of a layer, 64 of its 7,744 numbers here, to be exchanged with the embeddings.
-    assert figures["step"] == pytest.approx(scale.sent_in_step(shape, 2), rel=0.01)
-    assert figures["sampling"] == pytest.approx(5 * scale.sent_in_pass(shape, 2), rel=0.01)
+    scale.MACHINE, shard = (8, True) if per_node is None else (per_node, "hybrid")
+    step = scale.sent_in_step(shape, count, shard)
+    assert figures["step"] == pytest.approx(step.inside, rel=0.01)
+    assert per_node is None or figures["sum"] * per_node == pytest.approx(step.between, rel=0.01)
+    assert figures["sampling"] == pytest.approx(5 * scale.sent_in_pass(shape, count, shard).inside, rel=0.01)
 
 
 @pytest.mark.slow

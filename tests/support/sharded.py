@@ -438,33 +438,36 @@ SAMPLED: dict[str, tuple[dict[str, Any], plain.Layout | None, int | None]] = {
 """Settings, layout of the passes, and rows at a time."""
 
 
-def counted(folder: str) -> None:
+def counted(folder: str, per_node: int | None = None) -> None:
     """The program of each process that counts the bytes it sends: in a training step whose layers are recomputed, and
-    in the sampling of five tokens. A ring is taken to send (N - 1) / N of what is gathered or scattered."""
+    in the sampling of five tokens. A ring is taken to send (N - 1) / N of what is gathered or scattered, and twice that
+    of what is summed."""
     world = distributed.start("cpu")
-    run = Trained(Path(folder, "llama"), {"precision": "bfloat16"}, world)
+    run = Trained(Path(folder, "llama"), {"precision": "bfloat16", "per_node": per_node}, world)
     recompute_layers(run.model)
     stage: Any = SimpleNamespace(world=world, loss_scale=LossScale(world.device, "float32"))
     ids = [[i % VOCABULARY for i in row] for row in random_ids(9, 5)]
     rows = [Example(row, [True] * len(row), "") for row in ids]
-    sent = 0.0
+    sent = summed = 0.0
 
-    def counting(operation: Any) -> Any:
+    def counting(operation: Any, *, sums: bool) -> Any:
         def count(*args: Any, **options: Any) -> Any:
-            nonlocal sent
+            nonlocal sent, summed
             tensors = [arg for arg in (*args, *options.values()) if isinstance(arg, torch.Tensor)]
-            # The larger one has the rows of all processes.
-            sent += max(tensor.nbytes for tensor in tensors) * (world.size - 1) / world.size
+            if (group := options.get("group")) is not None:  # other sums are of a few figures
+                # The larger one has the rows of all processes.
+                share = max(tensor.nbytes for tensor in tensors) * (group.size() - 1) / group.size()
+                sent, summed = (sent, summed + 2 * share) if sums else (sent + share, summed)
             return operation(*args, **options)
 
         return count
 
     figures = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_single", "reduce_scatter_single"):
-            patch.setattr(dist, name, counting(getattr(dist, name)))
+        for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+            patch.setattr(dist, name, counting(getattr(dist, name), sums=name == "all_reduce"))
         sft._accumulate(run.model, rows, Budget(999), "bfloat16", stage)
-        figures["step"], sent = sent, 0.0
+        figures |= {"step": sent, "sum": summed}
         run.model.eval()
         with autocast(world.device, "bfloat16"):
             sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
