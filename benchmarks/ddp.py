@@ -1,14 +1,19 @@
-"""Measure how gradients of whole copies are summed faster: by one flat reduction, or by the buckets of torch's DDP.
+"""Measure how gradients of whole copies are summed: as the stages do, after the backward pass, and by torch's DDP.
 
     python benchmarks/ddp.py                                  # Llamas of 3 M and 25 M parameters, 2 processes, 15 steps
     python benchmarks/ddp.py --sizes tiny --steps 3           # seconds
     python benchmarks/ddp.py --microbatches 4 --processes 4
 
-Each size is one run in which flat steps (`World.sync_gradients`, after the backward pass) and steps of DDP (25 MB
-buckets, reduced while the backward pass computes) alternate on the same model and batch, in random order. So other
-programs slow both. A step is forward and backward passes over the microbatches and the sum; DDP sums in the last
-microbatch. Prints medians: milliseconds of a step without a sum and with each of the two, and the ratio of neighbouring
-steps with the range of the middle half of them. A ratio above 1 says that the flat reduction is faster.
+Each size is one run in which steps of all ways alternate on the same model and batch, in random order. So other
+programs slow all of them. A step is forward and backward passes over the microbatches and the sum:
+
+    none      no sum
+    flat      one reduction of all gradients after the backward pass
+    own       `GradientSum` of the stages, in buckets while the last backward pass computes
+    ddp       torch's DDP with its defaults, which sums in the last microbatch
+
+Prints the median milliseconds of each, and its median ratio to the neighbouring step of `flat` with the range of the
+middle half. A ratio below 1 is faster than the flat reduction.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.training import distributed
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.processes import run_processes
 
 SIZES = {
@@ -40,7 +46,7 @@ SIZES = {
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 7},
 }
 ROWS, LENGTH, VOCABULARY = 4, 128, 4096
-WAYS = ("none", "flat", "ddp")
+WAYS = ("none", "flat", "own", "ddp")
 
 
 def main() -> None:
@@ -69,7 +75,8 @@ def measure(size: str, num_microbatches: int, num_steps: int, world: World) -> N
     model = LlamaForCausalLM(LlamaConfig(**SIZES[size], **heads))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(world.rank))
-    gradients = {way: step(ddp, ids, way, num_microbatches, world)[1] for way in ("flat", "ddp")}
+    gradients = {way: step(ddp, ids, way, num_microbatches, world)[1] for way in WAYS[1:]}
+    torch.testing.assert_close(gradients["own"], gradients["flat"], rtol=1e-4, atol=1e-6)
     # DDP averages, a stage sums.
     torch.testing.assert_close(gradients["ddp"] * world.size, gradients["flat"], rtol=1e-3, atol=1e-5)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -79,15 +86,15 @@ def measure(size: str, num_microbatches: int, num_steps: int, world: World) -> N
             seconds[way].append(step(ddp, ids, way, num_microbatches, world)[0])
     if not world.is_main:
         return
-    ratios = [ddp / flat for ddp, flat in zip(seconds["ddp"], seconds["flat"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    none, flat, by_ddp = (1000 * statistics.median(seconds[way]) for way in WAYS)
     print(
         f"{model.num_parameters() / 1e6:.1f} M parameters, {world.size} processes, {num_microbatches} microbatches of "
-        f"{ROWS} x {LENGTH} tokens: no sum {none:,.0f} ms, flat {flat:,.0f} ms, DDP {by_ddp:,.0f} ms; "
-        f"DDP / flat {middle:.2f} (middle half {low:.2f} to {high:.2f}); load average {os.getloadavg()[0]:.1f}",
-        flush=True,
+        f"{ROWS} x {LENGTH} tokens; load average {os.getloadavg()[0]:.1f}"
     )
+    for way in WAYS:
+        ratios = [one / flat for one, flat in zip(seconds[way], seconds["flat"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        median = 1000 * statistics.median(seconds[way])
+        print(f"  {way:5} {median:7,.0f} ms, {middle:.2f} of flat ({low:.2f} to {high:.2f})", flush=True)
 
 
 def step(
@@ -97,16 +104,27 @@ def step(
     ddp.zero_grad(set_to_none=True)
     world.barrier()
     began = time.perf_counter()
-    for number in range(num_microbatches):
+    total = GradientSum(world, ddp.module)
+    for number in total.passes(range(num_microbatches), last=way == "own"):
         sums_now = way == "ddp" and number == num_microbatches - 1
         with nullcontext() if sums_now else ddp.no_sync():
             ddp(input_ids=ids, labels=ids).loss.backward()
+    if way == "own":
+        total.receive()
     if way == "flat":
-        world.sync_gradients(ddp.parameters())
+        sum_flat(list(ddp.parameters()))
     mine = torch.tensor(time.perf_counter() - began)
     torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
     gradient = ddp.module.get_input_embeddings().weight.grad
     return mine.item(), gradient.clone()
+
+
+def sum_flat(weights: list[torch.nn.Parameter]) -> None:
+    """Sum all gradients as one tensor."""
+    flat = torch.cat([weight.grad.reshape(-1) for weight in weights])
+    torch.distributed.all_reduce(flat)
+    for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = part.view_as(weight)
 
 
 if __name__ == "__main__":

@@ -285,10 +285,9 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
 def _backward(
     setup: Setup, batch: UpdateBatch, rows: list[int], step: int, coefs: KLCoefs, *, learns_policy: bool
 ) -> tuple[dict[str, float], float]:
-    """Accumulate the gradients of one minibatch; `rows` are this process's.
+    """Compute the gradients of one minibatch; `rows` are this process's.
 
-    The loss of a microbatch is a sum over its tokens, divided by the tokens of the whole minibatch over all processes.
-    Their gradients therefore add up to that of the minibatch.
+    The loss of a microbatch is a sum over its tokens, divided by those of the whole minibatch. So gradients add up.
 
     Returns its statistics over all processes, and this process's largest |log ratio|.
     """
@@ -296,7 +295,8 @@ def _backward(
     num_tokens = setup.world.sum(batch.response_mask[rows].sum()).item()
     parts: list[dict[str, Tensor]] = []
     log_ratios: list[Tensor] = []
-    for mb in microbatches(setup, batch, rows):
+    gradients = setup.gradient_sum(learns_policy=learns_policy)
+    for mb in gradients.passes(microbatches(setup, batch, rows), last=config.ptx is None):
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(
                 setup.models,
@@ -330,9 +330,8 @@ def _backward(
             total = torch.zeros_like(policy)
             new_values = response_values(value_model, mb.prompts, mb.responses, config.precision)
         if new_values is not None:
-            clip = ppo.value_clip_range
             value, value_stats = value_loss(
-                mb.pad(new_values), mb.values, mb.returns, mb.mask, value_clip_range=clip, **weighting
+                mb.pad(new_values), mb.values, mb.returns, mb.mask, value_clip_range=ppo.value_clip_range, **weighting
             )
             total = total + ppo.vf_coef * value
             stats |= value_stats | {"loss/value": value.detach()}
@@ -340,7 +339,8 @@ def _backward(
             stage.loss_scale.backward(total)
         parts.append(stats)
         count_update(setup, mb.prompts, mb.responses, learns_policy=learns_policy)
-    ptx = backward_ptx(setup, step) if learns_policy else {}
+    ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
+    gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0
     return summed(totals(parts) | ptx, setup.world), largest
 

@@ -87,6 +87,7 @@ from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.distributed import World, require_rows_for_all
+from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
@@ -250,8 +251,8 @@ def _batch(config: RMConfig, train: Items, step: int) -> list[Item]:
 def _accumulate(
     model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
-    """Backward pass over this process's share of a batch. Returns the statistics of the whole batch."""
-    mine, sums = _share(batch, stage.world), []
+    """The gradient of a batch, of which this process computes its share. Returns the statistics of the whole batch."""
+    mine, sums, gradients = _share(batch, stage.world), [], GradientSum(stage.world, model)
 
     def add(items: list[Item], weight: float = 1.0) -> None:
         with autocast(stage.world.device, config.precision):
@@ -259,8 +260,10 @@ def _accumulate(
         stage.loss_scale.backward(loss * weight)
         sums.append({name: figure * weight for name, figure in {"loss/rm": loss, **stats}.items()})
 
-    for rows in in_step(model, budget.cut([_num_tokens(i, model) for i in mine]), lambda: add(batch[:1], 0.0)):
+    cut = budget.cut([_num_tokens(i, model) for i in mine])
+    for rows in gradients.passes(in_step(model, cut, lambda: add(batch[:1], 0.0))):
         add([mine[i] for i in rows])
+    gradients.receive()
     return stage.world.sum_floats(totals(sums))
 
 

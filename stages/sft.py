@@ -63,6 +63,7 @@ from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.distributed import World
+from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.health_recap import findings_of
 from rlhf_cli.training.loop import Loop
@@ -146,7 +147,7 @@ def _batch(config: SFTConfig, train: Sequence[Example], step: int) -> list[Examp
 
 
 def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, stage: StageRun) -> float:
-    """Backward pass over this process's share of a batch. Returns the loss of the whole batch."""
+    """The gradient of a batch, of which this process computes its share. Returns the loss of the whole batch."""
     world = stage.world
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)
@@ -157,7 +158,8 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
             logprobs = target_logprobs(model, [IDLE], [[False, True]])
         (logprobs.sum() * 0.0).backward()
 
-    for rows in in_step(model, budget.cut([len(example.ids) for example in mine]), idle):
+    gradients = GradientSum(world, model)
+    for rows in gradients.passes(in_step(model, budget.cut([len(example.ids) for example in mine]), idle)):
         examples = [mine[i] for i in rows]
         with autocast(world.device, precision):
             # [target tokens of the microbatch]
@@ -165,6 +167,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         stage.loss_scale.backward(loss)
         losses.append({"loss": loss})
+    gradients.receive()
     return world.sum_floats({"loss": 0.0, **totals(losses)})["loss"]
 
 

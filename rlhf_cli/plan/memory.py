@@ -13,6 +13,7 @@ from typing import Literal
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
 from rlhf_cli.plan.shapes import Shape
+from rlhf_cli.training.gradients import BUCKET_BYTES
 
 Kept = Literal["float32", "exact", "rounded"]
 """How frozen weights are held if the passes compute in bfloat16: in float32; in bfloat16 if their file has them so; in
@@ -287,8 +288,12 @@ def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
 
 
 def communication_bytes(model: Held, setting: Setting) -> float:
-    """Bytes of the flat copy of all gradients that processes with whole models sum."""
-    return gradient_bytes(model, setting) if setting.processes > 1 and model.among(setting) == 1 else 0.0
+    """Bytes beside the gradients while processes with whole models sum them (`GradientSum`)."""
+    if setting.processes == 1 or model.among(setting) > 1:
+        return 0.0
+    # The sums take the place of float32 gradients, a bucket at a time. Those of 16-bit gradients are twice as large.
+    is_half = states_of(model, setting) == "bfloat16"
+    return gradient_bytes(model, setting) if is_half else min(BUCKET_BYTES, gradient_bytes(model, setting))
 
 
 # --------------------------------------------------------------------------------------------- sampling

@@ -121,9 +121,9 @@ def training(trained: list[Held], batch: Batch, setting: Setting, static: dict[s
     moments.append(join(static, {"gradients": sum(gradients)}))
     update = fullest(moments)
     phases = [Phase("update", update)]
-    flat = max(communication_bytes(model, setting) for model in trained)
-    if flat:
-        phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": flat})))
+    sums = max(communication_bytes(model, setting) for model in trained)
+    if sums:
+        phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": sums})))
     if setting.saves and setting.device == "cpu":
         copy = sum(gradient_bytes(model, setting) + moment_bytes(model, setting) for model in trained)
         phases.append(Phase("checkpoint", join(update, {"checkpoint": copy})))

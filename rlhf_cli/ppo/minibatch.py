@@ -99,7 +99,7 @@ def _tensors(batch: UpdateBatch) -> tuple[Tensor, ...]:
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
-    """Sum the gradients over all processes and clip them; returns their norms before clipping.
+    """Clip the gradients, which are those of all processes; returns their norms before clipping.
 
     ``gradient * min(1, max_grad_norm / norm)``, for each model by itself (`Stepper` in training/optimizer.py).
     """

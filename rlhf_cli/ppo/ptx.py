@@ -11,10 +11,11 @@ from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import totals
+from rlhf_cli.training.gradients import GradientSum
 
 
-def backward_ptx(setup: Setup, step: int) -> dict[str, float]:
-    """Add the gradients of the ptx loss on the rows of optimizer step `step` (from 1).
+def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, float]:
+    """Add the gradients of the ptx loss on the rows of optimizer step `step` (from 1), and begin to sum `gradients`.
 
     Returns this process's part of ``loss/ptx``; nothing without `ptx`. `mixed_loss` is linear, so the policy loss is
     mixed in separately.
@@ -32,7 +33,8 @@ def backward_ptx(setup: Setup, step: int) -> dict[str, float]:
         with autocast(setup.world.device, config.precision):
             (0.0 * target_logprobs(setup.models.policy, [IDLE], [[False, True]]).sum()).backward()
 
-    for cut in in_step(setup.models.policy, setup.budget.cut([len(row.ids) for row in own]), idle):
+    cuts = setup.budget.cut([len(row.ids) for row in own])
+    for cut in gradients.passes(in_step(setup.models.policy, cuts, idle)):
         with autocast(setup.world.device, config.precision):
             logprobs = target_logprobs(setup.models.policy, [own[i].ids for i in cut], [own[i].loss_mask for i in cut])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)

@@ -49,6 +49,7 @@ from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.ema import WeightAverage
+from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
 from rlhf_cli.training.stage_run import StageRun
 
@@ -135,6 +136,11 @@ class Setup:
         if self.value_stepper is not None:
             rates["value/learning_rate"] = self.value_stepper.learning_rate
         return rates
+
+    def gradient_sum(self, *, learns_policy: bool) -> GradientSum:
+        """The sum over all processes of the gradients of one optimizer step."""
+        steppers = [self.policy_stepper if learns_policy else None, self.value_stepper]
+        return GradientSum(self.world, *(stepper.model for stepper in steppers if stepper is not None))
 
 
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:

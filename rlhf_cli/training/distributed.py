@@ -8,14 +8,13 @@ reduced before they are used. With one process nothing here communicates. `start
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
 from rlhf_cli.training.ending import connect
@@ -134,19 +133,18 @@ class World:
             # The first process may hold the store: it must not end before the others have seen that all are here.
             together(what, dist.barrier)
 
-    def sync_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients over all processes with one all-reduce. Those of a sharded model are summed already."""
-        trained = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
-        if self.size == 1 or not trained:
-            return
-        for p in trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        # A sum of bfloat16 gradients is computed in float32.
-        flat = torch.cat([p.grad.reshape(-1).float() for p in trained if p.grad is not None])
-        together("the gradients", lambda: dist.all_reduce(flat))
-        for p, gradient in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-            p.grad = gradient.view_as(p).to(p.dtype, copy=True)
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to sum a tensor over all processes, in place; returns what waits until it is done.
+
+        All processes must begin their sums and other exchanges in the same order.
+        """
+        work = together("the gradients", lambda: dist.all_reduce(tensor, async_op=True))
+        assert work is not None
+
+        def wait() -> None:
+            together("the gradients", work.wait)
+
+        return wait
 
     @property
     def _communication_device(self) -> torch.device:

@@ -40,8 +40,7 @@ class Stepper:
         return float(self.scheduler.get_last_lr()[0])
 
     def clip(self, world: World) -> float:
-        """Sum the gradients over all processes, unscale and clip them; returns their norm before clipping."""
-        world.sync_gradients(self.model.parameters())
+        """Unscale and clip the gradients, which are those of all processes; returns their norm before clipping."""
         if self.scale is not None:
             self.scale.unscale(self.optimizer)
         weights = [p for p in self.model.parameters() if p.grad is not None]

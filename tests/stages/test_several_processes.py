@@ -98,19 +98,17 @@ from rlhf_cli.training import launch
 from rlhf_cli.training.distributed import World
 from stages import rm, ppo
 
-summed = World.sync_gradients
+start_sum = World.start_sum
 defect = sys.argv.pop(1)
 
-def sync_gradients(world, parameters):
-    parameters = list(parameters)
-    gradients = lambda: [p.grad for p in parameters if p.grad is not None]
+def defective_sum(world, gradients):
     if defect == "dropped process" and world.rank == 1:
-        [gradient.zero_() for gradient in gradients()]
-    summed(world, parameters)
+        gradients.zero_()
     if defect == "doubled gradient":
-        [gradient.mul_(2) for gradient in gradients()]
+        gradients.mul_(2)
+    return start_sum(world, gradients)
 
-World.sync_gradients = sync_gradients
+World.start_sum = defective_sum
 launch.main("{stage}", {stage}.run)
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,9 +84,9 @@ class ThreadWorld(World):
     def barrier(self, what: str = "the arrival") -> None:  # noqa: ARG002
         self.gather(None)
 
-    def sync_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        for p in [p for p in parameters if p.requires_grad]:
-            p.grad = self.sum(p.grad if p.grad is not None else torch.zeros_like(p))
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        tensor.copy_(self.sum(tensor))
+        return lambda: None
 
 
 def in_each_process(size: int, program: Callable[[World], T]) -> list[T]:

@@ -1,0 +1,120 @@
+"""The sum of the gradients over the processes: right, in the same order everywhere, and begun in the last pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_cli.training import gradients
+from rlhf_cli.training.distributed import ALONE
+from rlhf_cli.training.gradients import GradientSum
+from support.worlds import ThreadWorld, in_each_process
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Two layers and one that no pass uses. The same in every process."""
+    draw = torch.Generator().manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)).to(dtype)
+    for weight in layers.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=draw))
+    return layers
+
+
+def add_gradient(model: nn.Sequential, rows: torch.Tensor) -> None:
+    model[1](model[0](rows).tanh()).square().sum().backward()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 10**6], ids=["one each", "several", "one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [True, False])
+def test_gradients_are_summed_and_a_missing_one_counts_as_zero(bucket_bytes, dtype, last, monkeypatch):
+    """Process 0 makes two passes, process 1 one, process 2 none."""
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    rows = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    shares = [[0, 1], [2], []]
+
+    def program(world):
+        model = model_of(dtype)
+        total = GradientSum(world, model)
+        for number in total.passes(shares[world.rank], last=last):
+            add_gradient(model, rows[number])
+        total.receive()
+        return [weight.grad for weight in model.parameters()]
+
+    expected = model_of(dtype)
+    for part in rows:
+        add_gradient(expected, part)
+    for found in in_each_process(3, program):
+        for sums, weight in zip(found, expected.parameters(), strict=True):
+            assert sums.dtype == dtype
+            wanted = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            torch.testing.assert_close(sums, wanted, rtol=1e-5 if dtype == torch.float32 else 0.03, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Noting(ThreadWorld):
+    """Notes the sums that begin."""
+
+    noted: list[object]
+
+    def start_sum(self, tensor):
+        self.noted.append(tensor.numel())
+        return super().start_sum(tensor)
+
+
+def test_sums_begin_in_the_last_pass_and_in_the_same_order_on_every_process(monkeypatch):
+    """A process without rows begins all at the end. A layer that no pass uses delays the first of the second model."""
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+
+    def program(world):
+        world = Noting(world.rank, world.size, world.device, world.meeting, [])
+        first, second = model_of()[:2], model_of()
+        total = GradientSum(world, first, second)
+        for number in total.passes([0, 1] * (1 - world.rank)):
+            for model in (first, second):
+                add_gradient(model, torch.ones(1, 3))
+            world.noted.append(f"after {number}")
+        total.receive()
+        return world.noted
+
+    one, other = in_each_process(2, program)
+    assert one == ["after 0", 2, 8, 4, 12, "after 1", 2, 4, 2, 8, 4, 12]
+    assert other == [2, 8, 4, 12, 2, 4, 2, 8, 4, 12]
+
+
+def test_a_frozen_weight_is_left_out_and_one_process_sums_nothing():
+    def program(world):
+        model = model_of()
+        model[0].requires_grad_(False)
+        total = GradientSum(world, model)
+        for _ in total.passes([0]):
+            add_gradient(model, torch.ones(1, 3))
+        total.receive()
+        return model[0].weight.grad
+
+    assert in_each_process(2, program) == [None, None]
+    model = model_of()
+    total = GradientSum(ALONE, model)
+    for _ in total.passes([0]):
+        add_gradient(model, torch.ones(1, 3))
+    before = model[0].weight.grad
+    total.receive()
+    assert model[0].weight.grad is before
+    assert model[2].weight.grad is None
+
+
+def test_a_second_backward_pass_after_the_sums_have_begun_is_refused():
+    """Its gradient would be lost."""
+
+    def program(world):
+        model = model_of()
+        total = GradientSum(world, model)
+        for _ in total.passes([0]):
+            add_gradient(model, torch.ones(1, 3))
+            with pytest.raises(RuntimeError, match="second backward pass"):
+                add_gradient(model, torch.ones(1, 3))
+
+    in_each_process(2, program)
