@@ -7,6 +7,7 @@ file --yaml.compose--> nodes --Tree.read--> plain values + the place of each
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -169,7 +170,7 @@ class Tree:
     def compose(self, text: str, start: Place) -> Any:
         """The node of ``text``, a file or the value of a ``--set``; None, with the problem noted, if it is not YAML."""
         try:
-            return yaml.compose(text, Loader=ConfigLoader)
+            return _compose(text)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             reason = ", ".join(part for part in (error.context, error.problem) if part)
@@ -303,6 +304,12 @@ class Tree:
         """Drop the places at and below ``keys``, because the value there is being replaced."""
         self.unread = [bad for bad in self.unread if bad[: len(keys)] != keys]
         self.places = {k: place for k, place in self.places.items() if k[: len(keys)] != keys}
+
+
+@functools.lru_cache(maxsize=64)
+def _compose(text: str) -> Any:
+    """The node of `text`, which no caller changes. Parsing is slow, and a command reads the same file several times."""
+    return yaml.compose(text, Loader=ConfigLoader)
 
 
 def _place(node: Any, start: Place) -> Place:

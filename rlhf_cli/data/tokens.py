@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -275,5 +276,9 @@ def _digest_code(kind: type) -> str:
     package = sorted(Path(__file__).parent.glob("*.py"))
     module = sys.modules[kind.__module__].__file__
     files = [digest_file(path) for path in [*package, *([Path(module)] if module else [])]]
-    versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")]
-    return " ".join(files + versions)
+    return " ".join([*files, *_library_versions()])
+
+
+@functools.cache
+def _library_versions() -> list[str]:
+    return [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.artifacts import repeat_commands
 from rlhf_cli.config.stage import STAGES
@@ -21,6 +22,9 @@ from rlhf_cli.report.read import RunData, StageData, names_of, read_run
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.training.health_recap import unit_of
+
+if TYPE_CHECKING:
+    import jinja2
 
 MAIN = (
     "sft-sft-loss",
@@ -60,12 +64,21 @@ def write_frontier(roots: Sequence[Path], out: Path) -> bool:
     return bool(charts)
 
 
-def page(runs: Sequence[RunData], bundle: str) -> str:
-    """The HTML page. `bundle` is the JavaScript of Vega, Vega-Lite and vega-embed."""
+def _text(name: str) -> str:
+    return (resources.files("rlhf_cli.report") / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """The template of the page. Compiling it takes longer than rendering it."""
     import jinja2
 
-    folder = resources.files("rlhf_cli.report")
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_text("page.html"))
+
+
+def page(runs: Sequence[RunData], bundle: str) -> str:
+    """The HTML page. `bundle` is the JavaScript of Vega, Vega-Lite and vega-embed."""
     several = [*curve_charts(runs), *distance_charts(runs), *frontier_charts(runs)]
     charts = [*several, *(chart for run in runs for chart in run_charts(run))]
     replies = [row for run in runs for row in replies_of(run)]
@@ -74,12 +87,11 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
         "charts": {chart.id: {"spec": _without_values(chart), "curve": chart.is_curve} for chart in charts},
         "replies": replies,
     }
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(texts["page.html"]).render(
+    return _template().render(
         title=" and ".join(run.name for run in runs),
         date=_date(runs),
-        css=texts["page.css"],
-        js=texts["page.js"],
+        css=_text("page.css"),
+        js=_text("page.js"),
         bundle=bundle,
         data=_script_json(data),
         runs=views_of(runs),

@@ -39,12 +39,6 @@ Ask = Callable[..., list[dict[str, Any]]]
 NUM = 40
 
 
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test takes the power away."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Pairs of two models, as `rlhf generate --compare sft` writes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.testing
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, BertTokenizer, PreTrainedTokenizerFast
@@ -25,6 +27,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.rollout.sampling import draw_uniforms
+from support import crash
 from support.projects import write_project
 from support.rewards import CHAT
 from support.tiny import (
@@ -47,6 +50,22 @@ from support.tiny import (
 def _own_cache(tmp_path_factory):
     """Keep the token cache in a temporary folder, also for stages in other processes."""
     os.environ["RLHF_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _build_the_command_once():
+    """Typer builds every command from its signature at each `CliRunner.invoke`, which costs more than most commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk():
+    """Do not flush files, also in processes of `support.crash`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", crash.no_fsync)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
