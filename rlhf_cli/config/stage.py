@@ -97,7 +97,8 @@ class Distributed(Section):
     """Several processes of one run. No key here changes the result."""
 
     timeout_s: PositiveFloat = 300.0
-    """How long a process waits for the others in one operation. Then the run ends with the names of those that hang."""
+    """How long a process waits for the others in one operation. Then the run ends with the names of those that hang.
+    At the start it waits for at least a minute."""
     shard: bool | Literal["hybrid"] = False
     """Divide weights, gradients and AdamW's moments among the processes (torch's `fully_shard`, FSDP2), so that each
     holds its share of them and gathers a block of layers at a time. `hybrid` divides among the processes of a machine,

@@ -153,6 +153,8 @@ class World:
 
 ALONE = World(0, 1, torch.device("cpu"))
 """The world of a program that is one process."""
+START_S = 60.0
+"""Seconds that the processes may start apart, at least. On a busy machine the imports of one take that long."""
 _pulse: Pulse | None = None
 _step = "start"
 
@@ -195,8 +197,8 @@ def name_checkpoint(in_words: Callable[[], str]) -> None:
 def start(device: str = "auto", timeout_s: float = 300.0) -> World:
     """Choose the device, and join the other processes if a launcher started several.
 
-    A collective operation that takes longer than `timeout_s` ends the run. Raises ConfigError if this machine does not
-    have the device.
+    A collective operation that takes longer than `timeout_s` ends the run. The start may take `START_S`, if that is
+    longer. Raises ConfigError if this machine does not have the device.
     """
     global _pulse
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -216,12 +218,13 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        ending = connect(timeout_s)
-        ending.wait_until_ready(timeout_s)
+        patience = max(timeout_s, START_S)
+        ending = connect(patience)
+        ending.wait_until_ready(patience)
         timeout = timedelta(seconds=timeout_s)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
-        _pulse = Pulse(ending, timeout_s)
+        _pulse = Pulse(ending, timeout_s, _step)
         _pulse.start()
     return World(rank, size, chosen)
 

@@ -109,8 +109,8 @@ def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> t
 
     if KNOWN_FILE in os.environ:
         learn_digests(Path(os.environ[KNOWN_FILE]).read_text(encoding="utf-8"))
-    world = distributed.start(config.device, config.distributed.timeout_s)
     distributed.at_step(f"{stage} start")
+    world = distributed.start(config.device, config.distributed.timeout_s)
     found, digests = world.of_main(
         lambda: (_check_here(stage, config, restart=restart, thorough=True), known_digests())
     )

@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ SLOWEST_POLL_S = 0.25
 class Pulse(threading.Thread):
     """Writes this process's sign of life, and reads those of the others."""
 
-    def __init__(self, ending: Ending, timeout_s: float):
+    def __init__(self, ending: Ending, timeout_s: float, step: str):
         super().__init__(name="pulse", daemon=True)
         self.ending = ending
         # Connections of its own: the process group may wait in the other one.
@@ -45,7 +45,7 @@ class Pulse(threading.Thread):
         self.store = self._connected("rlhf", PATIENCE_S)
         self._meetings = self._connected("rlhf meetings", timeout_s)
         self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s
-        self.step = "start"
+        self.step = step
         """What the stage is working on, such as `ppo step 12`."""
         self.checkpoint_in_words: Callable[[], str] = lambda: ""
         """A sentence about the last checkpoint; "" before the stage has begun."""
@@ -161,8 +161,8 @@ class Pulse(threading.Thread):
         if note_wait(self.step, self.rank, what) or not self.ending.claim():
             return EndedElsewhere(LOST)
         before, after = self._signs_twice() or ({}, {})
-        ended = [rank for rank in after if after[rank].get("number") == before[rank].get("number")] if after else [0]
-        names = [f"process {rank} ({after.get(rank, {}).get('step', 'start')})" for rank in ended]
+        ended = _silent(before, after) if after else [0]
+        names = [_name(rank, after) for rank in ended]
         which = " and ".join(names) or "the connection to another process"
         return RunError(
             f"{self.step}: process {self.rank} waited for {what} of all {self.size} processes, but {which} ended "
@@ -176,29 +176,32 @@ class Pulse(threading.Thread):
         if signs is None:
             return RunError(self._sentence(what, waited_s, "process 0 gives no sign of life"))
         before, after = signs
-        numbers = [rank for rank in others if after[rank].get("number") == before[rank].get("number")]
-        silent = list(known_silent) or numbers
+        silent = list(known_silent) or _silent(before, after)
         busy = [rank for rank in others if rank not in silent and not after[rank].get("waits")]
         waiting = [rank for rank in range(self.size) if rank not in (*silent, *busy)]
         if waiting[0] != self.rank:
             return EndedElsewhere(LOST)
-        found = [f"process {rank} gives no sign of life ({after[rank].get('step', 'start')})" for rank in silent]
+        found = [f"{_name(rank, after)} gives no sign of life" for rank in silent]
         found += [f"process {rank} still computes {after[rank].get('step', 'start')}" for rank in busy]
         network = "every process waits, so the network between them failed"
         return RunError(self._sentence(what, waited_s, "; ".join(found) or network))
 
     def _signs_twice(self) -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]] | None:
         """The last sign of life of every other process, now and after two of the intervals; None if the store does not
-        answer."""
+        answer. On a busy machine a sign may be late: while several processes are silent, they get more time."""
         others = [rank for rank in range(self.size) if rank != self.rank]
 
         def read() -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]]:
             before = {rank: self._sign(rank) for rank in others}
             time.sleep(2 * EVERY_S)
-            return before, {rank: self._sign(rank) for rank in others}
+            after, deadline = {rank: self._sign(rank) for rank in others}, time.monotonic() + PATIENCE_S
+            while len(_silent(before, after)) > 1 and time.monotonic() < deadline:
+                time.sleep(EVERY_S / 4)
+                after = {rank: self._sign(rank) for rank in others}
+            return before, after
 
         # The first process holds the store, unless torchrun does.
-        return in_time(read, None, 2 * EVERY_S + PATIENCE_S)
+        return in_time(read, None, 2 * EVERY_S + 2 * PATIENCE_S)
 
     def _sentence(self, what: str, waited_s: float, found: str) -> str:
         return (
@@ -216,6 +219,17 @@ class Pulse(threading.Thread):
             return {}
         sign: dict[str, object] = json.loads(store.get(str(rank)))
         return sign
+
+
+def _silent(before: Mapping[int, Mapping[str, object]], after: Mapping[int, Mapping[str, object]]) -> list[int]:
+    """The processes that gave no sign of life between two looks."""
+    return [rank for rank in after if after[rank].get("number") == before[rank].get("number")]
+
+
+def _name(rank: int, signs: Mapping[int, Mapping[str, object]]) -> str:
+    """`process 1 (last seen at ppo step 12)`. Its last sign of life may be two seconds older than its end."""
+    sign = signs.get(rank)
+    return f"process {rank} (last seen at {sign['step']})" if sign else f"process {rank}"
 
 
 class _Arrival(threading.Thread):

@@ -57,8 +57,8 @@ class StageRun:
     ):
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
-        self.world = distributed.start(config.device, config.distributed.timeout_s)
         distributed.at_step(f"{stage} start")
+        self.world = distributed.start(config.device, config.distributed.timeout_s)
         distributed.name_checkpoint(partial(checkpoint_files.last_step_in_words, config.artifacts, stage))
         self.world.of_main(lambda: check(config))  # nothing is written yet
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models

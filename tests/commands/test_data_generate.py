@@ -26,6 +26,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output_files, writer
 from rlhf_cli.commands.data_generate import generate
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
+from rlhf_cli.commands.output_files import Output
 from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
@@ -35,6 +36,7 @@ from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.rollout.local_writer import LocalWriter
 from rlhf_cli.rollout.requests import Drawing, Written
+from support.crash import wait_for
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote
@@ -389,19 +391,27 @@ def test_a_killed_process_resumes(make_model: Any, prompts: Path, tmp_path: Path
     writer = local(make_model("llama"), batch_size=2)
     run(prompts, "samples", tmp_path / "whole.jsonl", writer)
     expected = contents(tmp_path / "whole.jsonl")
-    out = tmp_path / "killed" / "out.jsonl"
-    for at_least in (1, 7, 15):
+    out, write_line = tmp_path / "killed" / "out.jsonl", Output._line
+
+    def num_rows() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    for enough in (1, 7, 15):
+
+        def line_or_halt(self: Output, which: int, values: dict[str, Any], enough: int = enough) -> None:
+            if num_rows() >= enough:
+                time.sleep(600)
+            write_line(self, which, values)
+
         child = os.fork()
         if child == 0:  # pragma: no cover
+            Output._line = line_or_halt  # type: ignore[method-assign]
             run(prompts, "samples", out, writer)
             os._exit(0)
-        deadline = time.monotonic() + 120
-        while not out.exists() or out.read_bytes().count(b"\n") < at_least:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda enough=enough: num_rows() >= enough)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert at_least <= out.read_bytes().count(b"\n") < 21
+        assert num_rows() == enough
     run(prompts, "samples", out, writer)
     assert contents(out) == expected
 

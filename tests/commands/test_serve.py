@@ -303,9 +303,9 @@ def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
             (b"GET", b""),
             (b"", b""),
         ):
+            started = time.monotonic()
             with socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) as connection:
                 connection.sendall(data)
-                started = time.monotonic()
                 assert connection.recv(65536).startswith(answer) if answer else connection.recv(65536) == b""
                 assert time.monotonic() - started > 0.9
             assert ask(at.port, QUERY)[0] == 200
@@ -314,7 +314,7 @@ def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
 def test_slow_clients_do_not_block_others(reward_model, monkeypatch):
     """Bodies and heads that never stop to arrive, a byte at a time."""
     monkeypatch.setattr(serve, "IDLE_S", 1)
-    monkeypatch.setattr(serve, "BODY_S", 0.5)
+    monkeypatch.setattr(serve, "BODY_S", 2)
     monkeypatch.setattr(serve, "MAX_WAITING", 2)
     with serving(reward_model) as at:
         heads = [b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10000\r\n\r\n"] * 2 + [b"GET / HTTP/1.1\r\nX: "]
@@ -420,6 +420,14 @@ def test_connections_queue_until_they_are_accepted(reward_model):
     for connection in connections:
         connection.close()
     server.listener.close()
+
+
+def refuses_connections(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=GUARD_S).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def until(condition):
@@ -602,7 +610,7 @@ def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make
             calls.append(1)
             if len(calls) == 2:
                 at.server.stop()
-                time.sleep(0.5)  # it no longer accepts connections, and answers this request
+                until(lambda: refuses_connections(port))  # it still answers this request
             return score(samples)
 
         at.server.source.score = mortal

@@ -292,9 +292,19 @@ def test_waits_double_and_respect_retry_after(monkeypatch: pytest.MonkeyPatch) -
     assert server.times[1] - started >= 1.0
 
 
-def test_retry_after_pauses_all_requests() -> None:
+def test_retry_after_pauses_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beside the first one are answered when the client knows of the pause."""
+    is_known, refusal = threading.Event(), JSONClient._refusal
+
+    def noted(self: JSONClient, *given: Any) -> Exception:
+        problem = refusal(self, *given)
+        is_known.set()
+        return problem
+
+    monkeypatch.setattr(JSONClient, "_refusal", noted)
+
     def busy(call: Call) -> Reply:
-        time.sleep(0.0 if call.number == 0 else 0.1)
+        assert call.number == 0 or is_known.wait(120)
         return (429, {"Retry-After": "1"}, b"") if call.number == 0 else (200, {}, completion("x"))
 
     with ChatServer(busy) as server:

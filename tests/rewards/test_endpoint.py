@@ -18,9 +18,11 @@ from rlhf_cli import http_client
 from rlhf_cli.cli import app
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.errors import ConfigError, DataError, RewardError
+from rlhf_cli.http_client import JSONClient
+from rlhf_cli.rewards import endpoint
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
 from rlhf_cli.training.checkpoint_files import last_step
-from rlhf_cli.training.signals import StopRequests
+from rlhf_cli.training.signals import StopRequests, stop_requested
 from support.rewards import CPU, asks, batch, lengths, source_of
 
 # ------------------------------------------------------------------------------------------ endpoints
@@ -76,8 +78,10 @@ def test_any_text_arrives_unchanged(scripted):
     assert [q.removeprefix(p) for q, p in zip(*map(server.requests[0].get, ("query", "prompts")), strict=True)] == texts
 
 
-def test_429_and_then_200(scripted):
+def test_429_and_then_200(scripted, monkeypatch):
     """Retry-After sets the wait; without it the waits double."""
+    waits, pause = [], JSONClient._pause
+    monkeypatch.setattr(JSONClient, "_pause", lambda self, *given: waits.append(given[0]) or pause(self, *given))
 
     def play(number, body):
         return (429, {"Retry-After": "1"} if number == 0 else {}, "slow down") if number < 3 else lengths(number, body)
@@ -85,9 +89,8 @@ def test_429_and_then_200(scripted):
     server = scripted(play)
     assert asks(server, retries=3, backoff_s=0.1).score(batch(["a"])).tolist() == [4.0]
     gaps = [b - a for a, b in itertools.pairwise(server.times)]
-    assert 1.0 <= gaps[0] < 1.7
-    assert 0.2 <= gaps[1] < 0.4
-    assert 0.4 <= gaps[2] < 0.8
+    assert waits == [0.0, 0.1, 0.2, 0.4]
+    assert all(gap >= wait for gap, wait in zip(gaps, [1.0, 0.2, 0.4], strict=True))
 
 
 FAULTS = {
@@ -289,14 +292,20 @@ def test_other_queries_are_sent(scripted, query):
     assert server.paths == [f"/get_reward{query}"]
 
 
-def test_a_pause_is_printed_once_and_a_signal_ends_it(scripted, capsys):
+def test_a_pause_is_printed_once_and_a_signal_ends_it(scripted, capsys, monkeypatch):
     """The server asks for ten minutes. `on_error: zero` must not turn an interrupted wait into a score."""
+    looks = itertools.count()
+
+    def stop_at_the_ninth_look():
+        if next(looks) == 8:  # each of the four requests has looked at least once, unless an answer is very late
+            os.kill(os.getpid(), signal.SIGTERM)
+        return stop_requested()
+
+    monkeypatch.setattr(endpoint, "stop_requested", stop_at_the_ninth_look)
     requests, server = StopRequests(), scripted(lambda *_: (429, {"Retry-After": "600"}, b""))
     source = asks(server, batch_size=1, concurrency=4, on_error="zero")
-    stop = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     requests.install()
     try:
-        stop.start()
         with pytest.raises(RewardError, match=r"answered 429: ''; stopped in a pause of \d+ s"):
             source.score(batch(["x"] * 4))
     finally:

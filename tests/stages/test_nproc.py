@@ -18,12 +18,16 @@ from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.processes import run_processes
 from support.compare import same_weights
+from support.crash import wait_for
 from support.paths import ROOT
+from support.runs import dies_once
 from support.tiny import read_jsonl
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 RLHF = (sys.executable, "-m", "rlhf_cli")
+GUARD_S = 300
+"""A wait that takes longer than this hangs."""
 
 
 def pids_of(root: Path) -> dict[int, int]:
@@ -42,26 +46,21 @@ def pids_of(root: Path) -> dict[int, int]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def begin(write_config, make_model, tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """A function that starts a long SFT run by a command, and returns when both processes train."""
     started = []
 
-    def start(*command: str, shard: bool = False, minibatch_size: int = 4) -> subprocess.Popen[str]:
+    def start(
+        *command: str, shard: bool = False, minibatch_size: int = 4, timeout_s: float = 60
+    ) -> subprocess.Popen[str]:
         config = write_config(
             "sft",
             tmp_path,
             model={"path": str(make_model("llama"))},
             training={"num_steps": 100_000, "minibatch_size": minibatch_size},
             checkpoints={"every_minutes": None},
-            distributed={"timeout_s": 5, "shard": shard},
+            distributed={"timeout_s": timeout_s, "shard": shard},
         )
         process = subprocess.Popen(
             [word.format(config=config) for word in command],
@@ -73,7 +72,7 @@ def begin(write_config, make_model, tmp_path) -> Iterator[Callable[..., subproce
         )
         started.append(process)
         metrics = tmp_path / ".sft.partial/metrics.jsonl"
-        wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 2000))
+        wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 2000))
         assert process.poll() is None, process.communicate()[1]
         return process
 
@@ -118,14 +117,14 @@ RANKS = pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, False), (0, 
 
 @pytest.mark.parametrize(("rank", "shard"), [(0, False), (1, True)])
 def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank, shard):
-    process = begin(*WITH_NPROC, shard=shard)
+    process = begin(*WITH_NPROC, shard=shard, timeout_s=5)
     os.kill(pids_of(tmp_path)[rank], signal.SIGSTOP)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=GUARD_S)
     assert process.returncode == 1
     waited = rf"error: sft step \d+: process {1 - rank} waited 5 s for [\w ]+ of all 2 processes: "
     # The first process holds the store, so the other cannot read its step. A sign of life is up to two seconds old.
-    at = r" \(sft (start|step \d+)\)" if rank else ""
-    silent = rf"process {rank} gives no sign of life{at}\. The run ends\. There is no earlier checkpoint\. "
+    at = r" \(last seen at sft (start|step \d+)\)" if rank else ""
+    silent = rf"process {rank}{at} gives no sign of life\. The run ends\. There is no earlier checkpoint\. "
     assert re.match(waited + silent, error), error
     assert "distributed.timeout_s" in error
     assert len(error.splitlines()) == 1, error
@@ -136,7 +135,7 @@ def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank, 
 def test_a_process_that_is_killed_is_named_at_once(begin, tmp_path, rank, shard):
     process = begin(*WITH_NPROC, shard=shard)
     os.kill(pids_of(tmp_path)[rank], signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=GUARD_S)
     assert process.returncode == 1
     killed = (
         rf"error: sft step \d+: process {rank} of 2 was ended by SIGKILL while process {1 - rank} waited for [\w ]+\. "
@@ -149,7 +148,7 @@ def test_a_process_that_is_killed_is_named_at_once(begin, tmp_path, rank, shard)
 def test_a_signal_saves_the_run_and_says_how_to_resume_it(begin, tmp_path):
     process = begin(*WITH_NPROC)
     process.send_signal(signal.SIGUSR1)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=GUARD_S)
     assert process.returncode == 143
     assert "SIGUSR1: stopped after step" in error
     assert f"sft --config {tmp_path}/sft.yaml --nproc 2" in " ".join(error.split())
@@ -160,7 +159,7 @@ def test_a_signal_saves_the_run_and_says_how_to_resume_it(begin, tmp_path):
 def test_a_sharded_run_that_was_stopped_resumes_whole_on_one_process(begin, tmp_path):
     process = begin(*WITH_NPROC, shard=True)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=GUARD_S) == 143
     step = checkpoint_files.last_step(str(tmp_path), "sft")
     assert len(list(tmp_path.glob(".sft.checkpoints/step-*/state-*.safetensors"))) == 2
     more = ("--set", f"training.num_steps={step + 2}", "--set", "distributed.shard=false")
@@ -176,7 +175,7 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
     """Neither signal reaches them: the first ends `torchrun` alone, and nothing can catch the second."""
     process = begin(*WITH_TORCHRUN)
     os.kill(process.pid, getattr(signal, name))
-    wait_until(lambda: not pids_of(tmp_path), 60)
+    wait_for(lambda: not pids_of(tmp_path), every=0.1)
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
     rows = [json.loads(line) for line in (tmp_path / ".sft.partial/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] >= 1
@@ -184,26 +183,22 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_go_on_from_the_last_checkpoint(write_config, make_model, run_stage, tmp_path, rank):
-    """A worker is killed after a checkpoint. The weights are those of a run without interruption."""
+    """A worker is killed when a checkpoint is there. The weights are those of a run without interruption."""
     changes = {
         "model": {"path": str(make_model("llama"))},
-        "training": {"num_steps": 60},
+        "training": {"num_steps": 30},
         "optimizer": {"eps": 1e-3},
         "checkpoints": {"every_steps": 5},
     }
     run_stage("sft", tmp_path / "one", **changes)
     config = write_config("sft", tmp_path / "two", **changes)
     command = [*WITH_TORCHRUN[:3], "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["-m", "stages.sft", "--config", str(config)]
+    command += [dies_once(tmp_path / "dies.py", tmp_path / "two/.sft.checkpoints", RANK=rank), "--config", str(config)]
     process = subprocess.Popen(
         command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    checkpoints = tmp_path / "two/.sft.checkpoints"
-    wait_until(lambda: process.poll() is not None or list(checkpoints.glob("step-*")))
-    killed = pids_of(tmp_path)[rank]
-    os.kill(killed, signal.SIGKILL)
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=GUARD_S)
     finally:
         process.kill()
         for pid in pids_of(tmp_path).values():
@@ -227,16 +222,16 @@ def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank, shard)
         rows = [row for row in rows if "time/waited_s" in row]
         return sum(row["time/waited_s"] * (1 if row["speed/slowest_process"] == rank else -1) for row in rows)
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + GUARD_S
     while seconds_waited_for_it() < 4:
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, path.read_text()
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.6)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=GUARD_S)
     assert process.returncode == 143
 
 

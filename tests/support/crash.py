@@ -185,7 +185,7 @@ class Attempt:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 600) -> int:
         """Wait for the end; return the exit code, or minus the number of the signal that killed it."""
         self._process.join(seconds)
         if self._process.exitcode is None:
@@ -231,13 +231,13 @@ def server() -> Any:
     return context
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    """Wait until the condition is true; raise TimeoutError after `seconds`."""
+def wait_for(condition: Callable[[], object], seconds: float = 300, every: float = 0.005) -> None:
+    """Wait until the condition is true, looking each `every` seconds; raise TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 # -------------------------------------------------------------------------------------- the outcome

@@ -53,7 +53,7 @@ class Forked:
         self._process.kill()
         self._process.join()
 
-    def wait(self, seconds: float = 120) -> tuple[int, str]:
+    def wait(self, seconds: float = 600) -> tuple[int, str]:
         """Wait for the end; return the exit code and the output."""
         self._process.join(seconds)
         if self._process.exitcode is None:

@@ -25,7 +25,7 @@ def run_processes(count, stage, config):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -52,6 +52,35 @@ def start_forked(environments, code, *arguments, log):
         Forked(code, *arguments, folder=ROOT, log=Path(f"{log}.log{rank}"), environment=environment)
         for rank, environment in enumerate(environments)
     ]
+
+
+DIES_ONCE = """
+from rlhf_cli.environment import set_up_process
+set_up_process()  # as python -m stages.sft does
+import os, signal
+from pathlib import Path
+from rlhf_cli.training import launch
+from stages import sft
+accumulate, has_died = sft._accumulate, Path({has_died!r})
+def dies(*given, **more):
+    chosen = all(os.environ[name] == value for name, value in {chosen!r}.items())
+    if chosen and not has_died.exists() and list(Path({checkpoints!r}).glob("step-*")):
+        has_died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return accumulate(*given, **more)
+sft._accumulate = dies
+launch.main("sft", sft.run)
+"""
+
+
+def dies_once(script, checkpoints, **chosen):
+    """Write a script that runs SFT; returns its path. The process with the `chosen` environment variables kills itself,
+    once, in the first step that begins after a checkpoint is there: two checkpoints before the end is enough, since
+    one is complete when the next one is saved."""
+    values = {name: str(value) for name, value in chosen.items()}
+    names = {"has_died": f"{script}.has_died", "checkpoints": str(checkpoints), "chosen": values}
+    script.write_text(DIES_ONCE.format(**names), encoding="utf-8")
+    return str(script)
 
 
 def variables(count, per_node=None):

@@ -15,6 +15,7 @@ import pytest
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.training.processes import LOST
+from support.crash import wait_for
 from support.forked import Forked
 from support.runs import slurm_variables, start_forked, variables
 
@@ -22,8 +23,8 @@ PROGRAM = """
 import os, sys, time, torch
 from rlhf_cli.errors import RunError
 from rlhf_cli.training import distributed, ending, launch, pulse
-pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.1, 0.5, 0.5
-world = distributed.start("cpu", 1.0)
+pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.1, {patience_s}, 0.5
+world = distributed.start("cpu", {timeout_s})
 def program():
 {body}
 code = launch.exit_code(program)
@@ -32,23 +33,17 @@ sys.exit(code)
 """
 
 
-PATIENT_START = """
-connect, wait_until_ready = distributed.connect, ending.Ending.wait_until_ready
-distributed.connect = lambda timeout_s: connect(60.0)
-ending.Ending.wait_until_ready = lambda self, timeout_s: wait_until_ready(self, 60.0)
-"""
-"""Beside other tests a process may start seconds after another."""
-
-
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[[str, int], list[Forked]]]:
-    """A function that runs the body of a program in several processes with a `world`, whose timeout is a second."""
+def start(tmp_path) -> Iterator[Callable[..., list[Forked]]]:
+    """A function that runs the body of a program in several processes with a `world`.
+
+    `timeout_s` is that of the world. The store may take `patience_s` to answer.
+    """
     started: list[Forked] = []
 
-    def processes(body: str, count: int) -> list[Forked]:
-        code = PROGRAM.replace("world =", f"{PATIENT_START}world =").format(
-            body=textwrap.indent(textwrap.dedent(body), "    ")
-        )
+    def processes(body: str, count: int, *, timeout_s: float = 120.0, patience_s: float = 20.0) -> list[Forked]:
+        body = textwrap.indent(textwrap.dedent(body), "    ")
+        code = PROGRAM.format(body=body, timeout_s=timeout_s, patience_s=patience_s)
         started.extend(start_forked(variables(count), code, log=tmp_path / "body"))
         return started
 
@@ -65,7 +60,7 @@ def test_the_others_wait_for_longer_than_the_timeout_while_the_first_process_wor
         return "result"
     print(world.rank, world.of_main(work), world.gather(world.rank))
     """
-    for rank, process in enumerate(start(body, 3)):
+    for rank, process in enumerate(start(body, 3, timeout_s=1.0)):
         assert process.wait() == (0, f"{rank} result [0, 1, 2]\n")
 
 
@@ -76,33 +71,35 @@ def test_a_process_that_hangs_while_the_others_wait_is_named(start, rank, tmp_pa
     body = f"""
     open(f"{tmp_path}/ready{{world.rank}}", "w")
     if world.rank == {rank}:
-        time.sleep(60)
+        time.sleep(600)
     world.barrier("the model to be saved")
     """
-    processes = start(body, 2)
-    while not all(Path(f"{tmp_path}/ready{i}").exists() for i in range(2)):
-        time.sleep(0.02)
+    processes = start(body, 2, timeout_s=3.0, patience_s=1.0)
+    wait_for(lambda: all(Path(f"{tmp_path}/ready{i}").exists() for i in range(2)))
     os.kill(processes[rank].pid, signal.SIGSTOP)
     code, output = processes[1 - rank].wait()
     assert code == 1
     assert f"process {1 - rank} waited" in output
-    assert f"s for the model to be saved of all 2 processes: process {rank} gives no sign of life" in output
+    # The first process holds the store, so the other cannot read its step.
+    silent = f"process {rank}{' (last seen at start)' if rank else ''} gives no sign of life"
+    assert f"s for the model to be saved of all 2 processes: {silent}" in output
 
 
 @pytest.mark.slow
 def test_a_process_that_stops_for_less_than_the_timeout_is_waited_for(start, tmp_path):
+    """The other one looks for signs of life every two seconds, and finds none meanwhile."""
     body = f"""
     open(f"{tmp_path}/ready{{world.rank}}", "w")
-    if world.is_main:
-        time.sleep(1.5)
+    while world.is_main and not os.path.exists("{tmp_path}/continue"):
+        time.sleep(0.02)
     world.barrier()
     """
-    processes = start(body, 2)
-    while not all(Path(f"{tmp_path}/ready{i}").exists() for i in range(2)):
-        time.sleep(0.02)
+    processes = start(body, 2, timeout_s=8.0, patience_s=0.5)
+    wait_for(lambda: all(Path(f"{tmp_path}/ready{i}").exists() for i in range(2)))
     os.kill(processes[0].pid, signal.SIGSTOP)
-    time.sleep(0.7)
+    time.sleep(3)
     os.kill(processes[0].pid, signal.SIGCONT)
+    (tmp_path / "continue").touch()
     assert [process.wait() for process in processes] == [(0, ""), (0, "")]
 
 
@@ -112,15 +109,14 @@ def test_a_process_that_is_told_to_stop_does_not_wait_the_whole_timeout_for_one_
     body = """
     from rlhf_cli.training.signals import StopRequests
     StopRequests().install()
-    distributed._pulse.timeout_s = 60.0
     world.barrier()
     os.kill(os.getpid(), 9 if world.rank == 1 else 15)
     world.barrier("the rewards")
     """
-    code, output = start(body, 2)[0].wait()
+    code, output = start(body, 2, timeout_s=600.0)[0].wait(300)
     assert code == 1
-    waited = r"error: start: process 0 waited \d s for the rewards of all 2 processes: process 1 gives no sign of life"
-    assert re.match(waited, output), output
+    waited = r"error: start: process 0 waited \d+ s for the rewards of all 2 processes: "
+    assert re.match(waited + r"process 1 \(last seen at start\) gives no sign of life", output), output
     assert len(output.splitlines()) == 1, output
 
 
@@ -160,9 +156,9 @@ def test_a_process_that_is_killed_is_named_once_where_no_command_of_ours_started
     ended = [process.wait() for process in start(body, 3)]
     assert ended.pop(rank) == (-9, "")
     (line,) = "".join(output for _, output in ended).splitlines()
-    waited = (
-        rf"error: ppo step 7: process \d waited for the figures of all 3 processes, but process {rank} \(.*\) ended"
-    )
+    # The first process holds the store, so the others cannot read its step.
+    ended_process = rf"process {rank}" + (r" \(last seen at (start|ppo step 7)\)" if rank else "")
+    waited = rf"error: ppo step 7: process \d waited for the figures of all 3 processes, but {ended_process} ended"
     assert re.match(waited, line), line
     assert line.endswith("The run ends. The checkpoint of step 5 is intact."), line
     assert all(code in (1, LOST) for code, _ in ended)
@@ -219,7 +215,7 @@ def test_a_mistake_that_one_process_alone_has_is_printed_and_ends_all(rank, writ
 
 def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):
     code = PROGRAM.replace("world = distributed", "program = lambda: distributed").partition("def program")[0]
-    code += "sys.exit(launch.exit_code(program))"
+    code = code.format(timeout_s=1.0, patience_s=0.5) + "distributed.START_S = 0.0\nsys.exit(launch.exit_code(program))"
     ((exit_code, output),) = [
         process.wait() for process in start_forked(variables(2)[:1], code, log=tmp_path / "alone")
     ]

@@ -11,17 +11,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_cli.training.processes import FAILURES, LOST, run_processes
+from support.crash import wait_for
 from support.paths import ROOT
 
 
-def run(body: str, count: int = 2, grace_s: float = 0.2, **more: Any) -> int:
+def run(body: str, count: int = 2, grace_s: float = 120, **more: Any) -> int:
     """Run a program in `count` processes; `rank` is a variable of it."""
     program = "import json, os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body)
     return run_processes([sys.executable, "-S", "-c", program], count, "rlhf sft again", grace_s=grace_s, **more)
@@ -37,7 +37,7 @@ def test_each_process_knows_its_rank_and_how_to_find_the_others(tmp_path):
 
 
 def test_the_process_that_fails_first_is_named_in_one_line_and_the_others_are_ended(capfd):
-    code = run("if rank == 1: sys.exit(print('error: no room', file=sys.stderr) or 2)\ntime.sleep(60)")
+    code = run("if rank == 1: sys.exit(print('error: no room', file=sys.stderr) or 2)\ntime.sleep(600)", grace_s=0.2)
     assert code == 2
     assert capfd.readouterr().err == "error: no room (process 1 of 2)\n"
 
@@ -73,7 +73,7 @@ def test_the_line_about_a_killed_process_has_the_step_and_wait_of_another_and_th
     open(path, "a").write(json.dumps({{"step": "ppo step 4", "rank": 0, "what": "the scores"}}) + "\\n")
     sys.exit({LOST})
     """
-    assert run(body, grace_s=60, checkpoint_in_words=lambda: "The checkpoint of step 3 is intact.") == 1
+    assert run(body, checkpoint_in_words=lambda: "The checkpoint of step 3 is intact.") == 1
     error = capfd.readouterr().err
     assert error.startswith(
         "error: ppo step 4: process 1 of 2 was ended by SIGKILL while process 0 waited for the scores. The system kills"
@@ -84,13 +84,16 @@ def test_the_line_about_a_killed_process_has_the_step_and_wait_of_another_and_th
 
 def test_a_process_that_hangs_is_killed_after_the_grace(tmp_path):
     body = f"""
-    open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))
-    if rank == 1:
-        sys.exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(60)
+    if rank == 1:
+        while not os.path.exists('{tmp_path}/0'):
+            time.sleep(0.01)
+        sys.exit(1)
+    open('{tmp_path}/writing', 'w').write(str(os.getpid()))
+    os.rename('{tmp_path}/writing', '{tmp_path}/0')
+    time.sleep(600)
     """
-    assert run(body) == 1
+    assert run(body, grace_s=0.2) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)
 
@@ -98,13 +101,16 @@ def test_a_process_that_hangs_is_killed_after_the_grace(tmp_path):
 SAVES = """
 import os, signal, sys, time
 def stop(number, frame):
-    time.sleep(0.3 * (1 - int(os.environ["RANK"])))  # the first process saves after the other has ended
+    for _ in range(6000):
+        if os.environ["RANK"] == "0" and not os.path.exists(os.environ["OUT"] + "1"):
+            time.sleep(0.01)  # the first process saves after the other has
+    time.sleep(0.3 * (1 - int(os.environ["RANK"])))
     open(os.environ["OUT"] + os.environ["RANK"], "w").write(str(number))
     sys.exit(143)
 for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
     signal.signal(getattr(signal, name), stop)
 open(os.environ["OUT"] + "ready" + os.environ["RANK"], "w")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -117,11 +123,9 @@ def test_a_signal_reaches_every_process_and_leaves_it_time_to_save(name, tmp_pat
     )
     environment = {**os.environ, "OUT": out, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", parent], env=environment, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not all(Path(f"{out}ready{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: all(Path(f"{out}ready{rank}").exists() for rank in range(2)))
     process.send_signal(getattr(signal, name))
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 143
     number = str(int(getattr(signal, name)))
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [number, number]

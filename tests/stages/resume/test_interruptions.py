@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,16 +121,23 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, undisturbed, tm
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_status_never_takes_the_lock(tmp_path):
-    """A stage that starts while `rlhf status` runs must not be refused."""
+def test_status_never_takes_the_lock(tmp_path, monkeypatch):
+    """A stage that starts while `rlhf status` looks must not be refused. Here it looks until the stage has tried."""
     lock = Lock(tmp_path, "sft")
     lock.acquire()
     lock.release()
     (tmp_path / ".sft.lock").touch()
-    looking = subprocess.Popen(["flock", "--shared", str(tmp_path / ".sft.lock"), "sleep", "0.3"])
-    crash.wait_for(lambda: "READ" in Path("/proc/locks").read_text())
-    lock.acquire()
-    assert looking.wait() == 0
+    with (tmp_path / ".sft.lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        pauses = []
+
+        def stops_looking(seconds):
+            pauses.append(seconds)
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr("rlhf_cli.training.lock.time", SimpleNamespace(**vars(time) | {"sleep": stops_looking}))
+        lock.acquire()
+    assert len(pauses) == 1
     lock.release()
 
 

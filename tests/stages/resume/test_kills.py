@@ -139,16 +139,34 @@ def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, 
 # ------------------------------------------------------------------------ another number of processes
 
 
+SEEN = """
+import time
+from pathlib import Path
+
+from rlhf_cli.training.signals import stop_requested
+
+METRICS = Path("{root}/.ppo.partial/metrics.jsonl")
+
+def is_third():
+    return METRICS.is_file() and METRICS.read_text().count(chr(10)) >= 2
+
+def seen(prompts, responses, rows):
+    while Path("{to_be_stopped}").exists() and is_third() and not stop_requested():
+        time.sleep(0.01)
+    return [2.0 ** row["number"] for row in rows]
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_with", [2, 1])
 def test_resume_with_another_number_of_processes(begins_with, config_in, at_step, tmp_path):
     """Each prompt is used once per epoch, and the weights equal those of one process up to rounding.
 
-    A reward of weight 0 records the prompts: it returns two to the power of the prompt's number. On rounding, see
-    `eps` in tests/stages/test_stages.py.
+    A reward of weight 0 records the prompts: it returns two to the power of the prompt's number. In the run that is
+    stopped it waits for the signal in the third iteration. On rounding, see `eps` in tests/stages/test_stages.py.
     """
-    judge = tmp_path / "judge.py"
-    judge.write_text("def seen(prompts, responses, rows):\n    return [2.0 ** row['number'] for row in rows]\n")
+    judge, to_be_stopped = tmp_path / "judge.py", tmp_path / "to_be_stopped"
+    judge.write_text(SEEN.format(root=tmp_path / "changed", to_be_stopped=to_be_stopped))
     changes = merged(PPO_CARRIES, {"ppo": {"num_iterations": 9}, "optimizer": {"eps": 1e-3}})
 
     def config(name: str) -> list[str]:
@@ -168,9 +186,9 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
             )
             rows = Path(arguments[2]).parent / ".ppo.partial/metrics.jsonl"
             if stop:
-                wait_for(lambda: rows.is_file() and rows.read_text().count("\n") >= 2)
+                wait_for(lambda: process.poll() is not None or (rows.is_file() and rows.read_text().count("\n") >= 2))
                 process.send_signal(signal.SIGTERM)
-            code = process.wait(120)
+            code = process.wait(600)
         assert (code != 0) is stop, log.read_text()[-3000:]
         if stop:
             assert (
@@ -180,10 +198,12 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
     succeed(config("undisturbed"))
     arguments = config("changed")
     if begins_with == 2:
+        to_be_stopped.touch()
         run_on_two(arguments, stop=True)
+        to_be_stopped.unlink()
         [newest] = checkpoints(tmp_path / "changed", "ppo")
-        assert 2 <= checkpoint_files.step_of(newest) < 9
-        assert f"resuming after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
+        assert checkpoint_files.step_of(newest) == 3
+        assert "resuming after step 3" in succeed(arguments)
     else:
         at_step(4, ask_to_stop)
         assert rlhf(arguments).exit_code == 143
