@@ -6,6 +6,7 @@ sends one request with a short time limit. If it fails, the process uses the loc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -73,22 +74,21 @@ def _set_offline() -> bool:
 @cache
 def _reachable() -> bool:
     """Whether the hub answers one request, with whatever status. Name resolution counts towards the time limit."""
-    answered = threading.Event()
-    thread = threading.Thread(target=_ask, args=(answered,), daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_S)
-    return answered.is_set()
-
-
-def _ask(answered: threading.Event) -> None:
+    # Imported here: on a busy machine that takes seconds, which do not count.
     import httpx2
     from huggingface_hub import constants, get_session
 
-    try:
-        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S - 1)
-    except (httpx2.HTTPError, OSError, ValueError):
-        return
-    answered.set()
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(httpx2.HTTPError, OSError, ValueError):
+            get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S - 1)
+            answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    return answered.is_set()
 
 
 def _is_cached(path: str, revision: str | None) -> bool:

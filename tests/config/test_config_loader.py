@@ -751,16 +751,19 @@ def test_fuzz(tmp_path):
 
 def test_the_import_is_cheap():
     program = (
-        "import sys, time; start = time.process_time(); import rlhf_cli.config.loader; "
-        "print(time.process_time() - start, *{'torch', 'transformers', 'numpy', 'datasets'} & {*sys.modules})"
+        "import sys, time; start = time.process_time(); from pydantic import BaseModel; import yaml; "
+        "libraries = time.process_time() - start; import rlhf_cli.config.loader; "
+        "print((time.process_time() - start) / libraries, "
+        "*{'torch', 'transformers', 'numpy', 'datasets'} & {*sys.modules})"
     )
     root = Path(loader.__file__).parents[2]
 
     def measure() -> float:
         done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-        seconds, *heavy = done.stdout.split()
+        ratio, *heavy = done.stdout.split()
         assert not heavy
-        return float(seconds)
+        return float(ratio)
 
-    # Processor seconds and the best of five runs, because other processes use the CPU and its caches.
-    assert min(measure() for _ in range(5)) < 0.3
+    # Processor time against that of pydantic and PyYAML, on any machine, and the best of five runs, because other
+    # processes use the CPU and its caches.
+    assert min(measure() for _ in range(5)) < 5

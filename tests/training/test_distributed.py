@@ -24,6 +24,7 @@ import os, sys, time, torch
 from rlhf_cli.errors import RunError
 from rlhf_cli.training import distributed, ending, launch, pulse
 pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.1, {patience_s}, 0.5
+distributed.at_step("sft start")
 world = distributed.start("cpu", {timeout_s})
 def program():
 {body}
@@ -81,7 +82,7 @@ def test_a_process_that_hangs_while_the_others_wait_is_named(start, rank, tmp_pa
     assert code == 1
     assert f"process {1 - rank} waited" in output
     # The first process holds the store, so the other cannot read its step.
-    silent = f"process {rank}{' (last seen at start)' if rank else ''} gives no sign of life"
+    silent = f"process {rank}{' (last seen at sft start)' if rank else ''} gives no sign of life"
     assert f"s for the model to be saved of all 2 processes: {silent}" in output
 
 
@@ -115,8 +116,8 @@ def test_a_process_that_is_told_to_stop_does_not_wait_the_whole_timeout_for_one_
     """
     code, output = start(body, 2, timeout_s=600.0)[0].wait(300)
     assert code == 1
-    waited = r"error: start: process 0 waited \d+ s for the rewards of all 2 processes: "
-    assert re.match(waited + r"process 1 \(last seen at start\) gives no sign of life", output), output
+    waited = r"error: sft start: process 0 waited \d+ s for the rewards of all 2 processes: "
+    assert re.match(waited + r"process 1 \(last seen at sft start\) gives no sign of life", output), output
     assert len(output.splitlines()) == 1, output
 
 
@@ -157,7 +158,7 @@ def test_a_process_that_is_killed_is_named_once_where_no_command_of_ours_started
     assert ended.pop(rank) == (-9, "")
     (line,) = "".join(output for _, output in ended).splitlines()
     # The first process holds the store, so the others cannot read its step.
-    ended_process = rf"process {rank}" + (r" \(last seen at (start|ppo step 7)\)" if rank else "")
+    ended_process = rf"process {rank}" + (r" \(last seen at (sft start|ppo step 7)\)" if rank else "")
     waited = rf"error: ppo step 7: process \d waited for the figures of all 3 processes, but {ended_process} ended"
     assert re.match(waited, line), line
     assert line.endswith("The run ends. The checkpoint of step 5 is intact."), line
