@@ -163,7 +163,8 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
     """Each prompt is used once per epoch, and the weights equal those of one process up to rounding.
 
     A reward of weight 0 records the prompts: it returns two to the power of the prompt's number. In the run that is
-    stopped it waits for the signal in the third iteration, if it begins one. On rounding, see `eps` in tests/stages/test_stages.py.
+    stopped it waits for the signal in the third iteration, if there is one. On rounding, see `eps` in
+    tests/stages/test_stages.py.
     """
     judge, to_be_stopped = tmp_path / "judge.py", tmp_path / "to_be_stopped"
     judge.write_text(SEEN.format(root=tmp_path / "changed", to_be_stopped=to_be_stopped))
