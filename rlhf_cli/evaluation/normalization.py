@@ -9,6 +9,7 @@ The samples are drawn before the reward model is loaded, so that no two models a
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -101,6 +102,7 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples |
     samples = stage.world.of_main(lambda: _kept(stage))
     if samples is None:
         samples = _draw(path, _prompts(items, config), config, stage)
+        gc.collect()  # the parts of a divided model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
         if stage.world.is_main:
