@@ -47,6 +47,8 @@ class Trackers:
 
     def start(self) -> None:
         """Start to follow the files. Call it after a resumed run has removed the rows that it repeats."""
+        if not self.config.trackers:
+            return
         root = self.config.artifacts
         values, text = self.config.model_dump(mode="json"), dump_config(self.config)
         run = TrackedRun(self.stage, Path(root).resolve().name, Path(root), values, text)

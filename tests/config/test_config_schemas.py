@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,14 @@ def test_shipped_configs_open_with_the_command_that_runs_them(path: Path) -> Non
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_fit_the_json_schema(path: Path) -> None:
     config = load_config(path, CONFIGS[stage_of(path)])
-    schema = config_schema(CONFIGS[stage_of(path)])
+    validator(stage_of(path)).validate(json.loads(config.model_dump_json()))
+
+
+@functools.cache
+def validator(stage: str) -> jsonschema.Draft202012Validator:
+    schema = config_schema(CONFIGS[stage])
     jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(json.loads(config.model_dump_json()), schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 def sections() -> list[type[BaseModel]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -289,6 +290,11 @@ def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[
         parse(found, rest, context)
 
 
+@functools.cache
+def the_command() -> Any:
+    return typer.main.get_command(app)
+
+
 ALL_COMMANDS = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
 
 
@@ -303,7 +309,7 @@ def names_only(words: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
 def test_every_command_parses(words: tuple[str, ...]) -> None:
-    command = typer.main.get_command(app)
+    command = the_command()
     if names_only(words):
         with pytest.raises(typer.exceptions.Exit):
             parse(command, [*words, "--help"])
@@ -313,7 +319,7 @@ def test_every_command_parses(words: tuple[str, ...]) -> None:
 
 def test_a_command_with_an_unknown_option_does_not_parse() -> None:
     with pytest.raises(typer.exceptions.TyperException):
-        parse(typer.main.get_command(app), ["sft", "--config", "sft.yaml", "--epochs", "3"])
+        parse(the_command(), ["sft", "--config", "sft.yaml", "--epochs", "3"])
 
 
 def overrides(words: tuple[str, ...]) -> list[str]:

@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import get_scheduler
 
-from rlhf_cli.config.stage import Optimizer
+from rlhf_cli.config.stage import STAGES, Optimizer
 from rlhf_cli.training.optimizer import build_stepper
 from support.paths import ROOT
 
@@ -30,9 +31,36 @@ HEAVY = (
 )
 
 
+# One process imports torch and transformers for both tests. A fork of it imports every module, and it then runs stages.
 RUN = f"""
-import json, sys
-import gc
+import gc, importlib, json, logging, os, pkgutil, sys
+import torch, transformers
+
+def settings():
+    logs = transformers.utils.logging
+    return {{
+        # torch sets the one of its compiler itself.
+        "environment": {{k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}},
+        "logging": (logs.get_verbosity(), logs.is_progress_bar_enabled(), logging.root.level),
+        "torch": (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_default_dtype()),
+    }}
+
+sys.stdout.flush()
+if os.fork() == 0:
+    before, count = settings(), 0
+    import rlhf_cli, stages
+    for package in (rlhf_cli, stages):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+                count += 1
+    after = settings()
+    changed = {{name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}}
+    print(json.dumps({{"modules": count, "changed": changed}}), flush=True)
+    os._exit(0)
+os.wait()
+torch.set_num_threads(1)
+
 from rlhf_cli.cli import app
 for config in sys.argv[1:]:
     stage = config.rsplit("/")[-1].removesuffix(".yaml")
@@ -44,25 +72,38 @@ for config in sys.argv[1:]:
 """
 
 
-def test_stages_do_not_import_heavy_packages_they_do_not_need(tmp_path: Path, write_config, make_model) -> None:
-    """The runs tokenise rows (the cache is empty), train, and save the model. One process runs them in turn."""
-    llama = str(make_model("llama"))
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, write_config, make_model) -> list[Any]:
+    """What RUN printed: one object of all imports, and a list for each stage.
+
+    The runs tokenise rows (the cache is empty), train, and save the model. One process runs them in turn.
+    """
+    llama, folder = str(make_model("llama")), tmp_path_factory.mktemp("started")
     changes = {
         "sft": {"model": {"path": llama}},
         "rm": {"model": {"path": llama}, "training": {"num_steps": 1, "minibatch_size": 4}},
         "ppo": {"policy": {"path": llama}, "rewards": [{"type": "length", "target": 5}], "ppo": {"num_iterations": 1}},
     }
-    configs = [str(write_config(stage, tmp_path / stage, **changes[stage])) for stage in changes]
+    configs = [str(write_config(stage, folder / stage, **changes[stage])) for stage in changes]
     command = [sys.executable, "-c", RUN, *configs]
-    environment = {"RLHF_CACHE": str(tmp_path / "cache"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment = {"RLHF_CACHE": str(folder / "cache"), "PATH": "", "OMP_NUM_THREADS": "3"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [(stage, code, heavy) for stage, code, heavy, _, _ in lines] == [(stage, 0, []) for stage in changes]
-    for *_, collects, frozen in lines:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
+
+
+def test_stages_do_not_import_heavy_packages_they_do_not_need(started: list[Any]) -> None:
+    stages = started[1:]
+    assert [(stage, code, heavy) for stage, code, heavy, _, _ in stages] == [(stage, 0, []) for stage in STAGES]
+    for *_, collects, frozen in stages:
         # Imported objects are frozen, and the garbage collector runs for later ones.
         assert collects
         assert frozen > 100_000
+
+
+def test_importing_the_package_changes_no_setting_of_the_process(started: list[Any]) -> None:
+    assert started[0]["modules"] > 60
+    assert started[0]["changed"] == {}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -85,40 +126,6 @@ def test_schedules_equal_those_of_transformers(schedule: str, warmup_steps: int)
         stepper.advance()
         theirs.step()
         scheduler.step()
-
-
-EVERY_IMPORT = """
-import importlib, logging, os, pkgutil
-import torch, transformers
-
-def settings():
-    logs = transformers.utils.logging
-    return {
-        # torch sets the one of its compiler itself.
-        "environment": {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")},
-        "logging": (logs.get_verbosity(), logs.is_progress_bar_enabled(), logging.root.level),
-        "torch": (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_default_dtype()),
-    }
-
-before, count = settings(), 0
-import rlhf_cli, stages
-for package in (rlhf_cli, stages):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-            count += 1
-after = settings()
-print(count, {name: (before[name], after[name]) for name in before if before[name] != after[name]})
-"""
-
-
-def test_importing_the_package_changes_no_setting_of_the_process() -> None:
-    command = [sys.executable, "-c", EVERY_IMPORT]
-    environment = {"PATH": "", "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
-    count, _, changed = done.stdout.strip().partition(" ")
-    assert int(count or 0) > 60, done.stderr
-    assert changed == "{}"
 
 
 AT_TORCH = """

@@ -9,6 +9,7 @@ previous one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from stages import ppo, rm, sft
 from support.paths import ROOT, TESTS
 
 IMPORTED = (ppo, rm, sft)
-"""Modules that the fork server has imported for its children."""
+"""Modules that the fork server has for its children."""
 KILLED = -int(signal.SIGKILL)
 
 
@@ -209,10 +210,11 @@ class Attempt:
 
 
 def server() -> Any:
-    """A multiprocessing context whose processes are forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "support.crash"])
-    # The server starts with its own path and one thread in its environment; ours is restored afterwards.
+    """A multiprocessing context whose processes are forked from one that has imported everything.
+
+    Call it before the first test: the server is a fork of this process, with what it has patched by then.
+    """
+    # The server has its own path and one thread in its environment; ours is restored afterwards.
     inside = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
         "OMP_NUM_THREADS": "1",
@@ -220,15 +222,35 @@ def server() -> Any:
     }
     before = {name: os.environ.get(name) for name in inside}
     os.environ.update(inside)
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork_server
     try:
         forkserver.ensure_running()
     finally:
+        util.spawnv_passfds = spawn
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return context
+    return multiprocessing.get_context("forkserver")
+
+
+def _fork_server(_path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """In place of starting Python with `arguments`, which would import everything again: run their code in a fork."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        # Among the others is the pipe whose end tells the server that this process has ended.
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if file > 2 and file not in (null, *kept):
+                with contextlib.suppress(OSError):
+                    os.dup2(null, file)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 300, every: float = 0.005) -> None:

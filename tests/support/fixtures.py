@@ -26,6 +26,7 @@ from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare, save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
+from rlhf_cli.report import library
 from rlhf_cli.rollout.sampling import draw_uniforms
 from support import crash
 from support.projects import write_project
@@ -46,10 +47,29 @@ from support.tiny import (
 )
 
 
+def all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder that all workers of xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Keep the token cache in a temporary folder, also for stages in other processes."""
-    os.environ["RLHF_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+    """Keep the token cache in a temporary folder, also for stages in other processes.
+
+    The JavaScript of reports, which takes seconds to bundle, is shared by all workers.
+    """
+    cache = tmp_path_factory.mktemp("tokens")
+    os.environ["RLHF_CACHE"] = str(cache)
+    shared = all_workers(tmp_path_factory) / library.FOLDER
+    shared.mkdir(exist_ok=True)
+    (cache / library.FOLDER).symlink_to(shared)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_own_cache):
+    """Fork the server of `support.crash` before a test has changed this process."""
+    crash.server()
 
 
 @pytest.fixture(scope="session", autouse=True)
