@@ -38,15 +38,18 @@ def best_of_n(score: Tensor, n: int, *others: Tensor) -> list[Tensor]:
         [comb(i, n - 1) / comb(num_samples, n) for i in range(num_samples)], dtype=torch.float64
     )  # [N] by rank, from the lowest score
     ordered, index = score.double().sort(dim=1)
-    shared = torch.stack([_shared(row, weight) for row in ordered])  # [prompts, N]
+    shared = _shared(ordered, weight)
     return [(shared * other.double().gather(1, index)).sum(1) for other in (score, *others)]
 
 
 def _shared(ordered: Tensor, weight: Tensor) -> Tensor:
-    """The weights [N] of the ranks, equal among equal scores."""
-    _, group, count = ordered.unique_consecutive(return_inverse=True, return_counts=True)
-    total = torch.zeros(len(count), dtype=weight.dtype).index_add(0, group, weight)
-    return (total / count)[group]
+    """The weights [N] of the ranks for each row of `ordered` [prompts, N], equal among equal scores of a row."""
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    group = is_first.flatten().cumsum(0) - 1
+    count = group.bincount()
+    total = torch.zeros(len(count), dtype=weight.dtype).index_add(0, group, weight.repeat(len(ordered)))
+    return (total / count)[group].view_as(ordered)
 
 
 def best_of_n_kl_bound(n: int) -> float:

@@ -496,7 +496,7 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path, name: str, content: byte
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".txt"])
 def test_a_truncated_file_gives_its_rows_and_then_an_error(tmp_path: Path, kind: str, compression: str) -> None:
-    rows = [{"text": hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()} for i in range(20_000)]
+    rows = [{"text": hashlib.shake_128(bytes([i % 256, i // 256])).hexdigest(128)} for i in range(5_000)]
     content = {
         ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
         ".json": json.dumps(rows).encode(),
@@ -514,7 +514,7 @@ def test_a_truncated_file_gives_its_rows_and_then_an_error(tmp_path: Path, kind:
     with pytest.raises(DataError, match=rf"{path}: cannot be read as \{compression} \(.*It may be truncated"):
         consume()
     assert [row.values for row in got if isinstance(row, Row)] == rows[: len(got)]
-    assert len(got) > 5_000
+    assert len(got) > 1_250
 
 
 def test_missing_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
