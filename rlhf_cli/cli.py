@@ -17,7 +17,7 @@ import typer.core
 from rlhf_cli.cli_data import data_app
 from rlhf_cli.cli_export import export
 from rlhf_cli.cli_label import add_label
-from rlhf_cli.cli_options import HELP_NAMES, InOrder, Overrides, Quiet, exit_with
+from rlhf_cli.cli_options import HELP_NAMES, InOrder, NumProcesses, Overrides, Quiet, exit_with
 from rlhf_cli.cli_plan import add_plan_command
 from rlhf_cli.cli_rm import rm_app
 from rlhf_cli.cli_runs import add_run_commands
@@ -41,9 +41,6 @@ app.add_typer(rm_app, name="rm")
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
 Config = Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)]
 Restart = Annotated[bool, typer.Option("--restart", help="Run again, even if finished and unchanged.")]
-NumProcesses = Annotated[
-    int, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine, one per GPU.")
-]
 StageName = Annotated[
     str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
 ]

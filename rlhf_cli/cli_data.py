@@ -22,10 +22,15 @@ data_app = typer.Typer(help="Check data, convert it, and write it with a languag
 SET_INSTEAD = ("--limit", "--name", "--data-dir", "--split", "--revision", "--streaming", "--select")
 
 
+ARGUMENTS = "rlhf.arguments"
+"""The key of a context under which a SourceCommand keeps the words behind its name."""
+
+
 class SourceCommand(typer.core.TyperCommand):
     """A command that reads a SOURCE. Names the `--set` for a key of the source that is written as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
         for argument in args:
             option = argument.partition("=")[0]
             instead = ""

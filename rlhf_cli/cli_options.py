@@ -18,6 +18,9 @@ StageOfRun = Annotated[
     Literal["sft", "rm", "ppo"] | None,
     typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
 ]
+NumProcesses = Annotated[
+    int, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine, one per GPU.")
+]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
 TokenEnv = Annotated[
     str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")

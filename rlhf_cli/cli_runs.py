@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_cli.cli_data import (
+    ARGUMENTS,
     SOURCE_HELP,
     Device,
     Format,
@@ -21,7 +22,7 @@ from rlhf_cli.cli_data import (
     TopP,
     source_of,
 )
-from rlhf_cli.cli_options import Quiet, exit_with
+from rlhf_cli.cli_options import NumProcesses, Quiet, exit_with
 
 WritingStage = Annotated[
     Literal["sft", "ppo", "rm"] | None,  # rm has an error of its own: it writes no text
@@ -212,6 +213,7 @@ def chat(
 
 
 def generate(
+    context: typer.Context,
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
     prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help=SOURCE_HELP, show_default=False)],
     out: Out,
@@ -236,6 +238,7 @@ def generate(
     shard: Annotated[
         str | None, typer.Option("--shard", metavar="I/N", help="Every Nth row from row I: one of N processes.")
     ] = None,
+    nproc: NumProcesses = 1,
     num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
     device: Device = "auto",
     overrides: SourceSet = None,
@@ -250,7 +253,11 @@ def generate(
     def work() -> None:
         from rlhf_cli.commands.generate import Options
         from rlhf_cli.commands.generate import generate as write
+        from rlhf_cli.training.processes import is_worker, run_again
 
+        if nproc > 1 and not is_worker():
+            run_again(["generate", *context.meta[ARGUMENTS]], nproc)
+            return
         sampling = (temperature, top_k, top_p, max_new_tokens)
         options = Options(*sampling, best_of, reward_model, beams, penalty_alpha, seed, batch_size, device)
         write(
@@ -265,6 +272,7 @@ def generate(
             on_bad_row=on_bad_row,
             restart=restart,
             quiet=quiet,
+            in_several_processes=nproc > 1,
         )
 
     exit_with(work)

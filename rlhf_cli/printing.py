@@ -6,8 +6,11 @@ A prompt or a manifest can contain sequences that clear a terminal, change its t
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import unicodedata
+from typing import TextIO
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -25,5 +28,26 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\n") -> None:
-    """Print a text of one or more lines, and `end` behind it, to stdout or, with `error`, to stderr."""
-    print(printable(str(text), keep="\n"), file=sys.stderr if error else sys.stdout, flush=flush, end=end)
+    """Print a text of one or more lines, and `end` behind it, to stdout or, with `error`, to stderr.
+
+    On a terminal a line on stderr that is too long is broken between words. Elsewhere it stays one line.
+    """
+    shown, file = printable(str(text), keep="\n"), sys.stderr if error else sys.stdout
+    width = _columns(file) if error else None
+    if width is not None:
+        shown = "\n".join(_broken(line, width) if len(line) > width else line for line in shown.split("\n"))
+    print(shown, file=file, flush=flush, end=end)
+
+
+def _columns(file: TextIO) -> int | None:
+    """The width of the terminal that a file writes to; None if it is no terminal."""
+    try:
+        return (os.get_terminal_size(file.fileno()).columns or None) if file.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _broken(line: str, width: int) -> str:
+    """A line in parts that are indented as it is. A longer word, such as a path, stays whole."""
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

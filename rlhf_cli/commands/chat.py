@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.live import Live
 from rich.table import Table
 
-from rlhf_cli.commands.chat_words import Words, notice
+from rlhf_cli.commands.chat_words import Words
 from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
@@ -108,7 +108,7 @@ class Session:
         for model in self.models:
             say(f"{model.name}: {type(model.model).__name__}", error=True)
         for sentence in dict.fromkeys(model.form.sentence for model in self.models):
-            notice(f"prompts: {sentence}")
+            say(f"prompts: {sentence}", error=True)
         self.show_settings()
         if self.interactive:
             say("/help lists the commands, Ctrl-D ends.", error=True)
@@ -124,7 +124,7 @@ class Session:
             else:
                 self.ask(line[1:] if line.startswith("//") else line)
         except (UserError, RunError) as error:
-            notice(f"error: {error}")
+            say(f"error: {error}", error=True)
             return False
         except KeyboardInterrupt:
             if not self.interactive:
@@ -195,7 +195,7 @@ class Session:
         if live is None:
             self.console.print(table)
         for problem in dict.fromkeys(problem for _, problems in judged for problem in problems):
-            notice(f"no score: {problem}")
+            say(f"no score: {problem}", error=True)
         return replies
 
     def table(self, texts: Sequence[str], scores: Sequence[dict[str, float]]) -> Table:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-import textwrap
 
 from rich.cells import cell_len
 
@@ -13,14 +10,6 @@ from rlhf_cli.printing import printable, say
 
 LONGEST_WORD = 20
 """Columns after which a word is printed before its end: some languages write without spaces."""
-
-
-def notice(text: str) -> None:
-    """Print a line on stderr. A terminal that is too narrow gets it broken between words."""
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
-    say(text, error=True)
 
 
 class Words:

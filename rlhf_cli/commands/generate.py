@@ -8,6 +8,7 @@ before it is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
     from rlhf_cli.evaluation.generation import Answer, Decoding, Generator, Refused
     from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
+    from rlhf_cli.training.distributed import World
 
 Compared = Literal["base", "sft"]
 
@@ -138,11 +140,13 @@ def generate(
     on_bad_row: OnBadRow = "error",
     restart: bool = False,
     quiet: bool = False,
+    in_several_processes: bool = False,
 ) -> None:
     """Write a response to each of the first `num` prompts to `out`, or resume.
 
     Each row has the columns of its prompt, `response`, `ended` and, if rewards chose among several, `score`. With
-    `compare` it also has `base_response`, ... of that model.
+    `compare` it also has `base_response`, ... of that model. With `in_several_processes` this is one of the processes
+    that `rlhf_cli.training.processes` started; the first of them writes.
     Raises ConfigError for options that do not fit together, ArtifactError for a model that is missing and for an `out`
     that cannot be written or resumed, DataError for rows that cannot be read. Written rows are kept.
     """
@@ -152,8 +156,9 @@ def generate(
     number, count = _shard(shard)
     refuse_own_output(source, out)
     plan = _plan(directory, stage, compare, options)
-    display = Display("generate", quiet=quiet)
-    settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **plan.settings()}
+    world = _join(options.device) if in_several_processes else None
+    is_main = world is None or world.is_main
+    display = Display("generate", quiet=quiet, silent=not is_main)
 
     def check(record: Record) -> None:
         prompt(record)
@@ -170,14 +175,42 @@ def generate(
             for n, (_, record) in enumerate(numbered)
         ]
 
-    with Output(out, settings, restart=restart, keep_dropped=False) as output:
-        each_item(output, read, None, plan, answer, display)
-        num_cut = sum(row["ended"] is False for row in output.rows())
-        where = f"{plan.decoding.rollout.max_new_tokens} tokens"
-        where += " or at the model's last position" if plan.decoding.takes_what_fits else ""
-        cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
-        display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
-        output.require_rows()
+    output = None
+    if is_main:
+        settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **plan.settings()}
+        output = Output(out, settings, restart=restart, keep_dropped=False)
+    with output or nullcontext():
+        each_item(output, read, None, plan, answer, display, world)
+        if output is not None:
+            _report(output, plan, display)
+    if world is not None:
+        _part()
+
+
+def _report(output: Output, plan: _Plan, display: Display) -> None:
+    """Say what was written. Raises RunError if that is nothing."""
+    num_cut = sum(row["ended"] is False for row in output.rows())
+    where = f"{plan.decoding.rollout.max_new_tokens} tokens"
+    where += " or at the model's last position" if plan.decoding.takes_what_fits else ""
+    cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
+    display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
+    output.require_rows()
+
+
+def _join(device: str) -> World:
+    """Meet the other processes."""
+    from rlhf_cli.training import distributed
+
+    world = distributed.start(device)
+    distributed.at_step("generate")
+    return world
+
+
+def _part() -> None:
+    """Leave the other processes."""
+    from rlhf_cli.training import distributed
+
+    distributed.stop()
 
 
 def _with_prompt(item: Record | Dropped) -> Record | Dropped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.errors import ArtifactError
@@ -10,7 +11,7 @@ from rlhf_cli.new_folder import new_folder, require_new
 from rlhf_cli.printing import say
 
 
-def merge(directory: str, out: Path, dtype: str = "auto") -> None:
+def merge(directory: str, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
     """Write the model at `directory` (adapters, or a finished stage) with its adapters merged, as the folder `out`.
 
     The weights are written as `dtype`; `auto` is bfloat16 if the base model is, and float32 otherwise. The folder is
@@ -29,9 +30,9 @@ def merge(directory: str, out: Path, dtype: str = "auto") -> None:
 
     adapter = read_adapter(path)
     assert adapter is not None
-    model = load_model(path)
     if dtype == "auto":
         dtype = "bfloat16" if adapter.base.dtype() == "bfloat16" else "float32"
+    model = load_model(path, dtype, heads_in_float32=True)
     with new_folder(out) as folder:
         save(model, load_tokenizer(path), folder, dtype)
     say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")

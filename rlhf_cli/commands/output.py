@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlhf_cli.commands.output_files import Output
     from rlhf_cli.data.formats import Purpose
     from rlhf_cli.data.records import Record
+    from rlhf_cli.training.distributed import World
 
 OnBadRow = Literal["error", "skip"]
 OutputRow = dict[str, Any]
@@ -105,41 +106,70 @@ def items(
 
 
 def each_item(
-    output: Output,
+    output: Output | None,
     read: Callable[[], Iterator[Record | Dropped]],
     num: int | None,
     options: Opens[W],
     answer: Callable[[W, Sequence[tuple[int, Record]]], list[Outcome]],
     display: Display,
+    world: World | None = None,
 ) -> None:
     """Write a line for each of the first `num` items that has none yet.
 
     All items are read once before the model is asked, so that a bad row costs nothing. `answer` turns records with
-    their numbers into outcomes.
+    their numbers into outcomes. Of the processes of `world` each answers a chunk at the same time as the others, and
+    the first one, which alone has an `output`, writes them. So the lines do not depend on the number of processes.
     """
     total = sum(1 for _ in islice(read(), num))
-    done = output.num_rows + output.num_dropped
+    done = _on_main(world, lambda: output.num_rows + output.num_dropped if output is not None else 0)
     if done >= total:
         return
     writer = options.open()
     display.begin(total, "row", done)
-    for number, chunk in enumerate(batched(islice(read(), num), options.chunk)):
-        begin = number * options.chunk
-        if begin + len(chunk) <= done:
-            continue
+    chunks = enumerate(batched(islice(read(), num), options.chunk))
+    unfinished = ((n * options.chunk, chunk) for n, chunk in chunks if n * options.chunk + len(chunk) > done)
+
+    def answered(begin: int, chunk: Sequence[Record | Dropped]) -> list[Outcome]:
         # A local model answers the rows of a started chunk again: the same batches give the same bits. A server is
         # asked for the missing rows only: its answers cost and would differ anyway.
         skip = max(0, done - begin)
         first = skip if options.server else 0
         records = [(begin + n, item) for n, item in enumerate(chunk) if n >= first and not isinstance(item, Dropped)]
         found = dict(zip((n for n, _ in records), answer(writer, records), strict=True))
-        outcomes = [item if isinstance(item, Dropped) else found.get(begin + n) for n, item in enumerate(chunk)]
-        output.refuse_all_failed(list(found.values()))
-        for item, outcome in zip(chunk[skip:], outcomes[skip:], strict=True):
-            assert outcome is not None
-            output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
-        display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
+        return [item if isinstance(item, Dropped) else found[begin + n] for n, item in enumerate(chunk) if n >= skip]
+
+    for together in batched(unfinished, world.size if world is not None else 1):
+        for (begin, chunk), outcomes in zip(together, _answers(world, together, answered), strict=False):
+            if output is not None:
+                _write(output, chunk[max(0, done - begin) :], outcomes)
+                display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
+    if world is not None:
+        world.barrier("the last rows")
     display.end()
+
+
+def _on_main(world: World | None, compute: Callable[[], T]) -> T:
+    """The result of `compute`, which only the first process calls."""
+    return compute() if world is None else world.of_main(compute)
+
+
+def _answers(
+    world: World | None, chunks: Sequence[tuple[int, list[T]]], answered: Callable[[int, list[T]], list[Outcome]]
+) -> list[list[Outcome]]:
+    """The outcomes of each chunk. Each process of `world` answers one of them; there may be fewer chunks."""
+    if world is None:
+        return [answered(*chunk) for chunk in chunks]
+    own = answered(*chunks[world.rank]) if world.rank < len(chunks) else []
+    world.barrier("the responses")  # one chunk may take much longer than another
+    return world.gather(own)
+
+
+def _write(output: Output, items: Sequence[Record | Dropped], outcomes: Sequence[Outcome]) -> None:
+    """Write the lines of some items."""
+    pairs = list(zip(items, outcomes, strict=True))
+    output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
+    for item, outcome in pairs:
+        output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
 
 
 def batched(things: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -101,7 +101,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
     """Held-out likelihood of the SFT model, beside the model that it started from."""
     config = run.sft
     assert config is not None
-    model, tokenizer = run.load(run.model_path("sft"))
+    model, tokenizer = run.load(run.model_path("sft"), config.precision)
     rows = run.demonstrations(model, tokenizer)
     if not rows:
         display.warn("sft: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
@@ -113,7 +113,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
     if config.model.path is not None:
         base_path = model_directory(config.model.path)
-        base, base_tokenizer = run.load(base_path)
+        base, base_tokenizer = run.load(base_path, config.precision)
         base_sums = language_model.row_sums(base, rows, run.budget(base, config.precision), config.precision)
         before = language_model.likelihood_figures(base_sums, seed=run.seed)
         before |= _replies(run, base, base_tokenizer, rows)[1] | harness.figures(base_path)
@@ -144,8 +144,8 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
     config = run.ppo
     assert config is not None
     reference_path = model_directory(config.stage_model(config.policy.path, "sft"))
-    reference, tokenizer = run.load(reference_path)
-    trained, _ = run.load(run.model_path("ppo"))
+    reference, tokenizer = run.load(reference_path, config.precision)
+    trained, _ = run.load(run.model_path("ppo"), config.precision)
     arena = Arena(run, config, reference, tokenizer)
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)
     seed, sentences = run.seed, Sentences(display)

@@ -204,7 +204,7 @@ def policy_scores(run: Run, scorer: Scorer, prompts: Sequence[Prompt]) -> dict[s
     for stage in ("sft", "ppo"):
         if not run.is_finished(stage) or not prompts:
             continue
-        policy, tokenizer = run.load(run.model_path(stage))
+        policy, tokenizer = run.load(run.model_path(stage), scorer.config.precision)
         encoded = encode_rows(tokenizer, prompts, template, keep_special=keep_special)
         fitting = [ids for ids in encoded if len(ids) <= positions(policy) - settings.max_new_tokens]
         if not fitting:

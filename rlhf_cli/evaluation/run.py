@@ -21,8 +21,9 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import is_packed
+from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.limits import positions
-from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.loaded import forward_tokens
 
 
@@ -53,11 +54,10 @@ class Run:
         """The model directory of a stage."""
         return str(stage_directory(self.root, stage) / "model")
 
-    def load(self, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A language model and its tokenizer, on the device."""
-        model, tokenizer = load_policy(path), load_tokenizer(path)
+    def load(self, path: str, precision: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A language model, on the device and held for passes in `precision`, and its tokenizer."""
+        model, tokenizer = frozen_policy(path, None, self.device, precision), load_tokenizer(path)
         prepare(model, self.device)
-        model.requires_grad_(False)
         return model, tokenizer
 
     def budget(self, model: PreTrainedModel, precision: str) -> Budget:

@@ -23,7 +23,8 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.locate import MODEL, StageModel, locate
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.models.adapter_files import read_adapter
-from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.models.frozen import frozen_policy
+from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
 from rlhf_cli.models.refusals import check_directory
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import load_reward_source
@@ -71,17 +72,16 @@ class TrainedModel:
         return self.config.precision if self.config is not None else "auto"
 
     def load(self, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model on the device, its adapters merged, and its tokenizer.
+        """The model on the device, with merged adapters and held for its passes, and its tokenizer.
 
         Raises ArtifactError for a directory without a language model, and for a tokenizer of another model or without
         EOS.
         """
         tokenizer = load_tokenizer(self.path, self.revision)
         require_eos(tokenizer, self.path)
-        model = load_policy(self.path, self.revision)
+        model = frozen_policy(self.path, self.revision, device, self.precision)
         check_vocabulary(model, tokenizer, self.path)
         prepare(model, device)
-        model.requires_grad_(False)
         return model, tokenizer
 
     def rollout(self) -> Rollout:

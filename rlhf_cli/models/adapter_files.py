@@ -1,9 +1,10 @@
 """Adapters in a directory: PEFT's format, and two files of ours beside it.
 
-    adapter_config.json         peft.LoraConfig, with the base model's path
+    adapter_config.json         peft.LoraConfig, with the base model's path or hub id (`BaseModel.recorded`)
     adapter_model.safetensors   the adapters, and the head of a sequence classifier
     model_config.json           the config.json of the whole model, with the statistics of a reward model's score
-    base_model.json             path, revision and digest of the base model, and how it was quantized
+    base_model.json             path, revision and digest of the base model, and how it was quantized; for a local one
+                                also its path from this directory, where it is looked up first
 
 The directory has no config.json: with one, transformers takes the directory itself as the base model. transformers,
 PEFT and vLLM load such a directory together with its base. So do the functions of `load`, which then merge the
@@ -40,6 +41,8 @@ from rlhf_cli.weight_files import stored_dtype
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""
+CACHED = "models--"
+"""How the name of a model's folder in the hub's cache begins."""
 PREFIX = "base_model.model."
 """What PEFT writes before the names of weights."""
 READ = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern"}
@@ -58,6 +61,23 @@ class BaseModel:
     path: str
     """A directory or a hub id."""
     revision: str | None = None
+
+    def recorded(self) -> BaseModel:
+        """The base as adapters name it, so that they can be moved with it or published.
+
+        A folder of the hub's cache becomes the hub id and revision. A folder below the working directory is given
+        relative to that, as PEFT looks it up; it begins with `./`, or PEFT might take it for a hub id. A name in the
+        base's own config.json is not used: after more training it often names another model.
+        """
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return self
+        *_, repository, snapshots, revision = ("", "", *folder.resolve().parts)
+        if snapshots == "snapshots" and repository.startswith(CACHED):
+            return BaseModel(repository.removeprefix(CACHED).replace("--", "/", 1), revision)
+        if folder.resolve().is_relative_to(Path.cwd()):
+            return BaseModel(f"./{folder.resolve().relative_to(Path.cwd())}", self.revision)
+        return BaseModel(str(folder.resolve()), self.revision)
 
     def digest(self) -> str:
         """A digest of the weights; of a hub model, its name and revision."""
@@ -102,7 +122,7 @@ def save_adapter(
         return
     # From the final place of the stage, whose name has the same number of parts as the place where it is built.
     about = _about(base, directory, quantization)
-    lora = {**lora_of(model).to_dict(), "base_model_name_or_path": about["path"], "revision": base.revision}
+    lora = {**lora_of(model).to_dict(), "base_model_name_or_path": about["path"], "revision": about["revision"]}
     lora |= {"modules_to_save": heads or None, "inference_mode": True}
     model.config.architectures = [plain_class(model).__name__]
     try:
@@ -118,7 +138,8 @@ def save_adapter(
 def copy_adapter(adapter: AdapterDirectory, directory: Path, final: Path) -> None:
     """Write everything about adapters but their weights into another directory, which will be moved to `final`."""
     about = _about(adapter.base, final, adapter.quantization)
-    _write_json(directory / ADAPTER_CONFIG, {**adapter.lora, "base_model_name_or_path": about["path"]})
+    named = {"base_model_name_or_path": about["path"], "revision": about["revision"]}
+    _write_json(directory / ADAPTER_CONFIG, {**adapter.lora, **named})
     _write_json(directory / BASE_MODEL, about)
     if adapter.model_config:
         _write_json(directory / MODEL_CONFIG, adapter.model_config)
@@ -126,10 +147,9 @@ def copy_adapter(adapter: AdapterDirectory, directory: Path, final: Path) -> Non
 
 def _about(base: BaseModel, directory: Path, quantization: Quantization | None) -> dict[str, Any]:
     """The content of BASE_MODEL for adapters in `directory`."""
-    local = Path(base.path).is_dir()
-    path = str(Path(base.path).resolve()) if local else base.path
-    relative = os.path.relpath(path, directory.resolve()) if local else None
-    about = {"path": path, "relative_path": relative, "revision": base.revision, "digest": base.digest()}
+    recorded, folder = base.recorded(), Path(base.path)
+    relative = os.path.relpath(folder.resolve(), directory.resolve()) if folder.is_dir() else None
+    about = {"path": recorded.path, "relative_path": relative, "revision": recorded.revision, "digest": base.digest()}
     return {**about, "quantize": quantization}
 
 
@@ -187,8 +207,8 @@ class AdapterDirectory:
 def read_adapter(path: str) -> AdapterDirectory | None:
     """What a directory of adapters says; None for anything else. Raises ArtifactError if it cannot be used.
 
-    The base model is looked up at its recorded path, then at the same place relative to the adapters: a run that was
-    moved whole still finds it.
+    The base model is looked up at its place relative to the adapters, so that a run finds its own base after it was
+    moved or copied, and then at its recorded path.
     """
     if not is_adapter(path):
         return None
@@ -199,24 +219,31 @@ def read_adapter(path: str) -> AdapterDirectory | None:
         raise ArtifactError(f"{path}: has no {WEIGHTS}. Pickled adapters are never read: save them as safetensors")
     about = _read_json(folder / BASE_MODEL) if (folder / BASE_MODEL).is_file() else {}
     model_config = _read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).is_file() else {}
-    recorded, relative = lora.get("base_model_name_or_path"), about.get("relative_path")
+    recorded, revision = lora.get("base_model_name_or_path"), lora.get("revision")
     if not isinstance(recorded, str) or not recorded:
         raise ArtifactError(f"{path}: {ADAPTER_CONFIG} names no base model (base_model_name_or_path). Add it")
-    moved = os.path.normpath(folder.resolve() / relative) if isinstance(relative, str) else None
-    if not Path(recorded).exists() and moved is not None and Path(moved).is_dir():
-        recorded = moved
-    revision = lora.get("revision")
-    base = BaseModel(recorded, revision if isinstance(revision, str) else None)
-    digest = about.get("digest")
-    if digest is not None and Path(recorded).is_dir() and base.digest() != digest:
-        raise ArtifactError(
-            f"{path}: its base model {recorded} has other weights than those that the adapters were trained on. "
-            "Restore them, or train the adapters again"
-        )
+    base = _find_base(folder, BaseModel(recorded, revision if isinstance(revision, str) else None), about)
     quantization = about.get("quantize")
     if quantization not in (None, *get_args(Quantization)):
         raise ArtifactError(f"{path}: {BASE_MODEL} has quantize: {str(quantization)[:40]}, which is unknown")
     return AdapterDirectory(path, base, lora, model_config, quantization, _head_in(folder / WEIGHTS))
+
+
+def _find_base(folder: Path, named: BaseModel, about: dict[str, Any]) -> BaseModel:
+    """The base of the adapters in `folder`: relative to them as `about` (BASE_MODEL) says, or as they name it.
+
+    Raises ArtifactError if every folder that is there has other weights.
+    """
+    relative, digest = about.get("relative_path"), about.get("digest")
+    beside = [BaseModel(os.path.normpath(folder.resolve() / relative))] if isinstance(relative, str) else []
+    there = [base for base in (*beside, named) if Path(base.path).is_dir()]
+    base = next((base for base in there if digest is None or base.digest() == digest), None)
+    if there and base is None:
+        raise ArtifactError(
+            f"{folder}: its base model {there[0].path} has other weights than those that the adapters were trained on. "
+            "Restore them, or train the adapters again"
+        )
+    return base or named
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -26,7 +26,10 @@ from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
-from rlhf_cli.models.checks import check_weights
+from rlhf_cli.models.checks import check_weights, try_out
+from rlhf_cli.models.conversion import head_layers
+from rlhf_cli.models.deferred import is_deferred, place_of, take
+from rlhf_cli.models.forward import PRECISIONS, autocast
 from rlhf_cli.models.heads import offer_classifier
 from rlhf_cli.models.load import (
     is_language_model,
@@ -46,10 +49,26 @@ INT4_GROUP = 128
 """Weights that share a scale in torchao's int4."""
 
 
-def load_model(path: str, revision: str | None = None) -> PreTrainedModel:
-    """A language model or a sequence classifier, whichever was saved, in float32 with its adapters merged."""
-    check_directory(path, revision, weights=True)
-    return load_policy(path, revision) if is_language_model(path, revision) else load_reward_model(path, revision)
+@torch.no_grad()
+def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> PreTrainedModel:
+    """A language model or a sequence classifier, whichever was saved, as `dtype` and with its adapters merged.
+
+    A weight is read, gets its adapter in float32 and is converted before the next one is read, where the files allow
+    that. So the model is not in memory in float32.
+    """
+    check_directory(path, None, weights=True)
+    load = load_policy if is_language_model(path) else load_reward_model
+    model = load(path, deferred=True)
+    was_deferred = is_deferred(model)
+    heads = head_layers(model) if heads_in_float32 else set()
+    for name, weight in model.named_parameters():
+        given = take(weight) if place_of(weight) is not None else weight.data
+        weight.data = given.to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])
+    # `load` has tried out one that was not deferred. A CPU may lack operations in float16.
+    if was_deferred and dtype != "float16" and not model.config.is_encoder_decoder:
+        with autocast(torch.device("cpu"), dtype):
+            try_out(model, path)
+    return model.eval()
 
 
 def dtype_of(path: str, revision: str | None = None) -> Dtype | None:
@@ -70,8 +89,8 @@ def write_model(path: str, folder: Path, dtype: Dtype, max_shard_size: str) -> i
 
     Adapters are merged in float32. Raises ConfigError if a weight is too large for float16.
     """
-    model = load_model(path)
-    model.to(getattr(torch, dtype))
+    model = load_model(path, dtype)
+    model.to(PRECISIONS[dtype])  # buffers, too
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ConfigError(f"--dtype: weight {name} of {path} is too large for {dtype}. Give bfloat16 or float32")

@@ -14,8 +14,20 @@ from rlhf_cli.models.checks import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.load import load_policy
 from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.sharding import is_sharded
+
+
+def frozen_policy(path: str, revision: str | None, device: torch.device, precision: str) -> PreTrainedModel:
+    """A language model that is not trained, on the CPU: its weights are held as `hold_frozen` says.
+
+    If the passes on `device` compute in 16 bits, the model is never in memory in float32.
+    """
+    model = load_policy(path, revision, deferred=is_held(device, precision))
+    model.requires_grad_(False)
+    hold_frozen(model, device, precision, exact=False)
+    return model
 
 
 class HeldEmbedding(nn.Embedding):

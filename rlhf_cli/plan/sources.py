@@ -88,7 +88,11 @@ class Sources:
             return _are_alone(adapters) and ours == path and adapters is not None and adapters.quantize == lora.quantize
         directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
         adapter = read_adapter(directory) if is_adapter(directory) else None
-        return adapter is not None and adapter.base.path == path and adapter.quantization == lora.quantize
+        return (
+            adapter is not None
+            and Path(adapter.base.path).resolve() == Path(path).resolve()
+            and adapter.quantization == lora.quantize
+        )
 
     def _given(self, model: Model, config: Stage, stage: str, key: str) -> Source:
         if model.path is not None:

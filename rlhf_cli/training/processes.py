@@ -92,7 +92,8 @@ def run_processes(
         noted = Path(failures.name).read_text(encoding="utf-8").splitlines()
     if failed is None or received:
         # After a signal the first process says where the run stopped.
-        return abs(failed.process.returncode) if failed is not None else 0
+        code = failed.process.returncode if failed is not None else 0
+        return code if code >= 0 else 128 - code
     first = workers[0].process.returncode
     if first > 0 and first != LOST and failed.process.returncode > 0:
         return first  # the first process has an error of its own, and has printed it
@@ -213,6 +214,24 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def is_worker() -> bool:
+    """Whether `--nproc` started this process."""
+    return LAUNCHED in os.environ
+
+
+def run_again(arguments: Sequence[str], count: int) -> None:
+    """Run this rlhf command in `count` processes, which meet by `distributed.start`.
+
+    Raises EndedElsewhere with the exit code of a run that failed.
+    """
+    from rlhf_cli.errors import EndedElsewhere
+    from rlhf_cli.program import command
+
+    code = run_processes([sys.executable, "-m", "rlhf_cli", *arguments], count, command(*arguments))
+    if code:
+        raise EndedElsewhere(code)
 
 
 def launcher(stage: str, config: str, arguments: Sequence[str], count: int, resume_command: str) -> Callable[..., None]:

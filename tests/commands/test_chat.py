@@ -19,7 +19,6 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.chat import Session, Words
-from rlhf_cli.commands.chat_words import notice
 from rlhf_cli.data.records import Message
 from rlhf_cli.evaluation import conversation
 from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
@@ -303,20 +302,6 @@ def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model: Path, re
     assert len(texts) == 3
     assert texts[1].endswith("<user>/x\n<assistant>")
     assert texts[2].endswith("<user>one\ntwo\n<assistant>")
-
-
-def test_a_long_error_breaks_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        "error: the prompt has 600 tokens and the model reads 512, reply included. Shorten the message, or start over"
-    )
-    notice(text)
-    assert capsys.readouterr().err == f"{text}\n", "a pipe gets one line"
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    notice(text)
-    first, second = capsys.readouterr().err.splitlines()
-    assert f"{first} {second}" == text
-    assert first.endswith("reply included.")
 
 
 def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
+from rlhf_cli.printing import say
 from rlhf_cli.program import program
 from support import crash
 from support.paths import ROOT
@@ -384,3 +386,20 @@ def test_a_warm_up_longer_than_the_run_is_a_warning(tmp_path: Path) -> None:
     command = ["sft", "--config", str(tmp_path / "sft.yaml"), "--quiet", "--set", "optimizer.warmup_steps=50"]
     result = CliRunner().invoke(app, command)
     assert "never reaches its peak" in " ".join(result.stdout.split())
+
+
+def test_a_long_error_breaks_between_words_on_a_terminal(monkeypatch, capsys):
+    path = "/a/long/path-of-a-run/" + "x" * 80 + "/model"
+    text = f"error: {path}: the prompt has 600 tokens and the model reads 512, reply included. Shorten the message"
+    say(text, error=True)
+    assert capsys.readouterr().err == f"{text}\n", "a pipe gets one line"
+    terminal, program = os.openpty()
+    termios.tcsetwinsize(program, (24, 60))
+    with os.fdopen(program, "w") as file, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", file)
+        say(f"short\n  {text}", error=True, flush=True)
+        lines = os.read(terminal, 2000).decode().splitlines()
+    os.close(terminal)
+    assert lines[0] == "short"
+    assert " ".join(line.removeprefix("  ") for line in lines[1:]) == text
+    assert all(line.startswith("  ") and (len(line) <= 60 or line == f"  {path}:") for line in lines[1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_cli.models import frozen
+from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import (
     is_language_model,
@@ -145,6 +147,42 @@ def test_the_base_of_adapters_is_checked_and_found_again(trained, make_model, tm
     shutil.copy(make_model("qwen2") / "model.safetensors", tmp_path / "moved/base/model.safetensors")
     with pytest.raises(ArtifactError, match="other weights than those that the adapters were trained on"):
         load_policy(str(moved))
+
+
+def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_project(
+    trained, make_model, tmp_path, monkeypatch
+):
+    """A copy of a run uses its own base, also while the first one is still there with other weights."""
+    project = tmp_path / "project"
+    base = Path(shutil.copytree(make_model("llama"), project / "run/base"))
+    monkeypatch.chdir(project)
+    _, stage = trained("sft", Path("run"), model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
+    expected, folder = logits(load_policy(str(stage / "model"))), project / stage / "model"
+    for file in folder.glob("*.json"):
+        assert str(tmp_path) not in file.read_text(), file.name
+    close(logits(AutoPeftModelForCausalLM.from_pretrained(stage / "model").base_model.model), expected)
+    with_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), stage / "model")
+    close(logits(with_base.base_model.model), expected)
+    (stage / "exported").mkdir()
+    write_adapter(str(stage / "model"), stage / "exported", None, stage / "exported")
+    close(logits(AutoPeftModelForCausalLM.from_pretrained(stage / "exported").base_model.model), expected)
+    copied = shutil.copytree(project, tmp_path / "copy") / stage
+    shutil.copy(make_model("qwen2") / "model.safetensors", base / "model.safetensors")
+    for name in ("model", "exported"):
+        close(logits(load_policy(str(copied / name))), expected)
+    with pytest.raises(ArtifactError, match="other weights"):
+        load_policy(str(folder))
+
+
+def test_the_base_in_the_cache_of_the_hub_is_named_by_its_hub_id(make_model, tmp_path, monkeypatch):
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub/models--someone--a--model/snapshots" / revision
+    shutil.copytree(make_model("llama"), cached)
+    assert BaseModel(str(cached)).recorded() == BaseModel("someone/a--model", revision)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(make_model("llama"), tmp_path / "mine/model")
+    assert BaseModel("mine/model").recorded() == BaseModel("./mine/model"), "PEFT would take mine/model for a hub id"
+    assert BaseModel("someone/model", "main").recorded() == BaseModel("someone/model", "main")
 
 
 def test_rm_trains_adapters_and_the_head(trained, pipeline, tmp_path):
