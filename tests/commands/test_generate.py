@@ -21,7 +21,8 @@ from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
 from rlhf_cli.evaluation.generation import Answer, Decoding, Generator
-from rlhf_cli.evaluation.trained import find_model
+from rlhf_cli.evaluation.trained import TrainedModel, find_model
+from rlhf_cli.models import frozen
 from rlhf_cli.models.load import load_tokenizer
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.paths import ROOT
@@ -208,6 +209,28 @@ def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(
     )
     with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 prompt too long\)"):
         write(model, prompts, tmp_path / "given.jsonl", options=Options(device="cpu", max_new_tokens=256))
+
+
+def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
+    run: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = find_model(str(run))
+    assert trained.config is not None
+    in_16_bits = replace(trained, config=trained.config.model_copy(update={"precision": "bfloat16"}))
+    numbered = [(n, Prompt(row["prompt"], "here")) for n, row in enumerate(read_jsonl(prompts))]
+
+    def generator(model: TrainedModel) -> Generator:
+        return Generator(model, Decoding(Rollout(max_new_tokens=8)), None, torch.device("cpu"))
+
+    held = generator(in_16_bits)
+    layers = [module for module in held.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
+    assert {p.dtype for p in generator(trained).model.parameters()} == {torch.float32}
+    monkeypatch.setattr(frozen, "is_held", lambda *_: False)
+    monkeypatch.setattr(frozen, "hold_frozen", lambda *_, **__: None)
+    plain = generator(in_16_bits)
+    assert {p.dtype for p in plain.model.parameters()} == {torch.float32}
+    assert held.respond(numbered) == plain.respond(numbered)
 
 
 def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:

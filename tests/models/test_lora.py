@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
-from rlhf_cli.models import frozen
+from rlhf_cli.models import deferred, exporting, frozen
 from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import (
@@ -36,6 +37,7 @@ from support.resume import stopping_after
 from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
+BF16 = torch.bfloat16
 FAST = {"optimizer": {"learning_rate": 3e-2}}
 
 
@@ -172,6 +174,28 @@ def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_pr
         close(logits(load_policy(str(copied / name))), expected)
     with pytest.raises(ArtifactError, match="other weights"):
         load_policy(str(folder))
+
+
+def test_an_export_never_has_the_model_in_float32(trained, make_model, tmp_path, monkeypatch):
+    """Merging and writing reads a weight, adds its adapter and converts it before it reads the next one."""
+    _, stage = trained("sft", tmp_path, model={"path": str(make_model("llama")), "lora": {"r": 2, "save": "adapter"}})
+    expected = load_policy(str(stage / "model")).bfloat16().state_dict()
+    models: list[Any] = []
+    in_float32: list[int] = []
+
+    def take(weight):
+        in_float32.append(sum(p.numel() for p in models[0].parameters() if place_of(p) is None and p.dtype != BF16))
+        return deferred.take(weight)
+
+    def load(*args, **options):
+        models.append(load_policy(*args, **options))
+        return models[-1]
+
+    monkeypatch.setattr(exporting, "take", take)
+    monkeypatch.setattr(exporting, "load_policy", load)
+    model = exporting.load_model(str(stage / "model"), "bfloat16")
+    assert in_float32 == [0] * len(list(model.parameters()))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_base_in_the_cache_of_the_hub_is_named_by_its_hub_id(make_model, tmp_path, monkeypatch):
