@@ -29,6 +29,7 @@ from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.training.processes import is_first_worker
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
@@ -107,6 +108,21 @@ class _Plan:
             prefix: Generator(source, self.decoding, self.rewards, device) for prefix, source in self.models.items()
         }
 
+    def join(self) -> World:
+        """Meet the other processes."""
+        from rlhf_cli.training import distributed
+
+        world = distributed.start(self.device)
+        distributed.at_step("generate")
+        return world
+
+    @staticmethod
+    def leave() -> None:
+        """Part from the other processes."""
+        from rlhf_cli.training import distributed
+
+        distributed.stop()
+
     def settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with the run that it resumes."""
         decoding = self.decoding
@@ -156,8 +172,7 @@ def generate(
     number, count = _shard(shard)
     refuse_own_output(source, out)
     plan = _plan(directory, stage, compare, options)
-    world = _join(options.device) if in_several_processes else None
-    is_main = world is None or world.is_main
+    is_main = not in_several_processes or is_first_worker()
     display = Display("generate", quiet=quiet, silent=not is_main)
 
     def check(record: Record) -> None:
@@ -175,16 +190,14 @@ def generate(
             for n, (_, record) in enumerate(numbered)
         ]
 
-    output = None
-    if is_main:
-        settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **plan.settings()}
-        output = Output(out, settings, restart=restart, keep_dropped=False)
+    settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **plan.settings()}
+    output = Output(out, settings, restart=restart, keep_dropped=False) if is_main else None
     with output or nullcontext():
-        each_item(output, read, None, plan, answer, display, world)
+        each_item(output, read, None, plan, answer, display, plan.join if in_several_processes else None)
+        if in_several_processes:
+            plan.leave()
         if output is not None:
             _report(output, plan, display)
-    if world is not None:
-        _part()
 
 
 def _report(output: Output, plan: _Plan, display: Display) -> None:
@@ -195,22 +208,6 @@ def _report(output: Output, plan: _Plan, display: Display) -> None:
     cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
     display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
     output.require_rows()
-
-
-def _join(device: str) -> World:
-    """Meet the other processes."""
-    from rlhf_cli.training import distributed
-
-    world = distributed.start(device)
-    distributed.at_step("generate")
-    return world
-
-
-def _part() -> None:
-    """Leave the other processes."""
-    from rlhf_cli.training import distributed
-
-    distributed.stop()
 
 
 def _with_prompt(item: Record | Dropped) -> Record | Dropped:

@@ -112,15 +112,17 @@ def each_item(
     options: Opens[W],
     answer: Callable[[W, Sequence[tuple[int, Record]]], list[Outcome]],
     display: Display,
-    world: World | None = None,
+    join: Callable[[], World] | None = None,
 ) -> None:
     """Write a line for each of the first `num` items that has none yet.
 
     All items are read once before the model is asked, so that a bad row costs nothing. `answer` turns records with
-    their numbers into outcomes. Of the processes of `world` each answers a chunk at the same time as the others, and
-    the first one, which alone has an `output`, writes them. So the lines do not depend on the number of processes.
+    their numbers into outcomes. With `join`, which meets other processes, each of them answers a chunk at the same time
+    as the others, and the first one, which alone has an `output`, writes them. So the lines do not depend on the number
+    of processes.
     """
     total = sum(1 for _ in islice(read(), num))
+    world = join() if join is not None else None
     done = _on_main(world, lambda: output.num_rows + output.num_dropped if output is not None else 0)
     if done >= total:
         return

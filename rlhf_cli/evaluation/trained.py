@@ -79,7 +79,8 @@ class TrainedModel:
         """
         tokenizer = load_tokenizer(self.path, self.revision)
         require_eos(tokenizer, self.path)
-        model = frozen_policy(self.path, self.revision, device, self.precision)
+        decoder = self.run.ppo.rollout.decoder if self.run is not None and self.run.ppo is not None else "auto"
+        model = frozen_policy(self.path, self.revision, device, self.precision, decoder)
         check_vocabulary(model, tokenizer, self.path)
         prepare(model, device)
         return model, tokenizer

@@ -90,7 +90,7 @@ def write_model(path: str, folder: Path, dtype: Dtype, max_shard_size: str) -> i
     Adapters are merged in float32. Raises ConfigError if a weight is too large for float16.
     """
     model = load_model(path, dtype)
-    model.to(PRECISIONS[dtype])  # buffers, too
+    torch.nn.Module.to(model, PRECISIONS[dtype])  # buffers, too
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ConfigError(f"--dtype: weight {name} of {path} is too large for {dtype}. Give bfloat16 or float32")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
+from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.models.checks import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
@@ -19,11 +20,15 @@ from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.sharding import is_sharded
 
 
-def frozen_policy(path: str, revision: str | None, device: torch.device, precision: str) -> PreTrainedModel:
+def frozen_policy(
+    path: str, revision: str | None, device: torch.device, precision: str, decoder: DecoderName = "auto"
+) -> PreTrainedModel:
     """A language model that is not trained, on the CPU: its weights are held as `hold_frozen` says.
 
-    If the passes on `device` compute in 16 bits, the model is never in memory in float32.
+    If the passes on `device` compute in 16 bits, the model is never in memory in float32. The static `decoder` needs
+    float32 weights.
     """
+    precision = "float32" if decoder == "static" else precision
     model = load_policy(path, revision, deferred=is_held(device, precision))
     model.requires_grad_(False)
     hold_frozen(model, device, precision, exact=False)

@@ -35,6 +35,8 @@ FAILURES = "RLHF_FAILURES_FILE"
 they waited for."""
 GRACE_S = 20.0
 """How long the others may take to end by themselves after one has failed, before they are killed."""
+SHORT_GRACE_S = 3.0
+"""The same for a command that has nothing to save, such as `rlhf generate`."""
 POLL_S = 0.05
 
 
@@ -95,7 +97,8 @@ def run_processes(
         code = failed.process.returncode if failed is not None else 0
         return code if code >= 0 else 128 - code
     first = workers[0].process.returncode
-    if first > 0 and first != LOST and failed.process.returncode > 0:
+    # With the same error another process may be aborted: Python stops its threads inside of torch when it ends.
+    if first > 0 and first != LOST and (failed.process.returncode > 0 or failed.process.returncode == -signal.SIGABRT):
         return first  # the first process has an error of its own, and has printed it
     return _explain(failed, count, [json.loads(line) for line in noted], checkpoint_in_words)
 
@@ -221,6 +224,11 @@ def is_worker() -> bool:
     return LAUNCHED in os.environ
 
 
+def is_first_worker() -> bool:
+    """Whether this is the first process of those that a launcher started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def run_again(arguments: Sequence[str], count: int) -> None:
     """Run this rlhf command in `count` processes, which meet by `distributed.start`.
 
@@ -229,7 +237,8 @@ def run_again(arguments: Sequence[str], count: int) -> None:
     from rlhf_cli.errors import EndedElsewhere
     from rlhf_cli.program import command
 
-    code = run_processes([sys.executable, "-m", "rlhf_cli", *arguments], count, command(*arguments))
+    again = [sys.executable, "-m", "rlhf_cli", *arguments]
+    code = run_processes(again, count, command(*arguments), grace_s=SHORT_GRACE_S)
     if code:
         raise EndedElsewhere(code)
 

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands import generate as module
 from rlhf_cli.commands.generate import Options, generate
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import RunError
@@ -58,6 +59,7 @@ def write(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
+        patch.setattr(module, "is_first_worker", lambda: worlds[threading.get_ident()].is_main)
         in_each_process(size, program)
     return contents(out)
 
@@ -107,15 +109,15 @@ def test_the_command_starts_itself_with_the_same_options(
 ) -> None:
     started: list[Any] = []
 
-    def run_processes(command: Sequence[str], count: int, resume_command: str) -> int:
+    def run_processes(command: Sequence[str], count: int, resume_command: str, *, grace_s: float) -> int:  # noqa: ARG001
         started.append((command, count, resume_command))
         return 7
 
     monkeypatch.setattr(processes, "run_processes", run_processes)
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--nproc", "2"]
     assert CliRunner().invoke(app, arguments).exit_code == 7
-    ((command, count, _),) = started
-    assert (command, count) == ([*RLHF, *arguments], 2)
+    ((words, count, _),) = started
+    assert (words, count) == ([*RLHF, *arguments], 2)
 
 
 @pytest.mark.slow
