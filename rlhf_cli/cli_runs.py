@@ -50,6 +50,15 @@ PenaltyAlpha = Annotated[
 ]
 
 
+Compared = Annotated[
+    Literal["base", "sft"] | None,
+    typer.Option("--compare", help="Also write the responses of this model of the run.", show_default=False),
+]
+Shard = Annotated[
+    str | None, typer.Option("--shard", metavar="I/N", help="Every Nth row from row I: one of N machines.")
+]
+
+
 def add_run_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `rlhf`."""
     app.command()(watch)
@@ -218,10 +227,7 @@ def generate(
     prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help=SOURCE_HELP, show_default=False)],
     out: Out,
     stage: WritingStage = None,
-    compared: Annotated[
-        Literal["base", "sft"] | None,
-        typer.Option("--compare", help="Also write the responses of this model of the run.", show_default=False),
-    ] = None,
+    compared: Compared = None,
     temperature: Temperature = None,
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the K most likely tokens.")] = None,
     top_p: TopP = None,
@@ -235,9 +241,7 @@ def generate(
     penalty_alpha: PenaltyAlpha = None,
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Responses per batch.")] = 64,
-    shard: Annotated[
-        str | None, typer.Option("--shard", metavar="I/N", help="Every Nth row from row I: one of N processes.")
-    ] = None,
+    shard: Shard = None,
     nproc: NumProcesses = 1,
     num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
     device: Device = "auto",

@@ -60,7 +60,7 @@ class Upload:
     from_scratch: bool = False
     """Whether the run started from random weights."""
     added: dict[str, bytes] = field(default_factory=dict)
-    """Files that are written for the upload, in place of those in the folder: how the model is prompted."""
+    """Files that are written for the upload, in place of those in the folder, such as how the model is prompted."""
 
     @property
     def contents(self) -> dict[str, Path | bytes]:
@@ -131,7 +131,7 @@ def collect(directory: str, stage: str | None) -> Upload:
         card.get("license"),
         str(base) if base else None,
         located is not None and _is_from_scratch(located),
-        _prompting(located, folder),
+        _prompting(located, folder) | _base_without_folder(folder),
     )
 
 
@@ -158,6 +158,18 @@ def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
     if HEADING not in card:
         added[CARD] = f"{card}\n\n{prompting.section}\n".encode()
     return added
+
+
+def _base_without_folder(folder: Path) -> dict[str, bytes]:
+    """The file about the base of adapters without the way to its folder on this machine."""
+    file = folder / "base_model.json"
+    if not file.is_file():
+        return {}
+    about = json.loads(read_text(file))
+    if not isinstance(about, dict):
+        raise ArtifactError(f"{file}: is not a JSON object. Correct it or remove the file")
+    about["relative_path"] = None
+    return {file.name: (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _require_base_on_hub(folder: Path) -> None:

@@ -198,6 +198,16 @@ def test_a_secret_stops_the_upload_and_is_not_shown(model: Path, hub: Hub, file:
     assert TOKEN not in line
 
 
+def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/model"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    about = {"path": "someone/model", "relative_path": "../../home/me/hub/models--someone--model/snapshots/1"}
+    (tmp_path / "base_model.json").write_text(json.dumps(about))
+    sent = push.collect(str(tmp_path), None).contents["base_model.json"]
+    assert isinstance(sent, bytes)
+    assert json.loads(sent) == {**about, "relative_path": None}
+
+
 def test_what_cannot_be_uploaded_is_one_line(
     finished: Path, model: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands.merge import merge
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_cli.models import deferred, exporting, frozen
 from rlhf_cli.models.adapter_files import BaseModel
@@ -174,6 +175,31 @@ def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_pr
         close(logits(load_policy(str(copied / name))), expected)
     with pytest.raises(ArtifactError, match="other weights"):
         load_policy(str(folder))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_moved_resumes_and_its_adapters_are_merged_and_exported(
+    pipeline, run_stage, tmp_path, monkeypatch
+):
+    policy = {"policy": {"lora": {"r": 2, "save": "adapter"}}, "optimizer": {"learning_rate": 3e-2}}
+    whole, cut, moved = (tmp_path / name for name in ("whole", "cut", "moved"))
+    for root, stage in ((root, stage) for root in (whole, cut) for stage in ("sft", "rm")):
+        shutil.copytree(pipeline("llama") / stage, root / stage)
+    run_stage("ppo", whole, **policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stopping_after(1))
+        with pytest.raises(Interrupted):
+            run_stage("ppo", cut, **policy)
+    cut.rename(moved)
+    run_stage("ppo", moved, **policy)
+    expected = logits(load_policy(str(whole / "ppo/model")))
+    moved.rename(cut)
+    shutil.rmtree(whole)
+    close(logits(load_policy(str(cut / "ppo/model"))), expected)
+    merge(str(cut / "ppo/model"), tmp_path / "merged")
+    assert CliRunner().invoke(app, ["export", str(cut), "--out", str(tmp_path / "out"), "--no-check"]).exit_code == 0
+    for folder in ("merged", "out"):
+        close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / folder)), expected)
 
 
 def test_an_export_never_has_the_model_in_float32(trained, make_model, tmp_path, monkeypatch):
