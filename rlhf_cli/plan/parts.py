@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_cli.models.sharded_files import LARGEST_FILE
+from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.memory import (
     LIBRARIES,
     SHARDING,
@@ -70,7 +71,7 @@ def load(models: list[Held], setting: Setting, *, sampler: Held | None = None, c
     """Each model is read beside those before it, on a GPU on the host.
 
     Weights that are held in fewer bits are read one after the other, and others all in float32. At the end each model
-    makes a short pass, and the decoder is compared with the policy.
+    makes a short pass (`activation_bytes`), and the decoder is compared with the policy.
 
     Args:
         models: all models.
@@ -84,12 +85,16 @@ def load(models: list[Held], setting: Setting, *, sampler: Held | None = None, c
             reads = _read_bytes(model, setting) if setting.device == "cpu" else 0.0
             moments.append({"weights": held + max(reads, weight_bytes(model, setting))})
         held += weight_bytes(model, setting)
-    passes = [copies_of_weights(model, setting) for model in models if model.among(setting) > 1]
+    copy = {"rollout copy": 4.0 * sampler.shape.weights} if sampler is not None and copied else {}
+    passes = [
+        join(copy, copies_of_weights(model, setting), {"activations": 2 * ROW * model.shape.counts.kept})
+        for model in models
+    ]
     if sampler is not None:
-        copy = {"rollout copy": 4.0 * sampler.shape.weights} if copied else {}
         passes.append(join(copy, decoder_bytes(sampler, setting)))
     moments += [join({"weights": held}, parts) for parts in passes]
-    return Phase("load", join(libraries(setting), fullest(moments)))
+    # Most of what the library generates for 16 bits is for the shapes of later passes.
+    return Phase("load", join(libraries(replace(setting, half=False)), fullest(moments)))
 
 
 def _read_bytes(model: Held, setting: Setting) -> float:
