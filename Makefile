@@ -10,7 +10,7 @@ CONFIG ?= configs/support
 BENCH ?= artifacts/bench
 TORCH_INDEX ?=
 # Every test computes on one thread. At most four run at the same time; those of one file run one after the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: pipeline test test-slow bench lint install install-dev status clean help
 
