@@ -7,8 +7,10 @@ leaves it the time to save. `torchrun` ends its processes 30 seconds after a sig
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ def run_processes(
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // count))),
         LAUNCHED: resume_command,
     }
@@ -176,7 +177,7 @@ def _explain(
     return 1 if code == LOST else code
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_reach(workers: list[Worker]) -> Iterator[list[int]]:
     """While active, a stop signal to this process reaches every worker. Yields the signals received so far.
 
@@ -212,11 +213,17 @@ def _signal(workers: Sequence[Worker], number: int) -> None:
             worker.process.send_signal(number)
 
 
-def _free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_port() -> int:
+    """A port that no process uses now.
+
+    The first process binds it only seconds later, after its imports. So it is not one of those that the system gives
+    to outgoing connections, which begin at 32768 on Linux and at 49152 on macOS.
+    """
+    for port in [*random.SystemRandom().sample(range(20_000, 30_000), 99), 0]:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return int(free.getsockname()[1])
+    raise OSError("no free port")
 
 
 def is_worker() -> bool:

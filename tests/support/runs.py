@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from rlhf_cli.artifacts import digest_file
+from rlhf_cli.training.processes import free_port
 from support.forked import Forked
 from support.paths import ROOT
 
@@ -94,18 +92,9 @@ def variables(count, per_node=None):
 def slurm_variables(count):
     """The variables of Slurm of each of `count` tasks of `srun` on this machine. The job's id determines the port."""
     common = {"SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count, "SLURM_STEP_NODELIST": "localhost"}
-    common |= {"SLURM_JOB_ID": free_port(random.sample(range(20_000, 30_000), 99)) - 20_000, "SLURM_STEP_ID": 0}
+    common |= {"SLURM_JOB_ID": free_port() - 20_000, "SLURM_STEP_ID": 0}
     ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(count)]
     return [{name: str(value) for name, value in {**common, **own}.items()} for own in ranks]
-
-
-def free_port(ports=(0,)):
-    """The first of some ports that no process uses; 0 stands for any."""
-    for port in ports:
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return free.getsockname()[1]
-    raise OSError("no free port")
 
 
 def digests(directory):

@@ -7,7 +7,6 @@ import http.server
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 
 from rlhf_cli.data.records import Message
 from rlhf_cli.rollout.requests import Request
+from rlhf_cli.training.processes import free_port
 
 
 class Scripted:
@@ -170,9 +170,7 @@ def transformers_serve(model: Path, log: Path) -> Iterator[str]:
     missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install -e '.[dev]'")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model), "--device", "cpu"]
     with log.open("wb") as out:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
