@@ -31,6 +31,7 @@ from rlhf_cli.commands import serve
 from rlhf_cli.commands.serve import Settings
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.http_client import JSONClient
 from rlhf_cli.models.load import new_reward_model, save
 from rlhf_cli.models.scratch import new_model
 from support import crash
@@ -439,9 +440,11 @@ def until(condition):
 
 def test_requests_beyond_the_limit_get_503_and_are_retried(reward_model, monkeypatch):
     """The http source retries."""
+    is_refused, refusal = threading.Event(), JSONClient._refusal
+    monkeypatch.setattr(JSONClient, "_refusal", lambda *given: (refusal(*given), is_refused.set())[0])
     monkeypatch.setattr(serve, "MAX_WAITING", 2)
     with serving(reward_model) as at:
-        found = []
+        found, retried = [], []
         with busy_model(at.server):
             threads = [threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0])) for _ in range(2)]
             for thread in threads:
@@ -451,13 +454,13 @@ def test_requests_beyond_the_limit_get_503_and_are_retried(reward_model, monkeyp
             assert (status, headers["Retry-After"]) == (503, "1")
             assert "2 requests are waiting" in answer["error"]
             source = source_of({"type": "http", "url": at.url, "backoff_s": 0.05})
-            asks = threading.Thread(target=lambda: found.append(source.score(batch(["a"]))))
+            asks = threading.Thread(target=lambda: retried.append(source.score(batch(["a"]))))
             asks.start()
-            time.sleep(0.3)
+            assert is_refused.wait(GUARD_S)
         for thread in (*threads, asks):
             thread.join()
-    assert found[:2] == [200, 200]
-    assert found[2].isfinite().all()
+    assert found == [200, 200]
+    assert retried[0].isfinite().all()
 
 
 def test_running_requests_are_answered_before_the_server_stops(reward_model):
