@@ -7,6 +7,7 @@ reduced before they are used. With one process nothing here communicates. `start
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,7 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
         _pulse = Pulse(ending, timeout_s, _step)
         _pulse.start()
+        atexit.register(_pulse.end)
     return World(rank, size, chosen)
 
 

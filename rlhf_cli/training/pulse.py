@@ -54,10 +54,11 @@ class Pulse(threading.Thread):
         self._num_signs = 0
         self._num_met = 0
         """Meetings at which this process has arrived."""
+        self._is_over = threading.Event()
 
     def run(self) -> None:
-        """Write a sign of life every two seconds until the process ends."""
-        while True:
+        """Write a sign of life every two seconds until `end`."""
+        while not self._is_over.is_set():
             self._num_signs += 1
             waits = self.waits_for is not None
             sign = {"number": self._num_signs, "step": self.step, "waits": waits, "met": self._num_met}
@@ -66,7 +67,13 @@ class Pulse(threading.Thread):
                 self.ending.look()
             except RuntimeError:  # the process that holds the store has ended
                 return
-            time.sleep(EVERY_S)
+            self._is_over.wait(EVERY_S)
+
+    def end(self) -> None:
+        """Write no further signs. Call it before Python's finalization, which aborts the process if a thread is in the
+        C++ code of the store."""
+        self._is_over.set()
+        self.join(2 * PATIENCE_S)
 
     def waiting(self, what: str, work: Callable[[], T]) -> T:
         """Run a collective operation `work` over `what`.

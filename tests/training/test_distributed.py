@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.training.processes import LOST
 from support.crash import wait_for
 from support.forked import Forked
+from support.paths import ROOT
 from support.runs import slurm_variables, start_forked, variables
 
 PROGRAM = """
@@ -176,6 +179,28 @@ def test_an_error_of_one_process_is_the_only_line_also_without_a_command_of_ours
     ended = [process.wait() for process in start(body, 3)]
     assert ended.pop(rank) == (1, "error: no room\n")
     assert ended == [(LOST, ""), (LOST, "")]
+
+
+EXITS = """
+import sys
+from rlhf_cli.training import distributed, pulse
+pulse.EVERY_S = 0.0
+distributed.start("cpu", 60.0).barrier()
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_signs_of_life_do_not_abort_a_process_that_exits(tmp_path):
+    """Not forked, as a forked process has no finalization. A thread in the C++ code of the store would abort about half
+    of these processes there, since they make no pause between two signs."""
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        processes = [
+            subprocess.Popen([sys.executable, "-c", EXITS], env={**os.environ, **names}, stderr=output, cwd=ROOT)
+            for names in variables(4)
+        ]
+    assert [process.wait(300) for process in processes] == [5] * 4, log.read_text()
 
 
 def started(path: Path, overrides: list[str], environments: list[dict[str, str]]) -> list[tuple[int, str]]:

@@ -53,8 +53,17 @@ def test_a_bug_keeps_its_traceback(capfd):
     assert capfd.readouterr().err.startswith("Traceback")
 
 
-def test_a_killed_process_is_named_and_not_those_that_lost_the_connection_to_it(capfd):
-    body = f"if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\nsys.exit({LOST})"
+def test_a_killed_process_is_named_and_not_those_that_lost_the_connection_to_it(capfd, tmp_path):
+    """Even if it is found last."""
+    body = f"""
+    if rank < 2:
+        open(f'{tmp_path}/{{rank}}', 'w')
+        sys.exit({LOST})
+    while not all(os.path.exists(f'{tmp_path}/{{other}}') for other in range(2)):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
     assert run(body, count=3) == 1
     error = capfd.readouterr().err
     assert error.startswith(
