@@ -28,7 +28,8 @@ PATIENCE_S = 5.0
 SAID_S = 15.0
 """Seconds that a silent process waits for the line of another before it ends. A launcher may end all with the first."""
 KNOWN_S = 3.0
-"""Seconds that the process which holds the store waits for the others to learn that a line is printed."""
+"""Seconds that the process which holds the store waits for the others to learn that a line is printed, once they train.
+Before that, `SAID_S`: while they start they are slow, and none has been killed in a step."""
 CONNECT_S = 30.0
 """Seconds in which a process that has an error at the start must find the others. Otherwise it prints."""
 POLL_S = 0.05
@@ -80,7 +81,7 @@ class Ending:
             in_time(self._code_said, None, SAID_S)
         in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            in_time(self._wait_until_known, None, KNOWN_S)
+            in_time(self._wait_until_known, None, KNOWN_S if dist.is_initialized() else SAID_S)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until every process has started.
