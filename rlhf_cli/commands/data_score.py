@@ -14,18 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.commands.output import (
-    Dropped,
-    OnBadRow,
-    Outcome,
-    OutputRow,
-    data_digest,
-    each_item,
-    items,
-    prompt_column,
-    refuse_own_output,
-)
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.output import OnBadRow, data_digest, each_item, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.output_files import Dropped, Outcome, Output, OutputRow
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ConfigError, DataError

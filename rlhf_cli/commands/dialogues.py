@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf_cli.commands.output import Dropped, Outcome
+from rlhf_cli.commands.output_files import Dropped, Outcome
 from rlhf_cli.commands.writer import fill
 from rlhf_cli.rollout.requests import Failure, Request, Writer
 

@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_cli.commands.data_score import with_columns
-from rlhf_cli.commands.output import (
-    Dropped,
-    OnBadRow,
-    Outcome,
-    data_digest,
-    each_item,
-    items,
-    prompt_column,
-    refuse_own_output,
-)
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.output import OnBadRow, data_digest, each_item, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.errors import ConfigError

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_cli.algorithms.rates import cohen_kappa
-from rlhf_cli.commands.label import SKIPPED, TIE, pair_digest, rate
-from rlhf_cli.commands.output import Dropped, items
+from rlhf_cli.commands.labelling import SKIPPED, TIE, pair_digest, rate
+from rlhf_cli.commands.output import items
+from rlhf_cli.commands.output_files import Dropped
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import say

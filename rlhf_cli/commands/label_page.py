@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_cli.commands.label import KEYS, Labelling
+from rlhf_cli.commands.labelling import KEYS, Labelling
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.printing import say
 

@@ -18,7 +18,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_cli.commands.label import KEYS, Labelling, Shown, counted
+from rlhf_cli.commands.labelling import KEYS, Labelling, Shown, counted
 from rlhf_cli.console import Console
 from rlhf_cli.printing import say
 

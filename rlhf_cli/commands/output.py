@@ -13,43 +13,27 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rlhf_cli.artifacts import fingerprint
+from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ConfigError, DataError
-from rlhf_cli.rollout.requests import Failure
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
-    from rlhf_cli.commands.output_files import Output
     from rlhf_cli.data.formats import Purpose
     from rlhf_cli.data.records import Record
     from rlhf_cli.training.distributed import World
 
 OnBadRow = Literal["error", "skip"]
-OutputRow = dict[str, Any]
 T = TypeVar("T")
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An item without a row."""
-
-    reason: str
-    """A few words, the same for items of the same kind, so that they can be counted."""
-    columns: dict[str, Any] = field(default_factory=dict)
-    """More about the item, for the file of dropped items."""
-
-
-Outcome = OutputRow | Dropped | Failure
 
 
 # ------------------------------------------------------------------------------------------- items

@@ -8,16 +8,31 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from rlhf_cli.artifacts import differences
-from rlhf_cli.commands.output import Dropped, Outcome
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError
 from rlhf_cli.files import read_text
 from rlhf_cli.rollout.requests import Failure
 from rlhf_cli.training.checkpoint_files import write_text
+
+OutputRow = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An item without a row."""
+
+    reason: str
+    """A few words, the same for items of the same kind, so that they can be counted."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """More about the item, for the file of dropped items."""
+
+
+Outcome = OutputRow | Dropped | Failure
 
 
 class Output:

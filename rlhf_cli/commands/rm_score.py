@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 from rlhf_cli.commands.data_score import text_of, with_columns
-from rlhf_cli.commands.output import Dropped, OnBadRow, OutputRow, batched, items, prompt_column, refuse_own_output
-from rlhf_cli.commands.output_files import json_line
+from rlhf_cli.commands.output import OnBadRow, batched, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.output_files import Dropped, OutputRow, json_line
 from rlhf_cli.commands.serve import Settings, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console

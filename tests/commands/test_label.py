@@ -23,9 +23,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from rlhf_cli.commands.label import Labelling, label, pairs_of
+from rlhf_cli.commands.label import label
 from rlhf_cli.commands.label_agreement import agreement, labels_in
 from rlhf_cli.commands.label_page import Page
+from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.output import items
 from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
