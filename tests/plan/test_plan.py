@@ -71,6 +71,7 @@ def test_planned_peaks_are_within_15_percent_of_measured_ones(benchmark, tmp_pat
 def test_each_planned_phase_is_within_15_percent_of_the_measured_one(benchmark, tmp_path):
     """Not of models whose weights are held in fewer bits: the pages of their files are in the measured memory, too.
 
+    At 1 million parameters 20 MB are allowed: there loading and saving are hardly more than the libraries' fixed part.
     Two phases are planned too low, and no peak is there: docs/scale.md names them.
     """
     too_low = {f"100M-rm-sharded-bfloat16-2: {phase}" for phase in ("load", "normalisation")}
@@ -83,7 +84,8 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(benchmark, 
             if phase.name in measured:
                 seen.add((case.kind, case.stage, phase.name))
                 ratio = phase.total / measured[phase.name]
-                if not 0.85 <= ratio <= 1.15:
+                is_small = case.size == "1M" and abs(phase.total - measured[phase.name]) < 20e6
+                if not 0.85 <= ratio <= 1.15 and not is_small:
                     found[f"{case.name}: {phase.name}"] = ratio
     assert seen >= {("sharded", "ppo", "save"), ("float32", "ppo", "load"), ("float32", "rm", "normalisation")}
     assert seen >= {("lora", stage, "save") for stage in ("sft", "rm", "ppo")}
