@@ -7,6 +7,7 @@ command passes on what one of them printed (`processes.py`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -33,6 +34,24 @@ Before that, `SAID_S`: while they start they are slow, and none has been killed 
 CONNECT_S = 30.0
 """Seconds in which a process that has an error at the start must find the others. Otherwise it prints."""
 POLL_S = 0.05
+STORE_THREAD = "store"
+"""The name of threads that ask the store."""
+_exits = threading.Event()
+"""Set before Python's finalization, which aborts the process if a thread is in the C++ code of the store."""
+
+
+def pause(seconds: float) -> None:
+    """Wait between two questions to the store, in a thread. Raises RuntimeError if the process exits."""
+    if _exits.wait(seconds):
+        raise RuntimeError("the process exits")
+
+
+def end_questions() -> None:
+    """End the threads that ask the store. It runs before Python's finalization."""
+    _exits.set()
+    for thread in threading.enumerate():
+        if thread.name == STORE_THREAD:
+            thread.join(1.0)
 
 
 class Ending:
@@ -106,12 +125,12 @@ class Ending:
         """The exit code of the process that prints, once it has printed."""
         while not self._store.check(["said"]):
             self.look()
-            time.sleep(POLL_S)
+            pause(POLL_S)
         return int(self._store.get("said"))
 
     def _wait_until_known(self) -> None:
         while not self._store.check([f"known {rank}" for rank in range(self.size)]):
-            time.sleep(POLL_S)
+            pause(POLL_S)
 
 
 _ending: Ending | None = None
@@ -134,6 +153,7 @@ def connect(timeout_s: float) -> Ending:
             # After a restart torchrun gives the processes the same store, with addresses of those that have ended.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _ending = Ending(store, rank, size)
+        atexit.register(end_questions)
     return _ending
 
 
@@ -167,7 +187,7 @@ def in_time(work: Callable[[], T], otherwise: D, seconds: float | None = None) -
         with contextlib.suppress(RuntimeError):
             results.append(work())
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=ask, name=STORE_THREAD, daemon=True)
     asking.start()
     asking.join(PATIENCE_S if seconds is None else seconds)
     return results[0] if results else otherwise

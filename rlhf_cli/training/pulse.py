@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rlhf_cli import waits
 from rlhf_cli.errors import EndedElsewhere, RunError
-from rlhf_cli.training.ending import Ending, in_time
+from rlhf_cli.training.ending import STORE_THREAD, Ending, in_time, pause
 from rlhf_cli.training.processes import LOST, another_has_failed, note_wait
 from rlhf_cli.training.signals import stop_requested
 
@@ -150,7 +150,7 @@ class Pulse(threading.Thread):
                 store = self._connected("rlhf", PATIENCE_S)
                 signs.update({rank: self._sign(rank, store) for rank in range(self.size) if rank != self.rank})
 
-        reader = threading.Thread(target=read, daemon=True)
+        reader = threading.Thread(target=read, name=STORE_THREAD, daemon=True)
         reader.start()
         reader.join(PATIENCE_S)
         return dict(signs)
@@ -200,10 +200,10 @@ class Pulse(threading.Thread):
 
         def read() -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]]:
             before = {rank: self._sign(rank) for rank in others}
-            time.sleep(2 * EVERY_S)
+            pause(2 * EVERY_S)
             after, deadline = {rank: self._sign(rank) for rank in others}, time.monotonic() + PATIENCE_S
             while len(_silent(before, after)) > 1 and time.monotonic() < deadline:
-                time.sleep(EVERY_S / 4)
+                pause(EVERY_S / 4)
                 after = {rank: self._sign(rank) for rank in others}
             return before, after
 
@@ -246,7 +246,7 @@ class _Arrival(threading.Thread):
     """
 
     def __init__(self, store: dist.Store, number: int, size: int):
-        super().__init__(name="meeting", daemon=True)
+        super().__init__(name=STORE_THREAD, daemon=True)
         self.store, self.number, self.size = store, number, size
         self.error: RuntimeError | None = None
 
@@ -258,7 +258,7 @@ class _Arrival(threading.Thread):
                 self.store.set(complete, "")
             # `Store.wait` would print a warning whenever it times out.
             while not self.store.check([complete]):
-                time.sleep(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
+                pause(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
             if self.store.add(seen, 1) == self.size:
                 for key in (arrived, complete, seen):  # no process reads them again
                     self.store.delete_key(key)

@@ -183,21 +183,26 @@ def test_an_error_of_one_process_is_the_only_line_also_without_a_command_of_ours
 
 EXITS = """
 import sys
-from rlhf_cli.training import distributed, pulse
-pulse.EVERY_S = 0.0
-distributed.start("cpu", 60.0).barrier()
+from rlhf_cli.training import distributed, ending, pulse
+{short}
+world = distributed.start("cpu", 60.0)
+world.barrier()
+ending.in_time(ending.connect(60.0)._code_said, None, 0.1)
 sys.exit(5)
 """
 
 
 @pytest.mark.slow
-def test_signs_of_life_do_not_abort_a_process_that_exits(tmp_path):
+@pytest.mark.parametrize("short", ["pulse.EVERY_S = 0.0", "ending.POLL_S = 0.0"], ids=["signs", "questions"])
+def test_threads_that_ask_the_store_do_not_abort_a_process_that_exits(short, tmp_path):
     """Not forked, as a forked process has no finalization. A thread in the C++ code of the store would abort about half
-    of these processes there, since they make no pause between two signs."""
+    of these processes there, since they make no pause between two signs or questions."""
     log = tmp_path / "log"
     with log.open("w") as output:
         processes = [
-            subprocess.Popen([sys.executable, "-c", EXITS], env={**os.environ, **names}, stderr=output, cwd=ROOT)
+            subprocess.Popen(
+                [sys.executable, "-c", EXITS.format(short=short)], env={**os.environ, **names}, stderr=output, cwd=ROOT
+            )
             for names in variables(4)
         ]
     assert [process.wait(300) for process in processes] == [5] * 4, log.read_text()
