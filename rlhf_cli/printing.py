@@ -40,7 +40,7 @@ def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\
 
 
 def _columns(file: TextIO) -> int | None:
-    """The width of the terminal that a file writes to; None if it is no terminal."""
+    """The columns of the terminal behind a file such as stderr; None if the file is no terminal."""
     try:
         return (os.get_terminal_size(file.fileno()).columns or None) if file.isatty() else None
     except (OSError, ValueError):

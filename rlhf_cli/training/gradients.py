@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlhf_cli.sharding import first_sharded
 from rlhf_cli.training.distributed import World
 
 T = TypeVar("T")
@@ -71,13 +72,16 @@ class GradientSum:
 
     def __init__(self, world: World, *models: nn.Module):
         self._world = world
-        weights = [p for model in models for p in reversed(list(model.parameters())) if p.requires_grad]
-        whole = [p for p in weights if not isinstance(p, DTensor)]
-        # The passes of a sharded model exchange weights, and all exchanges must be in the same order everywhere.
-        self._overlaps = len(whole) == len(weights)
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
-        for weight in whole if world.size > 1 else []:
+        self._overlaps = False
+        if world.size == 1:
+            return
+        # The passes of a sharded model exchange weights, and all exchanges must be in the same order everywhere.
+        self._overlaps = first_sharded(*models) is None
+        for weight in (p for model in models for p in reversed(list(model.parameters()))):
+            if not weight.requires_grad or isinstance(weight, DTensor):
+                continue
             num_bytes = 4 * weight.numel()
             if not self._buckets or self._buckets[-1].num_bytes + num_bytes > BUCKET_BYTES:
                 self._buckets.append(_Bucket())
@@ -89,7 +93,7 @@ class GradientSum:
 
         Sums begin in the passes of the last item, unless `last` is false: then other backward passes follow.
         """
-        if not self._buckets or not self._overlaps or not last:
+        if not (self._overlaps and last):
             yield from items
             return
         parts = list(items)

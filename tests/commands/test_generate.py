@@ -27,7 +27,7 @@ from rlhf_cli.models.load import load_tokenizer
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
-from support.writers import contents, failing_after
+from support.writers import contents, failing_after, nine_prompts
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,7 @@ def run(pipeline: Any) -> Path:
 @pytest.fixture(scope="module")
 def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine prompts, one of them too long for the model's 128 positions."""
-    rows = read_jsonl(data["prompts"])[:9]
-    rows[4] = {"prompt": "the tent " * 80, "number": 4}
-    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+    return nine_prompts(data["prompts"], tmp_path_factory.mktemp("prompts"))
 
 
 def write(directory: Path, source: Path, out: Path, *, options: Options | None = None, **settings: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from rlhf_cli.training.distributed import World
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.worlds import in_each_process
-from support.writers import contents, failing_after
+from support.writers import contents, failing_after, nine_prompts
 
 RLHF = (sys.executable, "-m", "rlhf_cli")
 
@@ -40,9 +40,7 @@ def run(pipeline: Any) -> Path:
 @pytest.fixture(scope="module")
 def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine prompts, which are five chunks of two; one of them is too long."""
-    rows = read_jsonl(data["prompts"])[:9]
-    rows[4] = {"prompt": "the tent " * 80, "number": 4}
-    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+    return nine_prompts(data["prompts"], tmp_path_factory.mktemp("prompts"))
 
 
 def write(
