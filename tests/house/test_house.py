@@ -1,48 +1,18 @@
-"""Sizes and imports: short functions and files, stages of one screen, and tests that do not import each other."""
+"""Habits of the tests: they do not import each other, and none of them limits wall time."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from support.paths import ROOT, TESTS
 
-MODULES = [path for room in ("rlhf_cli", "stages") for path in sorted((ROOT / room).rglob("*.py"))]
-STAGES = [ROOT / "stages" / f"{stage}.py" for stage in ("sft", "rm", "ppo")]
 TEST_MODULES = sorted(TESTS.rglob("*.py"))
-LONGEST_FUNCTION = 60
-LONGEST_RUN = 65
-LONGEST_FILE = 400
-LARGE_FILES = 3
-"""How many files of rlhf_cli/ may have more lines."""
-LONGEST_TEST_FILE = 1000
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def functions(source: str) -> Iterator[tuple[str, int]]:
-    """The functions and methods of a module, each with its number of lines without docstring."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = span(node)
-            if ast.get_docstring(node) is not None:
-                lines -= span(node.body[0])
-            yield node.name, lines
-
-
-def span(node: ast.stmt) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
 
 
 def imported(path: Path) -> set[str]:
@@ -56,27 +26,6 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_functions_are_short() -> None:
-    found = {(name_of(path), *found) for path in MODULES for found in functions(path.read_text(encoding="utf-8"))}
-    assert sorted(item for item in found if item[-1] > LONGEST_FUNCTION) == []
-
-
-def test_few_files_are_large() -> None:
-    large = {name_of(path): num_lines(path) for path in MODULES if num_lines(path) > LONGEST_FILE}
-    assert len(large) <= LARGE_FILES, large
-
-
-@pytest.mark.parametrize("path", STAGES, ids=name_of)
-def test_a_stage_is_short_and_its_run_fits_one_screen(path: Path) -> None:
-    assert num_lines(path) <= LONGEST_FILE
-    [(_, lines)] = [found for found in functions(path.read_text(encoding="utf-8")) if found[0] == "run"]
-    assert lines <= LONGEST_RUN
-
-
-def test_test_files_are_not_too_long() -> None:
-    assert {name_of(path): num_lines(path) for path in TEST_MODULES if num_lines(path) > LONGEST_TEST_FILE} == {}
-
-
 def test_no_test_module_imports_another() -> None:
     """Helpers are in tests/support, shared fixtures in a conftest.py."""
     modules = {path.stem for path in TEST_MODULES if path.parent.name != "support"}
@@ -88,12 +37,6 @@ def test_test_files_have_different_names() -> None:
     """pytest imports them by their file name alone."""
     counts = Counter(path.name for path in TEST_MODULES if path.name.startswith("test_"))
     assert [name for name, count in counts.items() if count > 1] == []
-
-
-def test_sizes_are_measured_without_docstrings() -> None:
-    body = "".join(f"    x{i} = {i}\n" for i in range(5))
-    assert list(functions(f'def f():\n    """One.\n\n    Two.\n    """\n{body}')) == [("f", 6)]
-    assert list(functions(f"class A:\n    def f(self):\n{body.replace('    x', '        x')}")) == [("f", 6)]
 
 
 CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
