@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,28 +29,22 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedModel,
 )
 
 import stages.rm
 import stages.sft
-from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
-from rlhf_cli.decoders.base import UnsupportedError
-from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
 HEAD = ["model", "work", "figure", "share of the limit, or ratio", "goal", "remarks"]
-DECODERS: dict[str, tuple[DecoderName, ...]] = {"cuda": ("static", "plain"), "cpu": ("plain",)}
-"""The first is compared with the others. Both sides compute in bfloat16, which the paged decoder of a CPU does not."""
 GOALS = {"mfu": 0.5, "limit": 0.5, "ppo": 5.0}
 
 
@@ -172,13 +165,12 @@ class Bench:
                 [what, f"{count / one:,.0f} tokens/s", ratio, f"{GOALS['limit']:.0%}" if not ratio else "", share]
             )
 
-        def ours(decoder: DecoderName) -> None:
+        def ours() -> None:
+            # Both sides compute in bfloat16, which the paged decoder of a CPU does not.
             with torch.no_grad(), autocast(self.device, self.precision):
-                sample(model, prompts, table, Sampling(decoder=decoder))
+                sample(model, prompts, table, Sampling(decoder="plain"))
 
-        for decoder in DECODERS[self.device.type]:
-            measure(f"rollouts, batch {plan.rollout_rows}, decoder {decoder}", partial(ours, decoder))
-        rows.append(self.step_parts(model, prompts))
+        measure(f"rollouts, batch {plan.rollout_rows}", ours)
         unpacked = self.inputs.model(LlamaForCausalLM, packed=False).to(torch.bfloat16)
         inputs = torch.tensor(prompts, device=self.device)
 
@@ -205,25 +197,6 @@ class Bench:
         )
         memory = ContinuousBatchingConfig(max_memory_percent=0.02) if self.plan is TINY else None
         model.generate_batch(prompts, generation_config=config, continuous_batching_config=memory)
-
-    @torch.no_grad()
-    def step_parts(self, model: PreTrainedModel, prompts: list[list[int]]) -> list[str]:
-        """The parts of a rollout step: the graph, the draw, and the recording of the graph."""
-        what = "one step of a rollout"
-        with autocast(self.device, self.precision):
-            try:
-                decoder = static_decoder(model, self.plan.prompt + self.plan.response, len(prompts))
-            except UnsupportedError as reason:
-                return [what, "unmeasured", "", "", str(reason)]
-            some = prompts[: decoder.most_rows]
-            new = torch.zeros(len(some), dtype=torch.int64, device=self.device)
-            reading = self.seconds(lambda: decoder.admit(some))
-            first = self.seconds(lambda: decoder.step(new))
-            replayed = min(self.seconds(lambda: decoder.step(new)) for _ in range(5))
-            u = torch.rand(len(some), device=self.device)
-            drawn = min(self.seconds(lambda: draw(decoder.logits[: len(some)], u, 1.0)) for _ in range(5))
-        how = f"its first {1e3 * first:.1f} ms (records the graph), prompts read in {1e3 * reading:.1f} ms"
-        return [what, f"{1e3 * replayed:.2f} ms", f"the draw {1e3 * drawn:.2f} ms", "", how]
 
     def ppo(self) -> list[list[str]]:
         """One iteration of the PPO stage, then one of TRL's trainer on the same prompts."""

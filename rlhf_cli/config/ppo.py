@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
 from rlhf_cli.config.base import (
@@ -23,8 +23,15 @@ from rlhf_cli.config.require import FigureName, Requirement
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
-DecoderName = Literal["auto", "paged", "static", "plain", "sharded"]
+DecoderName = Literal["auto", "paged", "plain", "sharded"]
 EngineName = Literal["own", "vllm"]
+
+
+def _decoder_that_exists(name: Any) -> Any:
+    """Configs of older versions may name a decoder for GPUs that is gone."""
+    if name == "static":
+        raise ValueError("`static` does not exist any more. Set it to plain, or use rollout.engine: vllm on a GPU")
+    return name
 
 
 PPOModelName = Literal["policy", "ref_policy", "value_model", "rewards"]
@@ -102,10 +109,9 @@ class Rollout(Section):
     """Maximum number of responses that a process samples at a time; a finished one makes room for the next prompt.
     Limits the memory of the keys and values and does not change any response. Null samples all at the same time,
     which is fastest."""
-    decoder: DecoderName = "auto"
+    decoder: Annotated[DecoderName, BeforeValidator(_decoder_that_exists)] = "auto"
     """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
-    `static` replays CUDA graphs on a GPU, for the same models. `plain` runs the model's own forward, for any model.
-    `auto` takes `paged` where it can and `plain` elsewhere, never `static`: that one has not been run on a GPU yet.
+    `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can and `plain` elsewhere.
     A decoder that differs from the model's own forward is refused before the first rollout. `sharded` is for a policy
     that `distributed.shard` divides and that fits no process whole: all processes sample from the divided policy in
     step, each its own responses. The others sample from a whole copy of such a policy."""
@@ -258,10 +264,6 @@ class PPOConfig(Stage):
     @model_validator(mode="after")
     def _decoder(self) -> Self:
         decoder = self.rollout.decoder
-        if decoder == "static" and self.device not in ("auto", "cuda"):
-            raise ValueError(
-                f"rollout.decoder: static needs a GPU, and device is {self.device}. Set it to auto or plain"
-            )
         if decoder == "paged" and self.device not in ("auto", "cpu"):
             raise ValueError(
                 f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
@@ -274,11 +276,6 @@ class PPOConfig(Stage):
             raise ValueError(
                 "rollout.decoder: sharded samples from a policy that distributed.shard divides, and this one is whole. "
                 "Set it to auto, or divide the policy"
-            )
-        if decoder == "static" and self.optimizer.precision == "bfloat16":
-            raise ValueError(
-                "rollout.decoder: static needs float32 weights, and optimizer.precision is bfloat16. Set it to auto or "
-                "plain"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,10 +27,6 @@ class Decoder(Protocol):
     """Finished rows leave once at most this share of the live rows is unfinished. 1.0: each leaves immediately."""
     admits_beside_others: bool
     """Whether new rows can enter while others are unfinished."""
-    most_rows: int
-    """Maximum number of live rows."""
-    lag: int
-    """Number of steps between the end of a row and the moment when the sampler reads it."""
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Add a row for each prompt behind the live rows; return the logits of their first tokens [prompts, V]."""
@@ -92,12 +88,14 @@ class Checked:
     """Results of a check that runs at the first use of a model, and again once its modules have been replaced."""
 
     def __init__(self) -> None:
-        self._results: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+        self._results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[type, ...], str]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def reason(self, model: PreTrainedModel, variant: Hashable, check: Callable[[], str]) -> str:
-        """What `check` returned for the model and variant: why the decoder cannot be used, "" if it can."""
+    def reason(self, model: PreTrainedModel, check: Callable[[], str]) -> str:
+        """What `check` returned for the model: why the decoder cannot be used, "" if it can."""
         # Adapters, for instance, replace modules by modules of other classes.
-        key = (variant, tuple(type(module) for module in model.modules()))
+        key = tuple(type(module) for module in model.modules())
         results = self._results.setdefault(model, {})
         if key not in results:
             results[key] = check()

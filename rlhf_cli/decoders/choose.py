@@ -8,26 +8,25 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.decoders.base import Decoder, UnsupportedError
-from rlhf_cli.decoders.cpu import paged_decoder
-from rlhf_cli.decoders.gpu import static_decoder
+from rlhf_cli.decoders.paged import paged_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
 from rlhf_cli.decoders.seq2seq import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
-from rlhf_cli.sharding import device_of, is_sharded
+from rlhf_cli.sharding import is_sharded
 
 OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
 """The names of the decoder that runs the model's own forward."""
 
 
-def choose_decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName = "auto") -> Decoder:
-    """The decoder for at most `rows` rows of `longest` tokens.
+def choose_decoder(model: PreTrainedModel, longest: int, name: DecoderName = "auto") -> Decoder:
+    """The decoder for rows of at most `longest` tokens.
 
     ``auto`` takes the paged decoder if it supports the model, and the plain one otherwise. Raises ConfigError if a
     decoder that was asked for by name does not support the model.
     """
     try:
-        return _decoder(model, longest, rows, name)
+        return _decoder(model, longest, name)
     except UnsupportedError as reason:
         if name == "auto":
             return PlainDecoder(model)
@@ -44,17 +43,17 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
     notes = []
     if name == "auto":
         try:
-            _decoder(model, longest, 1, name)
+            _decoder(model, longest, name)
         except UnsupportedError as reason:
             notes.append(f"{type(model).__name__}: {reason}; sampling uses the model's own forward (slower, as exact)")
     elif name not in OWN_FORWARD:
-        choose_decoder(model, longest, 1, name)
+        choose_decoder(model, longest, name)
     if (notes or name in OWN_FORWARD) and not is_seq2seq(model):
         notes += filter(None, [why_not_padded(model)])
     return notes
 
 
-def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName) -> Decoder:
+def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder:
     """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
     if is_sharded(model) and name not in OWN_FORWARD:
         raise UnsupportedError("its weights are divided among the processes")
@@ -66,15 +65,7 @@ def _decoder(model: PreTrainedModel, longest: int, rows: int, name: DecoderName)
     match name:
         case "auto" | "paged":
             return paged_decoder(model, longest)
-        case "static":
-            if not _is_on_a_gpu(model):
-                raise UnsupportedError("it records CUDA graphs, and the model is not on a GPU")
-            return static_decoder(model, longest, rows)
         case "plain" | "sharded":
             return PlainDecoder(model)
         case _:
             assert_never(name)
-
-
-def _is_on_a_gpu(model: PreTrainedModel) -> bool:
-    return device_of(model).type == "cuda"

@@ -1,8 +1,4 @@
-"""The layers of Llama-like models and GPT-2, as functions of tensors.
-
-The paged decoder (cpu.py) and the static decoder (gpu.py) share this network. They differ in how they compute a linear
-layer and a norm, and in where they keep keys and values.
-"""
+"""The layers of Llama-like models and GPT-2, as functions of tensors, for the paged decoder (paged.py)."""
 
 from __future__ import annotations
 
@@ -62,11 +58,8 @@ class Network:
     kv_heads: int
     head_dim: int
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden].
-
-        `dtype` is that of the queries and keys that `attend` receives. The rotation is computed in float32.
-        """
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden]."""
         heads, kv_heads = self.heads, self.kv_heads
         rotation = None if self.rotation is None else self.rotation[positions][:, None]  # [N, 1, D / 2]
         x = self.embed(ids, positions)  # [N, hidden]
@@ -76,8 +69,8 @@ class Network:
             if layer.norm_query is not None and layer.norm_key is not None:
                 qk = torch.cat([layer.norm_query(qk[:, :heads]), layer.norm_key(qk[:, heads:])], dim=1)
             if rotation is not None:
-                qk = rotate(qk.float(), rotation)
-            query, key = qk.to(dtype).split([heads, kv_heads], dim=1)
+                qk = rotate(qk, rotation)
+            query, key = qk.split([heads, kv_heads], dim=1)
             x = x + layer.out(attend(number, query, key, value, layer.scaling))
             x = x + layer.feed(layer.norm_2(x))
         return x

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Literal, cast
@@ -48,8 +47,6 @@ class PlainDecoder:
     """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
     admits_beside_others = False
     """The model cannot read a prompt while other rows continue, so new rows enter once all have ended."""
-    most_rows = sys.maxsize
-    lag = 0
 
     def __init__(self, model: PreTrainedModel, layout: Layout | None = None):
         """layout: None takes the fastest one that gives the model's own logits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -28,8 +27,6 @@ class Seq2SeqDecoder:
     """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
     admits_beside_others = False
     """All rows have read the same number of decoder tokens, so new rows enter once all have ended."""
-    most_rows = sys.maxsize
-    lag = 0
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

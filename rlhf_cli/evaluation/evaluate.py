@@ -143,10 +143,9 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None
-    held_for = (config.precision, config.rollout.decoder)
     reference_path = model_directory(config.stage_model(config.policy.path, "sft"))
-    reference, tokenizer = run.load(reference_path, *held_for)
-    trained, _ = run.load(run.model_path("ppo"), *held_for)
+    reference, tokenizer = run.load(reference_path, config.precision)
+    trained, _ = run.load(run.model_path("ppo"), config.precision)
     arena = Arena(run, config, reference, tokenizer)
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)
     seed, sentences = run.seed, Sentences(display)

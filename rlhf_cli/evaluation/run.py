@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.ppo import DecoderName, PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.batches import Budget
@@ -54,11 +54,9 @@ class Run:
         """The model directory of a stage."""
         return str(stage_directory(self.root, stage) / "model")
 
-    def load(
-        self, path: str, precision: str = "float32", decoder: DecoderName = "auto"
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self, path: str, precision: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A language model, on the device and held for passes in `precision`, and its tokenizer."""
-        model, tokenizer = frozen_policy(path, None, self.device, precision, decoder), load_tokenizer(path)
+        model, tokenizer = frozen_policy(path, None, self.device, precision), load_tokenizer(path)
         prepare(model, self.device)
         return model, tokenizer
 

@@ -79,8 +79,7 @@ class TrainedModel:
         """
         tokenizer = load_tokenizer(self.path, self.revision)
         require_eos(tokenizer, self.path)
-        decoder = self.run.ppo.rollout.decoder if self.run is not None and self.run.ppo is not None else "auto"
-        model = frozen_policy(self.path, self.revision, device, self.precision, decoder)
+        model = frozen_policy(self.path, self.revision, device, self.precision)
         check_vocabulary(model, tokenizer, self.path)
         prepare(model, device)
         return model, tokenizer

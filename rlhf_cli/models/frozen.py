@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.models.checks import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
@@ -20,15 +19,11 @@ from rlhf_cli.models.nf4 import quantize, quantized_layers
 from rlhf_cli.sharding import is_sharded
 
 
-def frozen_policy(
-    path: str, revision: str | None, device: torch.device, precision: str, decoder: DecoderName = "auto"
-) -> PreTrainedModel:
+def frozen_policy(path: str, revision: str | None, device: torch.device, precision: str) -> PreTrainedModel:
     """A language model that is not trained, on the CPU: its weights are held as `hold_frozen` says.
 
-    If the passes on `device` compute in 16 bits, the model is never in memory in float32. The static `decoder` needs
-    float32 weights.
+    If the passes on `device` compute in 16 bits, the model is never in memory in float32.
     """
-    precision = "float32" if decoder == "static" else precision
     model = load_policy(path, revision, deferred=is_held(device, precision))
     model.requires_grad_(False)
     hold_frozen(model, device, precision, exact=False)
@@ -42,9 +37,7 @@ class HeldEmbedding(nn.Embedding):
         return super().forward(ids).float()
 
 
-def hold_base(
-    model: PreTrainedModel, lora: Lora, key: str, device: torch.device, precision: str, *, hold: bool = True
-) -> None:
+def hold_base(model: PreTrainedModel, lora: Lora, key: str, device: torch.device, precision: str) -> None:
     """Freeze the weights that will be under adapters, and hold them in 4 bits or as `hold_frozen` does.
 
     Call it before the model moves to its device: in float32 it may not fit there. Raises ConfigError, naming the config
@@ -52,15 +45,11 @@ def hold_base(
 
     Args:
         device: where the passes will run.
-        hold: False if the weights must stay in float32 unless `lora` quantizes them.
     """
     model.requires_grad_(False)
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")
-    if hold:
-        hold_frozen(model, device, precision, exact=True)
-    elif is_deferred(model):
-        _complete(model)
+    hold_frozen(model, device, precision, exact=True)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.config.models import Lora
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -29,13 +28,11 @@ from rlhf_cli.sharding import is_first_process, is_sharded
 def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: Stage, device: torch.device) -> None:
     """`hold_base` as the config says, before the model moves to its device.
 
-    Weights that will be divided among processes are left as they are. Those that the static decoder reads stay in
-    float32, since it is first compared in float32.
+    Weights that will be divided among processes are left as they are.
     """
     if lora is None or divides(config):
         return
-    is_static = isinstance(config, PPOConfig) and config.rollout.decoder == "static"
-    hold_base(model, lora, key, device, config.precision, hold=not is_static)
+    hold_base(model, lora, key, device, config.precision)
 
 
 def defers_base(lora: Lora | None, config: Stage, device: torch.device) -> bool:

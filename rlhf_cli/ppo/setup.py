@@ -251,9 +251,7 @@ def _load_ref_policy(
 ) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
     is_divided = to_divide(config, "ref_policy") is not None
-    # The static decoder, if it samples from ref_policy, is first compared in float32.
-    holds = not is_divided and (config.rollout.decoder != "static" or not config.ppo.uses_reference_scores)
-    deferred = is_divided or (holds and is_held(device, config.precision))
+    deferred = is_divided or is_held(device, config.precision)
     if config.ref_policy is not None:
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
         ref_policy = load_policy(ref_path, config.ref_policy.revision, deferred=deferred)
@@ -266,7 +264,7 @@ def _load_ref_policy(
     else:
         return None
     ref_policy.requires_grad_(False)
-    if holds:
+    if not is_divided:
         hold_frozen(ref_policy, device, config.precision, exact=False)
     return ref_policy
 

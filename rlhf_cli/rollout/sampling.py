@@ -8,7 +8,6 @@ the other prompts of the batch.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +120,7 @@ def sample(
         limits: the maximum length of each response, 1 to R; None: R for all.
         max_live_rows: maximum responses decoded at the same time, None for all. Waiting prompts take the place of
             finished responses. This bounds the key and value memory and changes no response. It does not make a CPU
-            faster, because a step of many rows costs less per row. A GPU decoder may lower it further.
+            faster, because a step of many rows costs less per row.
         on_tokens: called after each step with the newest token of each live row. A finished row may stay for some
             steps, and its tokens of these steps belong to no response.
 
@@ -138,11 +137,11 @@ def sample(
     num_rows, longest = uniforms.shape
     each = limits or [longest] * num_rows
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
-    decoder = choose_decoder(model, longest_text, min(max_live_rows or num_rows, num_rows), sampling.decoder)
-    max_live_rows = min(max_live_rows or num_rows, decoder.most_rows)
+    decoder = choose_decoder(model, longest_text, sampling.decoder)
+    max_live_rows = max_live_rows or num_rows
     live = _LiveRows(uniforms.to(device), each, sampling, tokenizer)
     # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
-    lag, leaves_below = (decoder.lag, decoder.leaves_below) if limits is None else (0, 1.0)
+    leaves_below = decoder.leaves_below if limits is None else 1.0
     num_started = 0
 
     while num_started < num_rows or live.count > 0:
@@ -162,7 +161,7 @@ def sample(
             on_tokens(live.new_ids)
 
         # 3. Finished rows leave once enough of them have finished.
-        stay = live.rows_that_stay(lag=lag, leaves_below=leaves_below)
+        stay = live.rows_that_stay(leaves_below)
         if stay is not None:
             decoder.keep(stay)
             live.keep(stay)
@@ -201,7 +200,6 @@ class _LiveRows:
         self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
         self.over_mask = torch.zeros(0, dtype=torch.bool, device=uniforms.device)
         self.num_drawn = 0  # tokens of the youngest live row
-        self.counts: deque[_Count] = deque()
         self.stop_mask: Tensor | None = None  # [V]
 
     @property
@@ -277,15 +275,9 @@ class _LiveRows:
             ):
                 stopped_mask[i] = True
 
-    def rows_that_stay(self, *, lag: int, leaves_below: float) -> Tensor | None:
-        """Indices of the unfinished live rows, if the share of them is at most `leaves_below`; otherwise None.
-
-        The count that decides is `lag` steps old, so that a GPU need not wait for the host.
-        """
-        self.counts.append(_Count(self.over_mask))
-        if len(self.counts) <= lag:
-            return None
-        num_alive = self.count - self.counts.popleft().read()
+    def rows_that_stay(self, leaves_below: float) -> Tensor | None:
+        """Indices of the unfinished live rows, if the share of them is at most `leaves_below`; otherwise None."""
+        num_alive = self.count - int(self.over_mask.sum())
         if num_alive < self.count and num_alive <= leaves_below * self.count:
             return (~self.over_mask).nonzero()[:, 0]
         return None
@@ -294,7 +286,6 @@ class _LiveRows:
         """Drop all live rows but those at the indices `stay`."""
         self.rows, self.at, self.last = self.rows[stay], self.at[stay], self.last[stay]
         self.new_ids, self.over_mask = self.new_ids[stay], self.over_mask[stay]
-        self.counts.clear()
 
     def responses(self) -> list[Response]:
         """The finished responses, in the order of the prompts."""
@@ -322,21 +313,6 @@ class _LiveRows:
                 )
             )
         ]
-
-
-class _Count:
-    """The number of finished rows, requested now and read later, so that the host does not wait for a GPU."""
-
-    def __init__(self, over_mask: Tensor):
-        self.number = over_mask.sum().to("cpu", non_blocking=True)
-        self.arrived = torch.cuda.Event() if over_mask.device.type == "cuda" else None
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def read(self) -> int:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return int(self.number)
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

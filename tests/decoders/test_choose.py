@@ -5,19 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import DecoderName, PPOConfig
-from rlhf_cli.decoders import choose
-from rlhf_cli.decoders.base import UnsupportedError
 from rlhf_cli.decoders.choose import choose_decoder, decoder_notes
-from rlhf_cli.decoders.cpu import PagedDecoder
-from rlhf_cli.decoders.gpu import StaticDecoder
+from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout import sampling as sampling_module
@@ -25,55 +20,31 @@ from rlhf_cli.rollout.sampling import sample
 from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
 
 
-def on_device(device: str) -> Any:
-    """A model of which only the device and the kind are known."""
-    weight = SimpleNamespace(device=torch.device(device))
-    return SimpleNamespace(parameters=lambda: iter([weight]), config=SimpleNamespace(is_encoder_decoder=False))
-
-
 def test_auto_takes_the_paged_decoder_where_it_can_and_the_plain_one_elsewhere() -> None:
-    assert isinstance(choose_decoder(made("llama"), 50, 2), PagedDecoder)
-    assert isinstance(choose_decoder(made("gpt_neox"), 50, 2), PlainDecoder)
+    assert isinstance(choose_decoder(made("llama"), 50), PagedDecoder)
+    assert isinstance(choose_decoder(made("gpt_neox"), 50), PlainDecoder)
     assert decoder_notes(made("llama"), 50) == []
     (note,) = decoder_notes(made("gpt_neox"), 50)
     assert "no fast decoder supports the family gpt_neox" in note
 
 
-def test_auto_never_takes_the_static_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError("needs a CPU")
-
-    monkeypatch.setattr(choose, "paged_decoder", refuse)
-    monkeypatch.setattr(choose, "static_decoder", lambda *_: asked.append("static"))
-    monkeypatch.setattr(choose, "PlainDecoder", lambda _: "plain")
-    assert choose_decoder(on_device("cuda"), 50, 2) == "plain"
-    assert asked == []
-
-
-def test_a_decoder_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(choose_decoder(made("llama"), 50, 2, "paged"), PagedDecoder)
-    assert isinstance(choose_decoder(made("llama"), 50, 2, "plain"), PlainDecoder)
-    monkeypatch.setattr(choose, "static_decoder", lambda *args: args[1:])
-    assert choose_decoder(on_device("cuda"), 50, 2, "static") == (50, 2)
+def test_a_decoder_that_is_named_is_taken() -> None:
+    assert isinstance(choose_decoder(made("llama"), 50, "paged"), PagedDecoder)
+    assert isinstance(choose_decoder(made("llama"), 50, "plain"), PlainDecoder)
     assert decoder_notes(made("llama"), 50, "paged") == decoder_notes(made("llama"), 50, "plain") == []
 
 
 @pytest.mark.parametrize("call", [choose_decoder, decoder_notes])
 def test_a_named_decoder_that_cannot_sample_is_one_line(call: Any) -> None:
-    arguments = (2,) if call is choose_decoder else ()
     with pytest.raises(ConfigError, match=r"^rollout.decoder: paged cannot .* GPTNeoXForCausalLM: .*Set it to auto or"):
-        call(made("gpt_neox"), 50, *arguments, "paged")
-    with pytest.raises(ConfigError, match=r"rollout.decoder: static cannot .* not on a GPU"):
-        call(made("llama"), 50, *arguments, "static")
+        call(made("gpt_neox"), 50, "paged")
 
 
 def test_a_named_decoder_whose_logits_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_cli.decoders.network.rotate", lambda x, _: x)
     model = copy.deepcopy(made("llama"))
     with pytest.raises(ConfigError, match=r"rollout.decoder: paged .* differs from a plain forward by"):
-        choose_decoder(model, 50, 2, "paged")
+        choose_decoder(model, 50, "paged")
 
 
 @pytest.fixture
@@ -87,14 +58,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(
-    used: list[object], monkeypatch: pytest.MonkeyPatch
+    used: list[object],
 ) -> None:
-    # The static decoder's own check of the device, passed on this machine.
-    monkeypatch.setattr(choose, "_is_on_a_gpu", lambda _: True)
-    names: list[DecoderName] = ["auto", "paged", "static", "plain", "sharded"]
+    names: list[DecoderName] = ["auto", "paged", "plain", "sharded"]
     assert set(names) == set(get_args(DecoderName))
     responses = [sample(made("qwen2"), PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder=name)) for name in names]
-    assert [type(decoder) for decoder in used] == [PagedDecoder] * 2 + [StaticDecoder] + [PlainDecoder] * 2
+    assert [type(decoder) for decoder in used] == [PagedDecoder] * 2 + [PlainDecoder] * 2
     for other in responses[1:]:
         same(other, responses[0])
 
@@ -105,13 +74,6 @@ def test_the_config_names_the_decoder_of_a_run(
 ) -> None:
     run_stage("ppo", tmp_path, **models(pipeline("llama")), rollout={"max_new_tokens": 8, "decoder": name})
     assert {type(decoder) for decoder in used} == {PlainDecoder if name == "plain" else PagedDecoder}
-
-
-def test_a_run_that_asks_for_the_static_decoder_without_a_gpu_is_refused(
-    pipeline: Any, run_stage: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.decoder: static cannot .* the model is not on a GPU"):
-        run_stage("ppo", tmp_path, **models(pipeline("llama")), rollout={"max_new_tokens": 8, "decoder": "static"})
 
 
 def models(root: Path) -> dict[str, Any]:
@@ -126,7 +88,7 @@ def models(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("decoder", "settings", "message"),
     [
-        ("static", ["device=cpu"], "static needs a GPU, and device is cpu"),
+        ("static", [], "`static` does not exist any more. Set it to plain, or use rollout.engine: vllm on a GPU"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
         ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
         ("sharded", [], "sharded samples from a policy that distributed.shard divides, and this one is whole"),

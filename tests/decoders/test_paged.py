@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders import base, choose, network, paged_cache
-from rlhf_cli.decoders import cpu as paged_module
+from rlhf_cli.decoders import paged as paged_module
 from rlhf_cli.decoders.base import UnsupportedError
 from rlhf_cli.decoders.choose import choose_decoder
-from rlhf_cli.decoders.cpu import PagedDecoder, paged_decoder
+from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.kernels import linear
@@ -322,7 +322,7 @@ def test_a_decoder_that_differs_from_the_model_is_refused(wrong, monkeypatch):
     monkeypatch.setattr(paged_module if wrong == "causal_attention" else network, wrong, right[wrong])
     with pytest.raises(UnsupportedError, match="differs from a plain forward by"):
         paged_decoder(model, 100)
-    assert isinstance(choose_decoder(model, 100, 1), PlainDecoder)
+    assert isinstance(choose_decoder(model, 100), PlainDecoder)
 
 
 def test_missing_modules_are_a_reason_and_not_a_traceback():

@@ -91,7 +91,7 @@ def test_an_older_rollout_of_another_sampler_has_one_weight(watch):
     ("device", "decoder"),
     [
         pytest.param("cpu", "auto", marks=pytest.mark.slow),
-        *(pytest.param("cuda", decoder, marks=MARKS) for decoder in ("auto", "static")),
+        pytest.param("cuda", "auto", marks=MARKS),
     ],
 )
 @pytest.mark.parametrize("quantize", [None, "nf4"])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_cli.decoders.cpu import PagedDecoder
+from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample

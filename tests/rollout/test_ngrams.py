@@ -10,11 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
-from rlhf_cli.decoders.base import UnsupportedError
-from rlhf_cli.decoders.gpu import static_decoder
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import distribution
-from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
@@ -96,22 +93,12 @@ def test_responses_are_those_of_a_slow_loop_with_transformers_processor(plain, p
     assert all(r.forbidden_ids is None for r in free)
 
 
-@pytest.mark.parametrize("decoder", ["plain", "static"])
-def test_every_decoder_draws_the_same(policy, decoder, monkeypatch):
-    """Rows that have ended stay beside the others for some steps in the plain and in the static decoder."""
-    if decoder == "static":
-        if policy.config.model_type == "gpt_neox":
-            with pytest.raises(UnsupportedError, match="gpt_neox"):
-                static_decoder(policy, LONGEST, len(PROMPTS))
-            return
-        monkeypatch.setattr(
-            sampling_module, "choose_decoder", lambda model, longest, rows, _: static_decoder(model, longest, rows)
-        )
+def test_every_decoder_draws_the_same(policy):
+    """Rows that have ended stay beside the others for some steps in the plain decoder."""
     sampling = Sampling(0.25, stop=STOP, no_repeat_ngram_size=2)
     wanted = sample(policy, PROMPTS, UNIFORMS, sampling)
     # Two live rows: `auto` is the plain decoder itself for some families, and this is another batch then.
-    chosen = replace(sampling, decoder="plain" if decoder == "plain" else "auto")
-    found = sample(policy, PROMPTS, UNIFORMS, chosen, max_live_rows=2 if decoder == "plain" else None)
+    found = sample(policy, PROMPTS, UNIFORMS, replace(sampling, decoder="plain"), max_live_rows=2)
     assert [(r.ids, r.ended, r.forbidden_ids) for r in found] == [(r.ids, r.ended, r.forbidden_ids) for r in wanted]
 
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_cli.decoders.cpu import PagedDecoder
+from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import distribution

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
     """
     try:
         # Before the decoder exists: each has a copy of the weights.
-        if reason := _checked.reason(model, None, lambda: _why_not(model)):
+        if reason := _checked.reason(model, lambda: _why_not(model)):
             raise UnsupportedError(reason)
         return PagedDecoder(model, longest)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -76,8 +75,6 @@ class PagedDecoder:
     leaves_below = 1.0
     """A finished row leaves immediately, because leaving costs nothing."""
     admits_beside_others = True
-    most_rows = sys.maxsize
-    lag = 0
 
     def __init__(self, model: PreTrainedModel, longest: int):
         """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
