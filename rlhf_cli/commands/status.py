@@ -8,10 +8,8 @@ from pathlib import Path
 from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.metrics import last_row
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, total_steps
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, last_step, unfinished_stages, unfinished_state
 from rlhf_cli.training.identity import problems_of
-from rlhf_cli.training.lock import owner_of
 from rlhf_cli.training.progress import Display
 
 COLUMNS = ["stage", "state", "finished (UTC)", "seconds", "figures"]
@@ -26,7 +24,10 @@ MAX_DEPTH = 3
 
 
 def show_status(root: Path) -> None:
-    """Print a table of the stages of the run at `root`, or of every run inside `root` if it is not a run itself."""
+    """Print a table of the stages of the run at `root`, or of every run inside `root` if it is not a run itself.
+
+    First comes the error line of each stage that failed.
+    """
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
     display = Display("status", quiet=False)
@@ -34,6 +35,9 @@ def show_status(root: Path) -> None:
         rows = [_row(run, stage) for stage in STAGES]
         used = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
         columns, rows = [COLUMNS[i] for i in used], [[row[i] for i in used] for row in rows]
+        for state, text in unfinished_stages(run):
+            if state.name == "failed":
+                display.warn(f"{run}: {text}")
         display.table(str(run), columns, rows, text=("state", "figures"))
 
 
@@ -60,42 +64,34 @@ def runs_in(directory: Path) -> list[Path]:
 
 
 def _row(root: Path, stage: str) -> list[str]:
-    """The row of a stage: finished, stale, running, interrupted or not run."""
+    """The row of a stage: finished, stale, running, failed, interrupted or not run."""
     try:
         manifest = read_manifest(stage_directory(root, stage))
     except ArtifactError as error:
         return [stage, f"broken: {error}", "", "", ""]
-    unfinished = _unfinished_state(root, stage)
+    unfinished = _unfinished(root, stage)
     if manifest is None:
         state, details = unfinished or ("not run", "")
         return [stage, state, "", "", details]
     state = _finished_state(root, stage, manifest)
     if unfinished is not None:
-        state += f"; a new run of it is {unfinished[0]} ({unfinished[1]})"
+        state += f"; a new run of it {'has' if unfinished[0] == 'failed' else 'is'} {unfinished[0]} ({unfinished[1]})"
     shown = SHOWN[stage].items()
     figures = ", ".join(f"{label} {manifest.metrics[key]:.3g}" for key, label in shown if key in manifest.metrics)
     return [stage, state, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", figures]
 
 
-def _unfinished_state(root: Path, stage: str) -> tuple[str, str] | None:
+def _unfinished(root: Path, stage: str) -> tuple[str, str] | None:
     """The state of an unfinished run of a stage, and details; None if there is none."""
-    step, owner, total = last_step(root, stage), owner_of(root, stage), total_steps(root, stage)
-    of_total = f" of {total}" if total is not None else ""
+    if (state := unfinished_state(root, stage)) is None:
+        return None
+    step, of_total = last_step(root, stage), f" of {state.total}" if state.total is not None else ""
     saved = f"saved after step {step}{of_total}" if step is not None else "nothing saved yet"
-    if owner is not None:
-        return f"running, {_current_step(root, stage)}{of_total}", f"{saved}; {owner}"
+    if state.owner is not None:
+        return f"running, step {state.step}{of_total}", f"{saved}; {state.owner}"
     if step is not None:
-        return "interrupted", f"{saved}; run the same command to resume"
-    if partial_directory(root, stage).is_dir():
-        return "interrupted", "nothing saved; the next run starts over"
-    return None
-
-
-def _current_step(root: Path, stage: str) -> str:
-    """The last step of a running stage in its metrics, in words."""
-    row = last_row(partial_directory(root, stage) / "metrics.jsonl") or {}
-    step = row.get("step")
-    return f"step {step}" if isinstance(step, int) else "step 0"
+        return state.name, f"{saved}; run the same command to resume"
+    return state.name, "nothing saved; the next run starts over"
 
 
 def _finished_state(root: Path, stage: str, manifest: Manifest) -> str:

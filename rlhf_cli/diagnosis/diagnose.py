@@ -17,6 +17,7 @@ from rlhf_cli.diagnosis.causes import Cause, Finding, not_judged, rank
 from rlhf_cli.diagnosis.evidence import Evidence, read_evidence
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.printing import printable, say
+from rlhf_cli.training.checkpoint_files import StageState, unfinished_stages
 
 CAUSES: tuple[Cause, ...] = (*rules_sft.CAUSES, *rules_rm.CAUSES, *rules_ppo.CAUSES)
 """All causes, in the order of the stages."""
@@ -25,19 +26,24 @@ COLOURS = {"sure": "red", "likely": "yellow"}
 
 
 def diagnose(root: Path, *, device: str = "auto", files_only: bool = False, as_json: bool = False) -> None:
-    """Print the causes that the run at `root` shows, first the one to mend first.
+    """Print the stages that are not finished, then the causes that the run at `root` shows, the one to mend first.
 
-    Raises ArtifactError with the number of causes if there are any, or if the run has no figures yet.
+    Raises ArtifactError with the number of causes if there are any, for a stage that failed or was interrupted, and if
+    the run has no figures yet.
     """
+    unfinished = unfinished_stages(root)
     evidence = gather(root, device=device, files_only=files_only)
     findings = rank(CAUSES, evidence)
     skipped = not_judged(CAUSES, evidence)
     if as_json:
-        say(json.dumps(_as_json(evidence, findings, skipped), indent=2, ensure_ascii=False))
+        say(json.dumps(_as_json(evidence, findings, skipped, unfinished), indent=2, ensure_ascii=False))
     else:
-        _show(root, evidence, findings, skipped)
+        _show(root, evidence, findings, skipped, unfinished)
+    ended = [text for state, text in unfinished if state.name in ("failed", "interrupted")]
     if findings:
         raise ArtifactError(f"{len(findings)} cause{'s' if len(findings) > 1 else ''} named, see above")
+    if ended:
+        raise ArtifactError(f"{root}: not finished, see above. Run the same command again")
 
 
 def gather(root: Path, *, device: str = "auto", files_only: bool = False) -> Evidence:
@@ -51,7 +57,13 @@ def gather(root: Path, *, device: str = "auto", files_only: bool = False) -> Evi
     return replace(evidence, figures=evidence.figures | figures, problems=problems)
 
 
-def _show(root: Path, evidence: Evidence, findings: Sequence[Finding], skipped: Sequence[Cause]) -> None:
+def _show(
+    root: Path,
+    evidence: Evidence,
+    findings: Sequence[Finding],
+    skipped: Sequence[Cause],
+    unfinished: Sequence[tuple[StageState, str]],
+) -> None:
     console = Console(soft_wrap=True)
 
     def show(text: str, first: str = "", rest: str = "", *, colour: str = "") -> None:
@@ -61,8 +73,12 @@ def _show(root: Path, evidence: Evidence, findings: Sequence[Finding], skipped: 
             styled.stylize(colour, len(first), len(first) + text.index(":"))
         console.print(styled)
 
-    if not findings:
-        count = len(CAUSES) - len(skipped)
+    for _, text in unfinished:
+        show(text, "", "  ", colour="yellow")
+    count = len(CAUSES) - len(skipped)
+    if not findings and unfinished:
+        show(f"{root}: none of {count} causes shows so far; a run is judged when its three stages are finished")
+    elif not findings:
         show(f"{root}: none of {count} causes shows ({PAGE}); `rlhf eval {root}` measures quality")
     for number, finding in enumerate(findings, 1):
         cause = finding.cause
@@ -85,8 +101,14 @@ def _show(root: Path, evidence: Evidence, findings: Sequence[Finding], skipped: 
         show(f"Not judged: {cause.name}. It needs {cause.wants}.", "", "  ")
 
 
-def _as_json(evidence: Evidence, findings: Sequence[Finding], skipped: Sequence[Cause]) -> dict[str, Any]:
+def _as_json(
+    evidence: Evidence,
+    findings: Sequence[Finding],
+    skipped: Sequence[Cause],
+    unfinished: Sequence[tuple[StageState, str]],
+) -> dict[str, Any]:
     return {
+        "unfinished": [text for _, text in unfinished],
         "causes": [
             {
                 "name": finding.cause.name,

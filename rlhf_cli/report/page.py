@@ -21,6 +21,7 @@ from rlhf_cli.report.frontier import frontier_charts
 from rlhf_cli.report.read import RunData, StageData, names_of, read_run
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
+from rlhf_cli.training.checkpoint_files import state_of, unfinished_stages
 from rlhf_cli.training.health_recap import unit_of
 
 if TYPE_CHECKING:
@@ -110,10 +111,13 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
 
 
 def _date(runs: Sequence[RunData]) -> str:
-    """When the last stage was finished. The same run gives the same page, whenever it is written."""
+    """When the last stage of the last run was finished; "not finished" if a stage of a run is not.
+
+    The same run gives the same page, whenever it is written.
+    """
     manifests = [data.manifest for run in runs for data in run.stages.values() if data.manifest is not None]
-    if not manifests:
-        return "in progress"
+    if not manifests or any(unfinished_stages(run.root) for run in runs):
+        return "not finished"
     last = datetime.datetime.fromisoformat(max(manifest.finished for manifest in manifests))
     return f"finished on {last.day} {last:%B %Y at %H:%M} UTC"
 
@@ -154,10 +158,11 @@ def run_view(run: RunData) -> dict[str, Any]:
     """What the page's template reads of a run."""
     return {
         "name": run.name,
+        "unfinished": [text for _, text in unfinished_stages(run.root)],
         "headline": headline(run),
         "verdict": verdict(run),
-        "stages": [stage_view(data) for data in run.stages.values()],
-        "commands": repeat_commands(run.root, run.stages),
+        "stages": [{**stage_view(data), "state": state_of(run.root, stage).name} for stage, data in run.stages.items()],
+        "commands": repeat_commands(run.root, [stage for stage, data in run.stages.items() if data.manifest]),
     }
 
 
@@ -214,7 +219,6 @@ def stage_view(data: StageData) -> dict[str, Any]:
         "name": data.stage,
         "title": TITLES[data.stage],
         "unit": unit_of(data.stage),
-        "state": "finished" if data.is_finished else "in progress or interrupted",
         "facts": facts,
         "lineage": lineage,
         "config": data.config,

@@ -16,6 +16,7 @@ from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.metrics import parsed
 from rlhf_cli.report.curve import METRICS
+from rlhf_cli.training.checkpoint_files import unfinished_stages
 
 MOST_POINTS = 600
 """Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""
@@ -26,11 +27,10 @@ LONGEST_NAME = 10
 
 @dataclass(frozen=True)
 class StageData:
-    """The files of one stage, finished or still running."""
+    """The files of one stage: of the finished one, or else of the unfinished one."""
 
     stage: str
     directory: Path
-    is_finished: bool
     metrics: dict[str, tuple[list[float], list[float]]]
     """Name -> (steps, values) of METRICS; values that are not finite are left out."""
     findings: list[dict[str, Any]]
@@ -91,7 +91,8 @@ def read_run(root: Path, name: str) -> RunData:
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
     stages = {stage: data for stage in STAGES if (data := _read_stage(root, stage)) is not None}
     if not stages:
-        raise ArtifactError(f"{root}: no stage has metrics yet. `rlhf status {root}` shows what is there")
+        ended = "".join(f"; {text}" for state, text in unfinished_stages(root) if state.name == "failed")
+        raise ArtifactError(f"{root}: no stage has metrics yet{ended}. `rlhf status {root}` shows what is there")
     return RunData(root, name, stages)
 
 
@@ -110,7 +111,6 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
     return StageData(
         stage=stage,
         directory=directory,
-        is_finished=directory == finished,
         metrics=curves(rows_of(directory / "metrics.jsonl"), METRICS),
         findings=findings,
         evaluations=list(rows_of(directory / "evaluations.jsonl")),

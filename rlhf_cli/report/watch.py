@@ -21,7 +21,7 @@ from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.metrics import Tail
 from rlhf_cli.report.read import names_of
-from rlhf_cli.training.checkpoint_files import total_steps
+from rlhf_cli.training.checkpoint_files import NOT_RUN, StageState, state_of
 from rlhf_cli.training.health_recap import HEALTHY
 from rlhf_cli.training.progress import clock
 
@@ -46,14 +46,14 @@ SAMPLES = 2
 SAMPLE_LINES = 3
 """Lines of a prompt or a reply, where the screen has room for them."""
 SILENT_SECONDS = 120.0
-"""A stage without a new row for this long may be interrupted."""
+"""A running stage without a new row for this long is shown with that time."""
 FULL, SHORT_SAMPLES, CURVES, ONE_LINE = 3, 2, 1, 0
 """How much is shown of a run: the most that fits the terminal."""
 
 
 @dataclass
 class Watched:
-    """One stage of a run, finished or running."""
+    """One stage of a run."""
 
     root: Path
     name: str
@@ -62,8 +62,7 @@ class Watched:
     step: int = 0
     health: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    total: int | None = None
-    is_running: bool = False
+    state: StageState = NOT_RUN
     elapsed: float | None = None
     """Seconds that the stage has run, by its last row."""
     silent: float = 0.0
@@ -72,15 +71,15 @@ class Watched:
 
     def update(self) -> None:
         """Read what was written since the last call."""
+        self.state = state_of(self.root, self.stage)
         partial = partial_directory(self.root, self.stage)
-        self.is_running = (partial / "metrics.jsonl").is_file()
-        directory = partial if self.is_running else stage_directory(self.root, self.stage)
+        is_published = self.state.name in ("finished", "not run")
+        directory = stage_directory(self.root, self.stage) if is_published else partial
         restarted, rows = self._new_rows(directory / "metrics.jsonl")
         if restarted:
             self.curves, self.step = {}, 0
         for row in rows:
             self._take(row)
-        self.total = total_steps(self.root, self.stage) if self.is_running else self.step
         with contextlib.suppress(OSError):
             self.silent = time.time() - (directory / "metrics.jsonl").stat().st_mtime
         restarted, rows = self._new_rows(directory / "health.jsonl")
@@ -101,28 +100,38 @@ class Watched:
             if isinstance(value := row.get(metric), int | float):
                 self.curves.setdefault(metric, []).append(float(value))
 
-    def state(self) -> str:
-        """Whether the stage is finished, how long it will take, or for how long it has written nothing."""
-        if not self.is_running:
-            return "finished"
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stage failed or was interrupted."""
+        return self.state.name in ("failed", "interrupted")
+
+    def words(self) -> str:
+        """The steps and the state, and how long a running stage will take."""
+        if self.state.name != "running":
+            return (
+                f"{self.step}/{self.step}  finished" if self.state.name == "finished" else self.state.place(self.stage)
+            )
+        steps = f"{self.step}/{self.state.total}" if self.state.total else f"step {self.step}"
         if self.silent > SILENT_SECONDS:
-            return f"interrupted? No new row for {clock(self.silent)}"
-        if self.total and self.step and self.elapsed:
-            return f"{clock(self.elapsed / self.step * max(self.total - self.step, 0))} left"
-        return "running"
+            return f"{steps}  no new row for {clock(self.silent)}"
+        if self.state.total and self.step and self.elapsed:
+            return f"{steps}  {clock(self.elapsed / self.step * max(self.state.total - self.step, 0))} left"
+        return f"{steps}  running"
 
     def lines(self, width: int, detail: int, *, ascii_only: bool, title: str) -> list[Text]:
         """The stage on the screen."""
-        steps = f"{self.step}/{self.total}" if self.total else f"step {self.step}"
-        head = Text(f"{title}  {steps}  {self.state()}", style="bold", no_wrap=True, overflow="ellipsis")
+        head = Text(f"{title}  {self.words()}", style="bold", no_wrap=True, overflow="ellipsis")
         blocks = ASCII_BLOCKS if ascii_only else BLOCKS
         shown = {label: self.curves[metric] for metric, label in SHOWN[self.stage].items() if self.curves.get(metric)}
-        if detail == ONE_LINE:
+        if detail == ONE_LINE and shown:
             label, values = next(iter(shown.items()))
             head.append(f"  {label} {values[-1]:.4g} ", "not bold")
             head.append(sparkline(values, max(0, width - head.cell_len), blocks), "not bold cyan")
+        if detail == ONE_LINE:
             return [head]
         lines = [head]
+        if self.has_ended:
+            lines += _wrapped(self.state.why, "  ", width, SAMPLE_LINES, "red")
         room = max(10, width - LABEL_WIDTH - NUMBER_WIDTH - 3)
         for label, values in shown.items():
             line = Text(f"  {label:<{LABEL_WIDTH}}", no_wrap=True)
@@ -196,12 +205,19 @@ def watch(
 
 
 def _screen(stages: Sequence[Watched], console: RichConsole, *, height: int | None = None) -> RenderableType:
-    """All stages that have metrics, with as much detail as fits into `height` lines; None shows everything."""
+    """The stages of each run, with as much detail as fits into `height` lines; None shows everything.
+
+    First those that failed or were interrupted. A stage that has not run is shown if no stage of its run is at work.
+    """
     for stage in stages:
         stage.update()
-    shown = [stage for stage in stages if stage.curves]
+    running = {stage.name for stage in stages if stage.state.name == "running"}
+    seen = {stage.name for stage in stages if stage.state.name != "not run"} - running
+    shown = [stage for stage in stages if stage.state.name != "not run" or stage.name in seen]
     if not shown:
         return Text("no stage has metrics yet")
+    runs = list(dict.fromkeys(stage.name for stage in shown))
+    shown.sort(key=lambda stage: (runs.index(stage.name), not stage.has_ended))
     lines = _lines(shown, console, FULL)
     for detail in (SHORT_SAMPLES, CURVES, ONE_LINE):
         if height is not None and len(lines) > height:
@@ -212,16 +228,20 @@ def _screen(stages: Sequence[Watched], console: RichConsole, *, height: int | No
 
 
 def _lines(stages: Sequence[Watched], console: RichConsole, detail: int) -> list[Text]:
-    """The screen. A finished stage is one line if a later stage of its run has metrics; at ONE_LINE it is left out."""
-    last = {stage.name: stage for stage in stages}
+    """The screen. At ONE_LINE each run has one line, for the stage that ended early, or else for its latest one.
+
+    Otherwise a finished stage is one line if a later stage of its run has metrics.
+    """
+    last = {stage.name: stage for stage in stages} | {stage.name: stage for stage in stages if stage.curves}
+    chosen = last | {stage.name: stage for stage in stages if stage.has_ended}
     lines: list[Text] = []
     for stage in stages:
-        is_last = last[stage.name] is stage
-        if detail == ONE_LINE and not is_last:
+        is_last = last.get(stage.name) is stage
+        if detail == ONE_LINE and chosen[stage.name] is not stage:
             continue
         title = f"{stage.name} {stage.stage}"
         part = stage.lines(console.width, detail, ascii_only=console.options.ascii_only, title=title)
-        if detail == ONE_LINE or not (is_last or stage.is_running):
+        if detail == ONE_LINE or not (is_last or stage.has_ended or stage.state.name == "running"):
             lines += part[:1]
         else:
             lines += [*part, Text("")]

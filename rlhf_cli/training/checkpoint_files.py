@@ -1,4 +1,4 @@
-"""The files from which an unfinished stage is resumed. Does not import torch.
+"""The files from which an unfinished stage is resumed, and its state. Does not import torch.
 
     artifacts/<run>/.<stage>.checkpoints/run.json          identity of the unfinished run
                                         /total.json        {"total": its number of steps}
@@ -6,6 +6,7 @@
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
                                                            (sharded: state-00001-of-00004.safetensors, ...)
                    /.<stage>.partial/                      what the stage has written so far
+                                    /end.json              why it ended before it was finished
                    /.<stage>.lock                          the process that is building the stage
 
 A checkpoint is written to a temporary folder, flushed to disk, and renamed. So a folder named `step-*` was complete.
@@ -19,18 +20,24 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import read_text
-from rlhf_cli.training.lock import Lock
+from rlhf_cli.metrics import last_row
+from rlhf_cli.training.health_recap import unit_of
+from rlhf_cli.training.lock import Lock, Owner, owner_of
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
 TOTAL = "total.json"
+END = "end.json"
+LONGEST_LINE = 2000
 
 
 def checkpoints_directory(root: str | Path, stage: str) -> Path:
@@ -230,3 +237,90 @@ def last_step_in_words(root: str | Path, stage: str) -> str:
 def unfinished_identity(root: str | Path, stage: str) -> dict[str, Any] | None:
     """The identity of the unfinished run that the next start would resume; None if there is none."""
     return read_run(checkpoints_directory(root, stage)) if resumable_checkpoints(root, stage) else None
+
+
+# --------------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True)
+class StageState:
+    """Where a stage is."""
+
+    name: str
+    """finished, running, failed, interrupted or not run."""
+    step: int = 0
+    """The last step in its metrics."""
+    total: int | None = None
+    line: str = ""
+    """The line with which a run ended that failed or was interrupted; empty if its process was killed."""
+    owner: Owner | None = None
+    """The process of a running stage."""
+
+    def words(self, stage: str) -> str:
+        """The state in words.
+
+        >>> StageState("failed", 12, 134, "NaN").words("ppo"), StageState("interrupted").words("sft")
+        ('failed after iteration 12 of 134: NaN', 'interrupted before step 1: its process was killed')
+        """
+        return f"{self.place(stage)}: {self.why}" if self.why else self.place(stage)
+
+    @property
+    def why(self) -> str:
+        """Why a stage ended that is not finished."""
+        return self.line or ("its process was killed" if self.name in ("failed", "interrupted") else "")
+
+    def place(self, stage: str) -> str:
+        """The state without `why`."""
+        of_total = f" of {self.total}" if self.total is not None else ""
+        place = f"after {unit_of(stage)} {self.step}{of_total}" if self.step else f"before {unit_of(stage)} 1"
+        return f"{self.name} {place}" if self.name in ("running", "failed", "interrupted") else self.name
+
+
+NOT_RUN = StageState("not run")
+
+
+def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
+    """Write beside an unfinished stage that it `failed` or was `interrupted`, and the line that says why.
+
+    The next run of the stage removes it. Does nothing if the stage has no unfinished run, or if it cannot be written.
+    """
+    with contextlib.suppress(OSError):
+        write_text(
+            partial_directory(root, stage) / END, json.dumps({"state": name, "line": line[:LONGEST_LINE]}) + "\n"
+        )
+
+
+def unfinished_state(root: str | Path, stage: str) -> StageState | None:
+    """The state of the unfinished run of a stage; None if there is none."""
+    partial, owner = partial_directory(root, stage), owner_of(root, stage)
+    if owner is None and not partial.is_dir():
+        return None
+    row = last_row(partial / "metrics.jsonl") or {}
+    step = row["step"] if isinstance(row.get("step"), int) else 0
+    end: dict[str, Any] = {}
+    if owner is None:
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            end = dict(json.loads(read_text(partial / END)))
+    name = "running" if owner is not None else "failed" if end.get("state") == "failed" else "interrupted"
+    return StageState(name, step, total_steps(root, stage), str(end.get("line", "")), owner)
+
+
+def state_of(root: str | Path, stage: str) -> StageState:
+    """The state of a stage. That of an unfinished run counts even if an earlier one is finished."""
+    if (unfinished := unfinished_state(root, stage)) is not None:
+        return unfinished
+    return StageState("finished") if stage_directory(root, stage).is_dir() else NOT_RUN
+
+
+def unfinished_stages(root: str | Path) -> list[tuple[StageState, str]]:
+    """The stages of a run that are not finished, each with a sentence about it.
+
+    A stage that has not run is left out while another stage of the run is at work, which may be followed by it.
+    """
+    states = {stage: state_of(root, stage) for stage in STAGES}
+    is_running = any(state.name == "running" for state in states.values())
+    return [
+        (state, f"{'a new run of ' if stage_directory(root, stage).is_dir() else ''}{stage}: {state.words(stage)}")
+        for stage, state in states.items()
+        if state.name != "finished" and not (is_running and state.name == "not run")
+    ]

@@ -21,7 +21,7 @@ from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RewardError, RunError
+from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
@@ -94,8 +94,11 @@ class StageRun:
         # While it finds out which process has ended, a launcher may send SIGTERM.
         failure = distributed.failure_of(error)
         self.stop_requests.remove()
+        shown = self._shown(error, failure)
         self.display.end()
         self.trackers.close("stopped" if self.stop_requests.received is not None else "failed")
+        if shown is not None and not isinstance(shown, EndedElsewhere):
+            self._keep_end(shown)
         if self.world.is_main:
             try:
                 # Finish the current checkpoint in any case; an error here must not hide the one that ends the run.
@@ -104,18 +107,33 @@ class StageRun:
                     self.files.close()
             finally:
                 self.lock.release()
+        if shown is not error and shown is not None:
+            raise shown from None
+
+    def _shown(self, error: BaseException | None, failure: Exception | None) -> BaseException | None:
+        """The exception with which the run ends: what a user needs to know instead of `error`, or `error` itself."""
         if isinstance(error, FileNotFoundError) and self._is_own(error.filename):
-            raise ArtifactError(
+            return ArtifactError(
                 f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
-            ) from None
+            )
         if failure is not None:
-            raise failure from None
+            return failure
         limits = (self.config, self.world.size, self.tokens_per_microbatch)
         if error is not None and (lacking := what_is_lacking(error, *limits)) is not None:
-            raise RunError(f"{distributed.where()}: {lacking}") from None
+            return RunError(f"{distributed.where()}: {lacking}")
         if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
             what = str(error) if error is not None else "the stage had already finished"
-            raise self._interrupted(self.stop_requests.received, what) from None
+            return self._interrupted(self.stop_requests.received, what)
+        return error
+
+    def _keep_end(self, error: BaseException) -> None:
+        """Keep with the stage whether it failed or was interrupted, and the line that says why."""
+        is_ours = isinstance(error, UserError | RunError | Interrupted)
+        line = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            line = "stopped at once by a second signal"
+        name = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        checkpoint_files.keep_end(self.config.artifacts, self.stage, name, " ".join(line.split()))
 
     def _is_own(self, path: Any) -> bool:
         """Whether only this run writes to a path."""

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
+from rlhf_cli.diagnosis import diagnose as diagnose_module
 from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.report import library
@@ -276,10 +277,54 @@ def test_runs_with_other_rewards_do_not_share_a_chart_of_the_score(project, tmp_
 
 def test_an_unfinished_stage_is_read_where_it_is_built(tmp_path):
     write(tmp_path / ".sft.partial" / "metrics.jsonl", [{"step": 1, "loss/sft": 2.0}])
-    stage = read_run(tmp_path, "r").stages["sft"]
-    assert not stage.is_finished
+    assert read_run(tmp_path, "r").stages["sft"].metrics["loss/sft"] == ([1], [2.0])
     with pytest.raises(ArtifactError):
         read_run(tmp_path / "x", "x")
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (
+            {"state": "failed", "line": "reward f: row 3: NaN"},
+            "ppo: failed after iteration 1 of 9: reward f: row 3: NaN",
+        ),
+        ({"state": "interrupted", "line": "ppo: SIGINT"}, "ppo: interrupted after iteration 1 of 9: ppo: SIGINT"),
+        ({}, "ppo: interrupted after iteration 1 of 9: its process was killed"),
+        (None, "ppo: not run"),
+    ],
+)
+def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_diagnose(project, end, says, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(diagnose_module, "CAUSES", ())
+    root, partial = project / "run", project / "run" / ".ppo.partial"
+    (root / "ppo").rename(partial)
+    (partial / "manifest.json").unlink()
+    write(root / ".ppo.checkpoints" / "total.json", [{"total": 9}])
+    if end:
+        write(partial / "end.json", [end])
+    elif end is None:
+        shutil.rmtree(partial)
+    assert report(root).exit_code == 0
+    page = (root / "report.html").read_text(encoding="utf-8")
+    assert "finished on" not in page
+    assert page.index(f'<p class="state">{says}</p>') < page.index("<p>SFT: held-out loss")
+    assert f"{root}/ppo/config.yaml" not in page, "there is no such file"
+    assert f"{root}/rm/config.yaml" in page
+    words = {
+        name: " ".join(CliRunner().invoke(app, [name, str(root)], env={"COLUMNS": "200"}).output.split())
+        for name in ("watch", "status", "diagnose")
+    }
+    state, _, why = says.partition(": ")[2].partition(": ")
+    assert words["watch"].startswith("run sft" if end is None else f"run ppo {state} {why}")
+    assert f"run ppo {state}" in words["watch"]
+    if end and end["state"] == "failed":
+        assert words["status"].startswith(f"status: warning: {root}: {says}")
+    assert f"ppo {state.split(' after')[0]}" in words["status"]
+    assert words["diagnose"].startswith(says)
+    assert "causes shows (" not in words["diagnose"]
+    result = CliRunner().invoke(app, ["diagnose", str(root), "--files-only"])
+    assert result.exit_code == (0 if end is None else 2)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.metrics import Tail
 from rlhf_cli.report.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
+from rlhf_cli.training.lock import Lock
 
 
 def write(path, rows, mode="w"):
@@ -24,6 +25,8 @@ def write(path, rows, mode="w"):
 @pytest.fixture
 def run(tmp_path):
     """A finished SFT stage, and a PPO stage that is running."""
+    lock = Lock(tmp_path / "run", "ppo")
+    lock.acquire()
     write(tmp_path / "run" / "sft" / "metrics.jsonl", [{"step": 1, "loss/sft": 2.0}, {"step": 2, "loss/sft": 1.0}])
     ppo = tmp_path / "run" / ".ppo.partial"
     write(
@@ -33,7 +36,13 @@ def run(tmp_path):
     write(ppo / "health.jsonl", [{"step": 12, "line": "healthy: score 1.2", "findings": []}])
     write(ppo / "samples.jsonl", [{"step": 12, "prompt": "Where is [b]my\n\ntent?", "response": "Here \x1b[31mit is."}])
     write(tmp_path / "run" / ".ppo.checkpoints" / "total.json", [{"total": 50}])
-    return tmp_path / "run"
+    yield tmp_path / "run"
+    lock.release()
+
+
+def finish(run):
+    (run / ".ppo.partial").rename(run / "ppo")
+    (run / ".ppo.lock").unlink()
 
 
 def shown(run, width=80, **options):
@@ -53,7 +62,7 @@ def test_a_running_stage_shows_steps_curves_health_and_samples(run):
 
 
 def test_a_finished_run_shows_the_latest_samples_of_its_last_stage_and_a_health_finding(run):
-    (run / ".ppo.partial").rename(run / "ppo")
+    finish(run)
     write(run / "ppo" / "health.jsonl", [{"step": 12, "line": "kl_runaway: KL 90", "findings": []}], "a")
     text = shown(run)
     assert "run ppo  12/12  finished" in text
@@ -61,10 +70,10 @@ def test_a_finished_run_shows_the_latest_samples_of_its_last_stage_and_a_health_
     assert "kl_runaway: KL 90" in text
 
 
-def test_a_stage_that_writes_nothing_for_minutes_may_be_interrupted(run):
+def test_a_running_stage_that_writes_nothing_for_minutes_says_so(run):
     path = run / ".ppo.partial" / "metrics.jsonl"
     os.utime(path, (0, path.stat().st_mtime - 605))
-    assert re.search(r"run ppo  12/50  interrupted\? No new row for 1\d:\d\d", shown(run))
+    assert re.search(r"run ppo  12/50  no new row for 1\d:\d\d", shown(run))
 
 
 def test_many_runs_fit_the_terminal_and_every_run_is_named(run, tmp_path):
@@ -115,11 +124,10 @@ def test_only_new_rows_are_read_and_a_half_written_one_waits(tmp_path):
 def test_a_stage_that_finishes_keeps_its_curve(run):
     stage = Watched(run, "run", "ppo")
     stage.update()
-    (run / ".ppo.partial").rename(run / "ppo")
+    finish(run)
     write(run / "ppo" / "metrics.jsonl", [{"step": 13, "objective/score": 2.0}], "a")
     stage.update()
-    assert not stage.is_running
-    assert stage.total == 13
+    assert stage.words() == "13/13  finished"
     assert stage.curves["objective/score"] == [*(i / 10 for i in range(1, 13)), 2.0]
 
 

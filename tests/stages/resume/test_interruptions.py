@@ -26,6 +26,7 @@ from rlhf_cli import artifacts
 from rlhf_cli.artifacts import digest_file
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.checkpoint import CheckpointStore
+from rlhf_cli.training.checkpoint_files import state_of
 from rlhf_cli.training.lock import Lock, Owner, lock_path, owner_of
 from rlhf_cli.training.stage_files import StageFiles
 from rlhf_cli.training.stage_run import StageRun
@@ -54,6 +55,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(case, number, code, config_i
     assert last.endswith(f"rlhf {case} --config '{arguments[2]}' --set checkpoints.keep=2")
     assert [path.name for path in checkpoints(root, case)] == ["step-00000002", "step-00000003"]
     assert f"interrupted saved after step 3 of {total}; run the same command to resume" in words(status(root))
+    assert state_of(root, case).line == last.partition(". To resume")[0]
     assert "resuming after step 3" in succeed(arguments)
     same(crash.outcome(root / case), undisturbed(case))
 
@@ -175,7 +177,11 @@ def test_the_lock_is_released_after_every_failure(config_in, tmp_path, monkeypat
 def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
     at_step(1, lambda _: 1 / 0)
     rlhf(config_in("sft", tmp_path))
-    assert "interrupted nothing saved; the next run starts over" in words(status(tmp_path))
+    shown = words(status(tmp_path))
+    assert shown.startswith(
+        f"status: warning: {tmp_path}: sft: failed after step 1 of 6: ZeroDivisionError: division by zero"
+    )
+    assert "failed nothing saved; the next run starts over" in shown
 
 
 # --------------------------------------------------------------------------------------------- disk
@@ -209,7 +215,7 @@ def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, un
     assert "No space left on device" in message
     assert [path.name for path in checkpoints(root, "sft")] == ["step-00000002"]
     assert checkpoint_files.damage_of(checkpoints(root, "sft")[0]) is None
-    assert "interrupted saved after step 2" in words(status(root))
+    assert "failed saved after step 2" in words(status(root))
     assert "No space left on device" in refused(arguments)
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
     assert "resuming after step 2" in succeed(arguments)
