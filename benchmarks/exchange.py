@@ -30,8 +30,7 @@ import torch
 
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, merge, select
-from rlhf_cli.ppo.processes import from_all_processes
+from rlhf_cli.ppo.update import TENSORS, UpdateBatch, from_all_processes, merge, select
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.training import distributed
 from rlhf_cli.training.distributed import World

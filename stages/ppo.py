@@ -52,19 +52,27 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.plan.adapters import require_adapters
-from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
-from rlhf_cli.ppo.kl_control import KLCoefs, follow_kl
-from rlhf_cli.ppo.minibatch import Microbatch, clip_gradients, microbatches, minibatches, take_step, update_phase
-from rlhf_cli.ppo.plan import plan
-from rlhf_cli.ppo.processes import over_groups, rows_of_process, summed
-from rlhf_cli.ppo.ptx import backward_ptx
-from rlhf_cli.ppo.replay import batch_of_update
+from rlhf_cli.ppo.processes import over_groups, summed
 from rlhf_cli.ppo.report import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
 from rlhf_cli.ppo.saving import save_models
 from rlhf_cli.ppo.scores import measure_reference, note_reward_errors, scores_of_rollout, split_dense
-from rlhf_cli.ppo.setup import Setup, load_setup
+from rlhf_cli.ppo.setup import Setup, load_setup, plan
+from rlhf_cli.ppo.update import (
+    KLCoefs,
+    Microbatch,
+    UpdateBatch,
+    backward_ptx,
+    batch_of_update,
+    clip_gradients,
+    follow_kl,
+    microbatches,
+    minibatches,
+    rows_of_process,
+    take_step,
+    update_phase,
+)
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.score import ScoreScale, shaped_score
 from rlhf_cli.rollout.distribution import Response

@@ -25,8 +25,7 @@ from rlhf_cli.models.seq2seq import encoder_inputs, is_seq2seq, start_of_respons
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.sampling import sample, sampling_of
-from rlhf_cli.rollout.stop_strings import stop_string_start
+from rlhf_cli.rollout.sampling import sample, sampling_of, stop_string_start
 from rlhf_cli.seeding import generator
 
 

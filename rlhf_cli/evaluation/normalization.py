@@ -44,7 +44,7 @@ from rlhf_cli.models.shard import divides, prepare_for
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.exchange import gather_responses
+from rlhf_cli.rollout.rollout import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.stage_run import StageRun

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel
 
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -45,6 +45,14 @@ MOST_WHOLE = 0.1
 def divides(config: Stage) -> bool:
     """Whether a run divides its models: `distributed.shard`, and more than one process."""
     return bool(config.distributed.shard) and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
+    """The config if it divides this model among the processes, else None."""
+    if not divides(config) or name in config.distributed.keep_whole:
+        return None
+    is_sampled = name == "ref_policy" and config.ref_policy is not None and config.ppo.uses_reference_scores
+    return None if is_sampled and config.rollout.decoder != "sharded" else config
 
 
 def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
-from rlhf_cli.ppo.batch import TENSORS, UpdateBatch, select
 from rlhf_cli.ppo.health import new_health
 from rlhf_cli.ppo.held_out import HeldOut
-from rlhf_cli.ppo.kl_control import KLCoefs
-from rlhf_cli.ppo.processes import from_all_processes
-from rlhf_cli.ppo.replay import Recent
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.ppo.update import TENSORS, KLCoefs, Recent, UpdateBatch, from_all_processes, select
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.training.checkpoint import State, Stateful, Weights

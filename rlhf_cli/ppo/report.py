@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.ppo.batch import UpdateBatch
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example, require_eos
@@ -19,38 +21,36 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
 from rlhf_cli.decoders.choose import decoder_notes
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work, peak_flops, work_of
-from rlhf_cli.models.forward import autocast, compute_dtype, is_packed
+from rlhf_cli.models.forward import autocast, choose_attention, compute_dtype, is_packed
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.saving import add_adapters, defers_base, prepare_base
-from rlhf_cli.models.shard import divides
+from rlhf_cli.models.shard import divides, shard_for, to_divide
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.plan.ppo import name_of_reward
-from rlhf_cli.ppo.engine import load_engine, require_engine
-from rlhf_cli.ppo.kl_note import kl_note
-from rlhf_cli.ppo.processes import responses_together
-from rlhf_cli.ppo.sharded import Sampler, require_dividable, shard_models, to_divide
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.engine import SyncedEngine
+from rlhf_cli.rollout.engine import SyncedEngine, load_engine, require_engine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
-from rlhf_cli.sharding import is_sharded
+from rlhf_cli.sharding import is_sharded, whole
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
+from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
 
 
@@ -141,6 +141,15 @@ class Setup:
         """The sum over all processes of the gradients of one optimizer step."""
         steppers = [self.policy_stepper if learns_policy else None, self.value_stepper]
         return GradientSum(self.world, *(stepper.model for stepper in steppers if stepper is not None))
+
+
+def responses_together(config: PPOConfig, num_processes: int) -> int:
+    """How many adjacent responses of an iteration stay on one process.
+
+    All responses to a prompt, so that the prompt is encoded once; 1 if the prompts cannot be divided evenly.
+    """
+    divides = config.num_prompts % num_processes == 0
+    return config.rollout.samples_per_prompt if divides else 1
 
 
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
@@ -384,3 +393,145 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
         value, config.optimizer, ppo.total_steps, learning_rate=rate, seed=config.seed, scale=stage.loss_scale
     )
     return policy_stepper, value_stepper
+
+
+# -------------------------------------------------------------- models divided among processes (`distributed.shard`)
+#
+# A process samples from a whole copy of a divided policy, so that responses of different lengths do not make the
+# processes wait for each other. With `rollout.decoder: sharded` all sample from the divided policy together, without a
+# copy. All processes make every other pass together: one that has fewer microbatches makes passes that count 0.
+
+
+def require_dividable(config: PPOConfig) -> None:
+    """Raise ConfigError for a copy of a divided policy in 4 bits."""
+    divides_policy = to_divide(config, "policy") is not None
+    in_4_bits = config.policy.lora is not None and config.policy.lora.quantize is not None
+    if divides_policy and in_4_bits and config.rollout.decoder != "sharded":
+        raise ConfigError(
+            "policy.lora.quantize does not work with a policy that is divided among the processes, whose copy samples. "
+            "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
+        )
+
+
+class Sampler:
+    """A whole copy of a sharded policy, from which a process samples.
+
+    Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
+    the first sampling: while the run is set up, the decoder is compared with its forward pass.
+    """
+
+    def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
+        self.policy, self.precision, self._num_copied = policy, precision, 0
+        with torch.device(device):
+            empty = {id(p): nn.Parameter(torch.empty(p.shape), requires_grad=False) for p in policy.parameters()}
+        self.model: PreTrainedModel = copy.deepcopy(policy, dict(empty))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the policy's weights, one at a time. All processes must call this."""
+        if self._num_copied == 1:
+            device = next(self.model.parameters()).device
+            hold_frozen(self.model, device, self.precision, exact=False, constant=False)
+        for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+            mine.copy_(whole(weight.detach()))
+        if not self._num_copied:  # this needs real weights
+            choose_attention(self.model)
+        self._num_copied += 1
+
+
+def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tuple[Sampler | None, list[str | None]]:
+    """Divide the models that the config divides.
+
+    Returns the copy of the policy that samples, if there is one, and notes for the user.
+    """
+    needs_copy = to_divide(config, "policy") is not None and config.rollout.decoder != "sharded"
+    sampler = Sampler(models.policy, device, config.precision) if needs_copy else None
+    notes: list[str | None] = []
+    named: dict[PPOModelName, PreTrainedModel | None] = {
+        "policy": models.policy,
+        "ref_policy": models.ref_policy,
+        "value_model": models.value_model,
+    }
+    for name, model in named.items():
+        if model is not None and to_divide(config, name) is not None:
+            notes.append(shard_for(config, model, device))
+    if sampler is not None:
+        sampler.refresh()
+    return sampler, notes
+
+
+# ----------------------------------------------------------------------------------- what the run prints at its start
+
+
+KL_NOTES = {
+    ("reward", "k2"): "k2 in the reward is not the KL: its optimum is not ref_policy * exp(score / kl_coef). Use k1",
+    ("reward", "k3"): "k3 in the reward has another gradient than the KL, and another optimum. Use k1",
+    ("reward", "abs"): "the absolute log-ratio in the reward is not the KL: a token that became rarer than in "
+    "ref_policy is charged too, and so becomes rarer still. Use k1",
+    ("reward", "full"): "the full KL in the reward does not depend on the sampled token, so a token is charged only "
+    "for the tokens after it. Use k1, or full in the loss",
+    ("loss", "k3"): "k3 in the loss has the gradient of KL(ref_policy, policy)",
+    ("loss", "abs"): "the absolute log-ratio in the loss has the gradient of twice the total variation, not of a KL",
+    ("loss", "k2"): "k2 of single tokens in the loss charges no token for the KL of the tokens after it; "
+    "k2_sequence does",
+    ("loss", "full"): "the full KL of single tokens in the loss charges no token for the KL of the tokens after it; "
+    "k2_sequence does",
+}
+"""What each pair of kl_in and kl_estimator optimises, if that is not the KL-regularised score."""
+
+
+def kl_note(config: PPOConfig) -> str | None:
+    """A note if the chosen KL optimises something other than the KL-regularised score."""
+    ppo = config.ppo
+    if ppo.kl_coef == 0:
+        return None
+    if ppo.kl_in == "loss" and (ppo.whitens_advantages or ppo.advantage_estimator == "grpo"):
+        return (
+            "ppo.kl_in: loss with advantages that are divided by their standard deviation: as it shrinks, the KL's "
+            "weight shrinks to nothing. Set whiten_advantages: false (dr_grpo or rloo instead of grpo), or "
+            "kl_in: reward (docs/ppo.md)"
+        )
+    note = KL_NOTES.get((ppo.kl_in, ppo.kl_estimator_used))
+    return f"ppo.kl_estimator: {note} (docs/ppo.md)" if note else None
+
+
+def plan(setup: Setup) -> list[tuple[str, str]]:
+    """The batch arithmetic of the run, as (name, text) lines."""
+    config, ppo, rollout = setup.config, setup.config.ppo, setup.config.rollout
+    responses = ppo.num_iterations * ppo.rollout_batch_size
+    passes = ppo.num_iterations * config.num_prompts / len(setup.train)
+    per_step = f"{ppo.ppo_epochs} ppo_epochs x {ppo.rollout_batch_size // ppo.minibatch_size} minibatches"
+    if ppo.num_rollouts_per_update > 1:
+        per_step += f" x {ppo.num_rollouts_per_update} rollouts"
+    micro = f", {ppo.microbatch_size} per microbatch" if ppo.microbatch_size else ""
+    lines = [
+        ("prompts", f"{len(setup.train):,} of {setup.mean_prompt_length:.0f} tokens on average; {epochs(passes)}"),
+        (
+            "rollouts",
+            f"{ppo.num_iterations:,} iterations x {config.num_prompts:,} prompts x {rollout.samples_per_prompt} "
+            f"= {responses:,} responses of at most {rollout.max_new_tokens} tokens "
+            f"(at most {responses * rollout.max_new_tokens:,} tokens)",
+        ),
+        (
+            "minibatches",
+            f"{per_step} of {ppo.minibatch_size} responses{micro} = {ppo.steps_per_iteration} optimizer steps per "
+            "iteration",
+        ),
+        ("microbatches", f"at most {setup.budget.tokens:,} tokens (ppo.tokens_per_microbatch)"),
+        ("steps", f"{ppo.total_steps:,} in total, the first {config.optimizer.warmup_steps} of them warm-up"),
+    ]
+    if config.value_model.warmup_iterations:
+        lines.append(("value warm-up", f"{config.value_model.warmup_iterations} iterations before the policy trains"))
+    if config.ptx is not None:
+        size = config.ptx.minibatch_size or ppo.minibatch_size
+        steps = sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations, ppo.num_iterations))
+        passes = steps * size / len(setup.ptx)
+        lines.append(("ptx", f"{size} rows per step = {epochs(passes)} over {len(setup.ptx):,} rows"))
+    if setup.world.size > 1:
+        lines.append(("processes", f"{setup.world.size}, which share each of these numbers"))
+        models = {"policy": setup.models.policy, "ref_policy": setup.models.ref_policy}
+        models |= {"value_model": setup.models.value_model}
+        models |= {source.name: source.model for source in setup.rewards if isinstance(source, RewardModel)}
+        if divided := [name for name, model in models.items() if model is not None and is_sharded(model)]:
+            lines.append(("sharded", f"{', '.join(divided)} (distributed.shard)"))
+    return lines

@@ -19,7 +19,7 @@ CHECKED = ("stages/ppo.py", "rlhf_cli/algorithms", "rlhf_cli/config/ppo.py", "rl
 FURTHER = (
     "rlhf_cli/config/base.py",
     "rlhf_cli/ppo/setup.py",
-    "rlhf_cli/ppo/kl_control.py",
+    "rlhf_cli/ppo/update.py",
     "rlhf_cli/rewards/score.py",
 )
 
@@ -29,7 +29,7 @@ NEW_NAMES = {
     "KLPlace": {"stages/ppo.py"},
     "TokenKL": {"rlhf_cli/algorithms/kl.py"},
     "KLEstimator": {"stages/ppo.py"},
-    "KLController": {"rlhf_cli/ppo/kl_control.py"},
+    "KLController": {"rlhf_cli/ppo/update.py"},
     "Objective": {"stages/ppo.py"},
     "LossAggregation": {"rlhf_cli/algorithms/aggregation.py"},
     "ScoreNormalization": {"rlhf_cli/rewards/score.py"},

@@ -31,8 +31,7 @@ from rlhf_cli.models.cost import peak_flops, work_of
 from rlhf_cli.models.forward import shares_prefixes
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
-from rlhf_cli.ppo.batch import UpdateBatch
-from rlhf_cli.ppo.processes import rows_of_process
+from rlhf_cli.ppo.update import UpdateBatch, rows_of_process
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
 from rlhf_cli.training import speed

@@ -34,7 +34,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.forward import logprobs_at
-from rlhf_cli.ppo.batch import UpdateBatch
+from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.seeding import seeded
 from stages import ppo

@@ -10,9 +10,9 @@ import torch
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo import engine as engine_module
 from rlhf_cli.ppo import setup as ppo_setup
-from rlhf_cli.ppo.engine import require_engine
+from rlhf_cli.rollout import engine as engine_module
+from rlhf_cli.rollout.engine import require_engine
 from support.engines import CopyEngine, fake_vllm
 from support.oracles import check_update_batch, slow_importance
 from support.setup import ALONE, config_of

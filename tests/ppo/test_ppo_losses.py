@@ -21,9 +21,8 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
-from rlhf_cli.ppo import ptx as ptx_module
-from rlhf_cli.ppo.batch import UpdateBatch
-from rlhf_cli.ppo.kl_control import KLCoefs
+from rlhf_cli.ppo import update as ptx_module
+from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms

@@ -28,9 +28,8 @@ from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo.kl_note import kl_note
 from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
-from rlhf_cli.ppo.setup import load_setup
+from rlhf_cli.ppo.setup import kl_note, load_setup
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.training.optimizer import Stepper

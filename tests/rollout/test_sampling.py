@@ -21,8 +21,7 @@ from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import distribution
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits, kept_tokens
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, response_text, sample
-from rlhf_cli.rollout.stop_strings import stop_string_start
+from rlhf_cli.rollout.sampling import draw, draw_uniforms, response_text, sample, stop_string_start
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
 CPU = torch.device("cpu")

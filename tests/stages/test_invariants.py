@@ -34,8 +34,7 @@ from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import pack
-from rlhf_cli.ppo.batch import UpdateBatch
-from rlhf_cli.ppo.kl_control import KLCoefs
+from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.score import ScoreScale

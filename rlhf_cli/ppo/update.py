@@ -1,0 +1,402 @@
+"""The update of an iteration: its batch, its minibatches and their optimizer steps, and the coefficients of the KL."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Self, assert_never
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate
+from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.policy import mixed_loss, truncated_importance
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.batches import chunks, deal, stream
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import cut_responses, gather_responses, padded_rows
+from rlhf_cli.rollout.scoring import IDLE_PROMPT, TokenScores, idle_response, score_tokens
+from rlhf_cli.seeding import generator
+from rlhf_cli.sharding import IDLE, in_step, num_missing
+from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
+from rlhf_cli.training.distributed import World
+from rlhf_cli.training.gradients import GradientSum
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """B responses with their [B, R] tensors, 0 under padding."""
+
+    prompts: list[PromptRow]
+    responses: list[Response]
+    response_mask: Tensor
+    """True on real tokens."""
+    logprobs: Tensor
+    """Under the policy that the ratio compares with: the one that sampled, or the one at the start of this update."""
+    sampled_logprobs: Tensor
+    """As the sampler computed them, at the sampling temperature."""
+    ref_logprobs: Tensor
+    values: Tensor
+    """The centre of the value clip."""
+    advantages: Tensor
+    returns: Tensor
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on another device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
+
+
+TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+def select(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
+    """Some rows of a batch, in the given order, with the same padding."""
+    return UpdateBatch(
+        prompts=[batch.prompts[i] for i in rows],
+        responses=[batch.responses[i] for i in rows],
+        **{name: getattr(batch, name)[list(rows)] for name in TENSORS},
+    )
+
+
+def merge(parts: Sequence[UpdateBatch]) -> UpdateBatch:
+    """Stack several batches; shorter ones are padded on the right."""
+    width = max(part.response_mask.shape[1] for part in parts)
+    tensors = {
+        name: torch.cat(
+            [torch.nn.functional.pad(getattr(p, name), (0, width - getattr(p, name).shape[1])) for p in parts]
+        )
+        for name in TENSORS
+    }
+    return UpdateBatch(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        responses=[response for part in parts for response in part.responses],
+        **tensors,
+    )
+
+
+# ------------------------------------------------------- the newest rollout, and older ones brought up to date
+
+
+Recent = deque[tuple[int, UpdateBatch]]
+"""The rollouts that an update trains on, each with its iteration."""
+
+
+def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration: int) -> UpdateBatch:
+    """Add the newest rollout to the recent ones; returns all their rows, of all processes.
+
+    The advantages of rollouts that another policy, or the same policy in another computation, may have sampled are
+    corrected for it.
+    """
+    one = setup.config.ppo.num_rollouts_per_update == 1
+    recent.append((iteration, newest if one else newest.to("cpu")))
+    parts = []
+    for made_in, batch in recent:
+        batch = batch.to(setup.world.device)
+        if made_in < iteration:
+            batch = refreshed(setup, batch)
+        if made_in < iteration or setup.sampler_may_differ:
+            batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
+        parts.append(from_all_processes(batch, partial(setup.prompts_of, made_in), setup.world, setup.together))
+    return merge(parts)
+
+
+def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
+    """A batch of an older policy, with the log-probabilities and values of the current one.
+
+    The ratio and the value clip then start from the current policy.
+    """
+    logprobs, values = current_scores(setup, batch)
+    return replace(batch, logprobs=logprobs, values=values if values is not None else batch.values)
+
+
+def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
+    """The batch with ``advantages * min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
+
+    `logprobs` are those at the start of the update; `sampled_logprobs` those of the sampler, whether it is an older
+    policy, another engine or the same weights in bfloat16.
+    """
+    importance = truncated_importance(batch.logprobs, batch.sampled_logprobs, batch.response_mask, cap=cap)
+    return replace(batch, advantages=batch.advantages * importance)
+
+
+@torch.no_grad()
+def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities, values), [B, R] each, of a batch under the current models; values None without any."""
+    prompts, responses = batch.prompts, batch.responses
+    cut = cut_responses(setup.budget, setup.models.policy, prompts, responses)
+
+    def score(rows: list[PromptRow], answers: list[Response]) -> TokenScores:
+        return score_tokens(setup.models, rows, answers, setup.sampling, setup.config.precision)
+
+    scores = [
+        score([prompts[i] for i in rows], [responses[i] for i in rows])
+        for rows in in_step(
+            setup.models.first_sharded, cut, lambda: score([IDLE_PROMPT], [idle_response(setup.sampling)])
+        )
+    ]
+    lengths = [len(r.ids) for r in responses]
+    values = [part.values for part in scores if part.values is not None]
+    return (
+        padded_rows([part.logprobs for part in scores], cut, lengths),
+        padded_rows(values, cut, lengths) if values else None,
+    )
+
+
+# ------------------------------------------------------------------------------------- which process has which rows
+
+
+def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
+    """This process's rows of a minibatch. Every process gets about the same number of tokens to compute.
+
+    Rows are dealt one by one, or all responses to a prompt together so that the prompt is encoded once. The way whose
+    slowest process has fewer tokens is used.
+    """
+    if world.size == 1:
+        return sorted(minibatch)
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for row in minibatch:
+        by_prompt.setdefault(tuple(batch.prompts[row].ids), []).append(row)
+
+    def tokens(rows: Sequence[int]) -> int:
+        prompts = {tuple(batch.prompts[row].ids) for row in rows}
+        return sum(map(len, prompts)) + sum(len(batch.responses[row].ids) for row in rows)
+
+    ways = [
+        [[row for piece in hand for row in pieces[piece]] for hand in deal([tokens(p) for p in pieces], world.size)]
+        for pieces in ([[row] for row in minibatch], list(by_prompt.values()))
+    ]
+    return sorted(min(ways, key=lambda hands: max(map(tokens, hands)))[world.rank])
+
+
+def from_all_processes(
+    batch: UpdateBatch, prompts: Callable[[], list[PromptRow]], world: World, together: int
+) -> UpdateBatch:
+    """The rows of all processes in the order of the iteration, on the device of this process's rows.
+
+    `prompts` gives those of the whole iteration. Only the numbers of real tokens are exchanged, as tensors.
+    """
+    if world.size == 1:
+        return batch
+    responses = world.interleave(gather_responses(world, batch.responses), together)
+    names = [name for name in TENSORS if name != "response_mask"]
+    packed = torch.stack([getattr(batch, name)[batch.response_mask] for name in names], dim=1)  # [own tokens, 6]
+    lengths = [len(response.ids) for response in responses]
+    table = packed.new_zeros(len(names), len(lengths), max(lengths))  # [6, B, R]
+    parts = world.gather_tensors(packed)
+    for part, rows in zip(parts, _rows_by_process(len(lengths), world, together), strict=True):
+        for row, numbers in zip(rows, part.split([lengths[row] for row in rows]), strict=True):
+            table[:, row, : lengths[row]] = numbers.T
+    tensors = dict(zip(names, table, strict=True))
+    mask = length_mask(torch.tensor(lengths, device=packed.device))
+    return UpdateBatch(prompts=prompts(), responses=responses, response_mask=mask, **tensors)
+
+
+def _rows_by_process(num_rows: int, world: World, together: int) -> list[list[int]]:
+    """The row numbers of an iteration that each process has (`World.shard`)."""
+    return [replace(world, rank=rank).shard(range(num_rows), together) for rank in range(world.size)]
+
+
+# ------------------------------------------------- minibatches, their microbatches, and the optimizer step of each
+
+
+@contextmanager
+def update_phase(setup: Setup) -> Iterator[None]:
+    """The context of an update: it is timed, and the optimizers have their state."""
+    with setup.stage.speed.phase("update"), setup.models.offload.update():
+        yield
+
+
+def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequence[int]]:
+    """The row numbers of each minibatch of an update, shuffled anew for each epoch."""
+    chosen: list[Sequence[int]] = []
+    for epoch in range(config.ppo.ppo_epochs):
+        shuffle = generator(config.seed, "ppo minibatches", iteration, epoch)
+        chosen += chunks(torch.randperm(num_rows, generator=shuffle).tolist(), config.ppo.minibatch_size)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """b responses of at most r tokens, computed in one forward and backward pass. Tensors are [b, r]."""
+
+    prompts: list[PromptRow]
+    responses: list[Response]
+    mask: Tensor
+    logprobs: Tensor
+    """Old log-probabilities: the ratio compares the new ones with these."""
+    ref_logprobs: Tensor
+    values: Tensor
+    """Old values: the centre of the value clip."""
+    advantages: Tensor
+    returns: Tensor
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """[b] tokens of each response."""
+        return [len(response.ids) for response in self.responses]
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """One number per response token, end to end, as [b, r]."""
+        return pad_rows(flat, self.lengths)
+
+
+def microbatches(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> Iterator[Microbatch]:
+    """Cut rows of a batch into microbatches that fit the budget.
+
+    With sharded models all processes get the same number of them; those that one lacks have no real token.
+    """
+    models = setup.models
+    prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
+    cut = cut_responses(setup.budget, models.policy, prompts, responses)
+    missing = num_missing(models.first_sharded, len(cut))
+    for part in cut:
+        chosen = [rows[i] for i in part]
+        width = max(len(batch.responses[i].ids) for i in chosen)
+        yield Microbatch(
+            [batch.prompts[i] for i in chosen],
+            [batch.responses[i] for i in chosen],
+            *(tensor[chosen, :width] for tensor in _tensors(batch)),
+        )
+    for _ in range(missing):
+        empty = (torch.zeros_like(tensor[:1, :1]) for tensor in _tensors(batch))
+        yield Microbatch([IDLE_PROMPT], [idle_response(setup.sampling)], *empty)
+
+
+def _tensors(batch: UpdateBatch) -> tuple[Tensor, ...]:
+    """The tensors of a microbatch, in its order."""
+    return (
+        batch.response_mask,
+        batch.logprobs,
+        batch.ref_logprobs,
+        batch.values,
+        batch.advantages,
+        batch.returns,
+    )
+
+
+def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
+    """Clip the gradients, which are those of all processes; returns their norms before clipping.
+
+    ``gradient * min(1, max_grad_norm / norm)``, for each model by itself (`Stepper` in training/optimizer.py).
+    """
+    norms = setup.stage.loss_scale.figures("policy")
+    if learns_policy:
+        norms["policy/grad_norm"] = setup.policy_stepper.clip(setup.world)
+    if setup.value_stepper is not None:
+        norms["value/grad_norm"] = setup.value_stepper.clip(setup.world)
+    return norms
+
+
+def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
+    """One optimizer step of each model that trains; without `move` only the learning-rate schedules advance.
+
+    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (training/ema.py). The
+    schedules are `rate_at` in training/optimizer.py.
+    """
+    if learns_policy:
+        setup.policy_stepper.advance(move=move)
+        if setup.average is not None and move:
+            setup.average.update()
+    if setup.value_stepper is not None:
+        setup.value_stepper.advance(move=move)
+    setup.stage.loss_scale.update()
+
+
+# ------------------------------------------------------------------------ PPO-ptx (Ouyang et al. 2022, section 3.4)
+
+
+def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, float]:
+    """Add the gradients of the ptx loss on the rows of optimizer step `step` (from 1), and begin to sum `gradients`.
+
+    Returns this process's part of ``loss/ptx``; nothing without `ptx`. `mixed_loss` is linear, so the policy loss is
+    mixed in separately.
+    """
+    config, ptx = setup.config, setup.config.ptx
+    if ptx is None:
+        return {}
+    size = ptx.minibatch_size or config.ppo.minibatch_size
+    rows = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
+    num_tokens = sum(sum(row.loss_mask) for row in rows)  # of all processes
+    own = [rows[i] for i in deal([len(row.ids) for row in rows], setup.world.size)[setup.world.rank]]
+    losses = []
+
+    def idle() -> None:
+        with autocast(setup.world.device, config.precision):
+            (0.0 * target_logprobs(setup.models.policy, [IDLE], [[False, True]]).sum()).backward()
+
+    cuts = setup.budget.cut([len(row.ids) for row in own])
+    for cut in gradients.passes(in_step(setup.models.policy, cuts, idle)):
+        with autocast(setup.world.device, config.precision):
+            logprobs = target_logprobs(setup.models.policy, [own[i].ids for i in cut], [own[i].loss_mask for i in cut])
+        loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
+        mixed = mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode)
+        setup.stage.loss_scale.backward(mixed)
+        losses.append({"loss": loss})
+    lengths = [len(row.ids) for row in own]
+    flops = setup.policy_work.training(lengths, sum(sum(row.loss_mask) for row in own))
+    setup.stage.speed.count("update", tokens=sum(lengths), flops=flops)
+    return {"loss/ptx": totals(losses).get("loss", 0.0)}
+
+
+# ------------------------------------------------------------------- KL coefficients that follow the measured KL
+
+
+@dataclass
+class KLCoefs:
+    """The current coefficients."""
+
+    kl_coef: float
+    """Of the KL to ref_policy."""
+    policy_kl_coef: float
+    """Of PPO-penalty's KL between the policy before and after an update."""
+
+
+def follow_kl(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Move the adaptive coefficients after an update, given the figures of its iteration.
+
+    An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says
+    nothing about the coefficients.
+
+    Returns the figures of PPO-penalty's coefficient.
+    """
+    ppo = setup.config.ppo
+    learned = "policy/grad_norm" in metrics  # absent in the warm-up, and if every step was bad
+    penalty = {}
+    match ppo.kl_controller:
+        case "fixed":
+            pass
+        case "adaptive":
+            assert ppo.kl_target is not None
+            if learned:
+                coefs.kl_coef = adaptive_kl_coef(
+                    coefs.kl_coef,
+                    metrics["objective/kl"],
+                    target=ppo.kl_target,
+                    horizon=ppo.kl_horizon,
+                    num_episodes=ppo.rollout_batch_size,
+                )
+        case _:
+            assert_never(ppo.kl_controller)
+    if ppo.objective == "penalty":
+        penalty["policy/policy_kl_coef"] = coefs.policy_kl_coef
+    if ppo.policy_kl_target is not None:
+        kl = penalty["policy/kl_after_update"] = _kl_after_update(setup, newest)
+        if learned:
+            coefs.policy_kl_coef = adaptive_policy_kl_coef(coefs.policy_kl_coef, kl, target=ppo.policy_kl_target)
+    return penalty
+
+
+def _kl_after_update(setup: Setup, newest: UpdateBatch) -> float:
+    """KL(old, new) per token after the update, by k3 on the newest rollout's tokens."""
+    logprobs, _ = current_scores(setup, newest)
+    token_kl = kl_estimate(newest.logprobs, logprobs.to(newest.logprobs), estimator="k3")  # [B, R]
+    mask = newest.response_mask
+    sums = setup.world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})
+    return sums["kl"] / sums["tokens"]
