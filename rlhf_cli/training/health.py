@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_cli.training.health_history import History
+from rlhf_cli.training.health_history import LARGEST, History
 from rlhf_cli.training.health_rules import (
     GAP_TOLERANCE,
     ON_ONE_ITERATION,
@@ -31,15 +31,16 @@ from rlhf_cli.training.health_rules import (
     RATIO_TOLERANCE,
     STOPS,
     Rule,
+    Seen,
 )
 from rlhf_cli.training.health_start import WEAK_REWARD_ADVICE, weak_reward
 from rlhf_cli.training.health_trends import OVEROPTIMISATION_ADVICE, TRENDS, overoptimisation
 
 WARNINGS = (*ON_ONE_ITERATION, *ON_SOME_ITERATIONS, *TRENDS)
 REPEAT = 10
-"""Iterations after which a warning that still holds is given again."""
-QUIET = 3
-"""Iterations for which a warning that comes and goes is not given again."""
+"""Iterations after which a warning may be given again ..."""
+WORSE = 1.5
+"""... if its number has grown by this factor since it was given."""
 WATCHED = (
     "objective/score",
     "objective/score_std",
@@ -55,6 +56,7 @@ WATCHED = (
     "policy/entropy",
     "policy/approx_kl",
     "policy/clip_fraction",
+    "policy/grad_norm",
     "value/explained_variance",
 )
 """Metrics that are kept for later iterations."""
@@ -129,8 +131,8 @@ class Health:
         """The evaluation with the highest mean gold: iteration, scores, golds."""
         self._present: dict[str, int] = {}
         """The warnings that hold now, and the iteration since which they hold."""
-        self._said: dict[str, int] = {}
-        """The iteration in which each warning was last given."""
+        self._said: dict[str, list[float]] = {}
+        """The iteration in which each warning was last given, and how bad it was."""
 
     def check_start(self, reward_models: Mapping[str, Mapping[str, float]]) -> list[Finding]:
         """The findings before the first iteration, from the held-out figures of each reward model (its manifest's)."""
@@ -144,7 +146,7 @@ class Health:
     def check(
         self, iteration: int, metrics: Mapping[str, float], words: Mapping[str, float] | None = None
     ) -> list[Finding]:
-        """The findings after `iteration` (from 1): stops, and warnings that are new or due again.
+        """The findings after `iteration` (from 1): stops, and warnings that are new or have become worse.
 
         `words` gives the share of the responses that contain each word.
 
@@ -152,7 +154,8 @@ class Health:
         `load_state_dict` first; else this iteration is taken as its start.
         """
         self.history.add(iteration, metrics, WATCHED, words or {})
-        return self._apply(STOPS) + self._due(iteration, self._apply(WARNINGS), evaluation=False)
+        stops = [finding for finding, _ in self._apply(STOPS)]
+        return stops + self._due(iteration, self._apply(WARNINGS), evaluation=False)
 
     def check_evaluation(
         self, iteration: int, scores: Sequence[float], golds: Sequence[float] | None = None
@@ -168,13 +171,15 @@ class Health:
             raise ValueError(
                 f"iteration {iteration}: evaluations are compared prompt by prompt, and the number of prompts differs"
             )
-        findings = []
+        findings: list[tuple[Finding, float]] = []
         if self._best_gold is not None:
             best = (self._best_gold["iteration"], self._best_gold["scores"], self._best_gold["golds"])
-            message = overoptimisation(best, iteration, scores, golds)
-            if message is not None:
+            seen = overoptimisation(best, iteration, scores, golds)
+            if seen is not None:
                 advice = OVEROPTIMISATION_ADVICE.format(best=best[0], **self.history.advice)
-                findings.append(Finding("overoptimisation", "warning", message, advice))
+                findings.append((Finding("overoptimisation", "warning", seen[0], advice), seen[1]))
+        if golds:
+            self.history.golds.append([iteration, fmean(golds)])
         if golds and (self._best_gold is None or fmean(golds) > fmean(self._best_gold["golds"])):
             self._best_gold = {"iteration": iteration, "scores": list(scores), "golds": list(golds)}
         return self._due(iteration, findings, evaluation=True)
@@ -198,6 +203,7 @@ class Health:
             "bests": self.history.bests,
             "first_words": self.history.first_words,
             "recent_words": self.history.recent_words,
+            "golds": self.history.golds,
             "best_gold": self._best_gold,
             "present": self._present,
             "said": self._said,
@@ -210,36 +216,33 @@ class Health:
         history = self.history
         history.start, history.recent, history.bests = state["start"], state["recent"], state["bests"]
         history.first_words, history.recent_words = state["first_words"], state["recent_words"]
-        self._best_gold, self._present, self._said = state["best_gold"], state["present"], state["said"]
+        history.golds = state.get("golds", [])  # absent in the checkpoints of rlhf 0.1
+        self._best_gold, self._present = state["best_gold"], state["present"]
+        self._said = {name: one if isinstance(one, list) else [one, LARGEST] for name, one in state["said"].items()}
 
-    def _apply(self, rules: Sequence[Rule]) -> list[Finding]:
-        messages = ((rule, rule.message(self.history)) for rule in rules)
+    def _apply(self, rules: Sequence[Rule]) -> list[tuple[Finding, float]]:
+        """What the rules find, each with its number that grows as it becomes worse."""
+        found: list[tuple[Rule, Seen | None]] = [(rule, rule.look(self.history)) for rule in rules]
         return [
-            Finding(rule.name, rule.severity, message, rule.advice.format(**self.history.advice))
-            for rule, message in messages
-            if message is not None
+            (Finding(rule.name, rule.severity, seen[0], rule.advice.format(**self.history.advice)), seen[1])
+            for rule, seen in found
+            if seen is not None
         ]
 
-    def _due(self, iteration: int, found: list[Finding], *, evaluation: bool) -> list[Finding]:
-        """The warnings to give: those that are new and were not given recently, and old ones that are due again."""
-        names = {finding.name for finding in found}
-        before = self._present
+    def _due(self, iteration: int, found: list[tuple[Finding, float]], *, evaluation: bool) -> list[Finding]:
+        """The warnings to give: those that were not given yet, and those that have become worse since."""
+        names = {finding.name for finding, _ in found}
         # A finding of the other kinds of check still holds.
         self._present = {
             name: since
-            for name, since in before.items()
+            for name, since in self._present.items()
             if name in names or name in OF_START or (name in OF_EVALUATIONS) is not evaluation
         }
         due = []
-        for finding in found:
+        for finding, size in found:
             self._present.setdefault(finding.name, iteration)
-            wait = REPEAT if finding.name in before else QUIET
-            is_due = finding.name not in self._said or iteration - self._said[finding.name] >= wait
-            if is_due and not (finding.name in self._said and self._once(finding.name)):
-                self._said[finding.name] = iteration
+            said, then = self._said.get(finding.name, (-REPEAT, 0.0))
+            if iteration - said >= REPEAT and size > WORSE * then:
+                self._said[finding.name] = [iteration, min(size, LARGEST)]
                 due.append(finding)
         return due
-
-    def _once(self, name: str) -> bool:
-        """Whether one warning of this name is enough for the whole run."""
-        return any(rule.name == name and rule.once(self.history) for rule in WARNINGS)

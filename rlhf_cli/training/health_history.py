@@ -61,6 +61,8 @@ class History:
     """Of the first START iterations: the share of responses that contain each word."""
     recent_words: list[dict[str, float]] = field(default_factory=list)
     """The same of the last PERSIST iterations."""
+    golds: list[list[float]] = field(default_factory=list)
+    """[iteration, mean gold] of each evaluation on held-out prompts."""
 
     def add(
         self, iteration: int, metrics: Mapping[str, float], watched: Sequence[str], words: Mapping[str, float]

@@ -21,6 +21,8 @@ class Seen:
     """The steps after which it held; 0 is before the first one."""
     summary: str = ""
     """The first sentence of its latest message."""
+    advice: str = ""
+    """What to try, of its latest message."""
 
     def when(self, unit: str) -> str:
         """The steps in words.
@@ -64,13 +66,14 @@ def findings_of(directory: Path) -> list[Seen]:
     """The kinds of findings of the run that writes to a stage's directory, in the order in which they appeared."""
     seen: dict[str, Seen] = {}
     for row in _rows(directory):
-        messages = {finding["name"]: finding["message"] for finding in row["findings"]}
+        messages = {finding["name"]: finding for finding in row["findings"]}
         for name in dict.fromkeys([*messages, *names_in(row["line"] or HEALTHY)]):
             one = seen.setdefault(name, Seen(name))
             if not one.steps or one.steps[-1] != row["step"]:
                 one.steps.append(row["step"])
             if name in messages:
-                one.summary = messages[name].partition(". ")[0].removesuffix(".")
+                one.summary = messages[name]["message"].partition(". ")[0].removesuffix(".")
+                one.advice = messages[name]["advice"]
     return list(seen.values())
 
 

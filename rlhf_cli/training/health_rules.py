@@ -1,7 +1,8 @@
 """The rules of `health.py` that look at one or a few iterations. `health_trends.py` has those on the whole run.
 
-A rule reads the metrics in a `History` and returns a message, or None if it finds nothing. To add one: write the
-function, add a `Rule` to the tuple below it, and a run that shows it to `tests/training/test_health.py`.
+A rule reads the metrics in a `History` and returns a message and a number that grows as the problem becomes worse, or
+None if it finds nothing. To add one: write the function, add a `Rule` to the tuple below it, and a run that shows it to
+`tests/training/test_health.py`.
 
 The figures after "good" and "bad" come from measured runs (see `health.py`). They explain a limit; other tasks may
 differ.
@@ -15,7 +16,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from rlhf_cli.training.health_history import History
+from rlhf_cli.training.health_history import LARGEST, START, History
+
+Seen = tuple[str, float]
+"""The message of a rule, and a number above 0 that is larger if the problem is worse."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,10 @@ class Rule:
     name: str
     severity: Literal["stop", "warning"]
     """`stop` for what is wrong whatever the data, `warning` for what may be intended."""
-    message: Callable[[History], str | None]
+    look: Callable[[History], Seen | None]
     """What was found, its number, the limit and the likely cause, in full sentences; None if there is nothing."""
     advice: str
     """What to try, with config keys, on one line. Names in braces are replaced by those parts of `History.advice`."""
-    once: Callable[[History], bool] = lambda _: False
-    """Whether one warning is enough for the whole run, because the config accepts what was found."""
 
 
 # ---------------------------------------------------------------------------------------------- stops
@@ -50,18 +52,19 @@ differently for batches of another shape. A temperature that is 1 % off gives 0.
 to 1/16, and the largest of many thousand tokens is far out in the tail."""
 
 
-def _not_finite(run: History) -> str | None:
+def _not_finite(run: History) -> Seen | None:
     wrong = [f"{key} is {run.metrics[key]}" for key in MUST_BE_FINITE if not math.isfinite(run.metrics.get(key, 0.0))]
     # Bad steps that were skipped have been reported, and too many of them have stopped the run already.
     if not wrong or run.metrics.get("policy/bad_steps", 0.0) > 0:
         return None
-    return (
+    message = (
         f"{', '.join(wrong)}. These metrics must be finite, or the next step destroys the weights. Either a reward "
         "function returned NaN, or the learning rate is too high, or the precision is too low."
     )
+    return message, LARGEST
 
 
-def _ratio_not_one(run: History) -> str | None:
+def _ratio_not_one(run: History) -> Seen | None:
     """Falls back to the mean ratio if the largest error is not logged, although the mean sees less.
 
     Over samples of one policy, the mean ratio of another policy to it is 1 however far apart they are (the sum of
@@ -77,24 +80,26 @@ def _ratio_not_one(run: History) -> str | None:
         return None
     if error <= run.ratio_tolerance:
         return None
-    return (
+    message = (
         f"{seen} in the first minibatch of the iteration. No step was taken since these log-probabilities were "
         f"computed, so every ratio must be 1 (tolerance {run.ratio_tolerance:g}). Possible causes: Dropout is on; the "
         "two passes differ in temperature, filters, position ids or padding; the responses were tokenized again; the "
         "ratio is taken to ref_policy or to an older policy."
     )
+    return message, error
 
 
-def _kl_not_zero(run: History) -> str | None:
+def _kl_not_zero(run: History) -> Seen | None:
     kl = run.metrics.get("objective/kl")
     if run.iteration != 1 or not run.starts_at_reference or kl is None or abs(kl) <= run.ratio_tolerance:
         return None
-    return (
+    message = (
         f"objective/kl is {kl:.3g} nats per response in iteration 1. There policy and ref_policy are the same model, "
         f"so it must be 0 (tolerance {run.ratio_tolerance:g}). One of the two has dropout on, uses another "
         "temperature, "
         "filter, precision or position ids, or was loaded from other weights."
     )
+    return message, abs(kl)
 
 
 STOPS = (
@@ -139,9 +144,12 @@ KL_FAR = 10.0
 """Nats per response in one iteration, if it is also above KL_FAR_PER_TOKEN: an answer of one token may cost several."""
 KL_FAR_PER_TOKEN = 1.0
 """Nats. Good: up to 0.3."""
+GRADIENT_FAR = 100.0
+"""Norm of the gradient in one iteration, as a multiple of the larger of optimizer.max_grad_norm and of the smallest
+norm at the start. Good: up to 4."""
 
 
-def _sampler_gap(run: History) -> str | None:
+def _sampler_gap(run: History) -> Seen | None:
     largest, limit = run.metrics.get("policy/sampler_gap", 0.0), SAMPLER_FACTOR * run.ratio_tolerance
     mean = run.metrics.get("policy/sampler_gap_mean", 0.0)
     if run.config.get("rollout.max_staleness"):
@@ -158,51 +166,75 @@ def _sampler_gap(run: History) -> str | None:
         )
     else:
         return None
-    return (
+    message = (
         f"{seen} So the responses come from another policy than the one that is trained: the cache, position ids, "
         "temperature or a filter differ, or the precision is too low."
     )
+    return message, max(mean / run.gap_tolerance, largest / limit)
 
 
-def _skipped(run: History) -> str | None:
+def _skipped(run: History) -> Seen | None:
     skipped = run.metrics.get("policy/skipped_steps", 0.0)
     if not skipped > 0:
         return None
-    return (
+    message = (
         f"policy/skipped_steps: {skipped:g} minibatches of this iteration were skipped, because their mean ratio was "
         "above ppo.max_ratio. Once is an accident; repeatedly, it means that the policy moves too far per iteration."
     )
+    return message, skipped
 
 
-def _kl_negative(run: History) -> str | None:
+def _kl_negative(run: History) -> Seen | None:
     now = run.recent[-1].get("objective/kl", 0.0)
     last = run.last("objective/kl", KL_NEGATIVE_ITERATIONS)
     if now < KL_NEGATIVE:
-        seen = f"{now:.3g} nats per response (limit {KL_NEGATIVE:g})"
+        seen, size = f"{now:.3g} nats per response (limit {KL_NEGATIVE:g})", -now
     elif last and max(last) < 0 and fmean(last) < KL_NEGATIVE_LONG:
-        seen = (
-            f"below 0 for {len(last)} iterations, on average {fmean(last):.3g} nats per response (limit "
-            f"{KL_NEGATIVE_LONG:g})"
+        seen, size = (
+            (
+                f"below 0 for {len(last)} iterations, on average {fmean(last):.3g} nats per response (limit "
+                f"{KL_NEGATIVE_LONG:g})"
+            ),
+            -fmean(last),
         )
     else:
         return None
     pays = " As a penalty in the reward it now pays the policy." if run.kl_in_reward else ""
-    return (
+    message = (
         f"objective/kl is {seen}.{pays} A KL is never negative. Its estimate, logprobs - ref_logprobs of the sampled "
         "tokens, can be negative by chance with few responses. It also is if the tokens were not sampled from the "
         "policy of logprobs, because a filter or a temperature was used for sampling only."
     )
+    return message, size
 
 
-def _kl_far(run: History) -> str | None:
+def _kl_far(run: History) -> Seen | None:
     kl, length = run.recent[-1].get("objective/kl"), run.recent[-1].get("response/length")
+    in_loss = run.metrics.get("policy/ref_kl", 0.0)
+    if in_loss > KL_FAR_PER_TOKEN:
+        return (
+            f"policy/ref_kl, the KL in the loss, is {in_loss:.3g} nats per token (limit {KL_FAR_PER_TOKEN:g}). A few "
+            "tokens to which the policy gives far less than ref_policy decide the whole step: the estimate k3 of such "
+            "a token grows as the ratio of the two probabilities."
+        ), in_loss
     if kl is None or length is None or kl <= max(KL_FAR, KL_FAR_PER_TOKEN * length):
         return None
     return (
         f"objective/kl is {kl:.3g} nats per response of {length:.3g} tokens (limits {KL_FAR:g} per response and "
         f"{KL_FAR_PER_TOKEN:g} per token). ref_policy would hardly ever write these responses, so the reward model "
         "has seen none like them. The last steps were too large, or nothing keeps the policy near ref_policy."
-    )
+    ), kl
+
+
+def _gradient_far(run: History) -> Seen | None:
+    norm, clipped_at = run.metrics.get("policy/grad_norm"), run.config.get("optimizer.max_grad_norm") or 1.0
+    start = min((row["policy/grad_norm"] for row in run.start[:START] if "policy/grad_norm" in row), default=None)
+    if norm is None or start is None or not norm > GRADIENT_FAR * max(start, clipped_at):
+        return None
+    return (
+        f"policy/grad_norm is {norm:.3g}, and {start:.3g} at the start (limit {GRADIENT_FAR:g} times the larger of "
+        f"that and of the {clipped_at:g} at which it is clipped). Few tokens decide the whole step."
+    ), norm
 
 
 ON_ONE_ITERATION = (
@@ -230,7 +262,15 @@ ON_ONE_ITERATION = (
         "kl_far",
         "warning",
         _kl_far,
-        "Read the last rows of samples.jsonl. Start over with a lower {steps}; {stay}",
+        "Read the last rows of samples.jsonl. Start over with a lower {steps}; {stay}. If the KL is in the loss, set "
+        "ppo.kl_estimator: k2_sequence, or lower ppo.kl_coef",
+    ),
+    Rule(
+        "gradient_far",
+        "warning",
+        _gradient_far,
+        "Lower {steps}, or set ppo.max_ratio, which skips such minibatches. If policy/ref_kl is large too, set "
+        "ppo.kl_estimator: k2_sequence",
     ),
 )
 
@@ -250,49 +290,53 @@ VALUE_WARMUP = 5
 """First iterations that do not count: the value head starts at 0, which explains nothing."""
 
 
-def _approx_kl(run: History) -> str | None:
+def _approx_kl(run: History) -> Seen | None:
     since = run.above("policy/approx_kl", APPROX_KL, APPROX_KL_FAR)
     if since is None:
         return None
-    return (
+    message = (
         f"policy/approx_kl is {run.recent[-1]['policy/approx_kl']:.3g} nats per token, above {APPROX_KL:g} {since}. "
         "Within one iteration the policy moves so far from the one that sampled the responses that they no longer "
         "show what is good for it."
     )
+    return message, run.recent[-1]["policy/approx_kl"]
 
 
-def _clip_fraction(run: History) -> str | None:
+def _clip_fraction(run: History) -> Seen | None:
     since = run.above("policy/clip_fraction", CLIP_FRACTION, CLIP_FRACTION_FAR)
     if since is None:
         return None
-    return (
+    message = (
         f"policy/clip_fraction is {run.recent[-1]['policy/clip_fraction']:.0%}, above {CLIP_FRACTION:.0%} {since}. "
         "The ratio of these tokens is outside ppo.clip_range, so they have no gradient."
     )
+    return message, run.recent[-1]["policy/clip_fraction"]
 
 
-def _empty(run: History) -> str | None:
+def _empty(run: History) -> Seen | None:
     since = run.above("response/empty_fraction", EMPTY, EMPTY_FAR)
     if since is None:
         return None
-    return (
+    message = (
         f"response/empty_fraction: {run.recent[-1]['response/empty_fraction']:.0%} of the responses have no text, "
         f"above {EMPTY:.0%} {since}. Either an empty response scores better than text, or too large a step broke the "
         "policy."
     )
+    return message, run.recent[-1]["response/empty_fraction"]
 
 
-def _value_blind(run: History) -> str | None:
+def _value_blind(run: History) -> Seen | None:
     last = run.last("value/explained_variance", VALUE_ITERATIONS)
     is_early = run.iteration < VALUE_WARMUP + VALUE_ITERATIONS
     if not run.has_value_model or is_early or not last or max(last) >= 0:
         return None
-    return (
+    message = (
         f"value/explained_variance is {last[-1]:.3g} and was below 0 for {VALUE_ITERATIONS} iterations. The value "
         "model "
         "predicts the returns worse than their mean would, so the advantages are noisier than without it. It learns "
         "too slowly or in too large steps, or the returns hardly vary."
     )
+    return message, -last[-1]
 
 
 ON_SOME_ITERATIONS = (

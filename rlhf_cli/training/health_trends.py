@@ -9,6 +9,7 @@ from statistics import correlation, fmean
 from rlhf_cli.training.health_history import (
     BEFORE_KL,
     EARLY,
+    LARGEST,
     PERSIST,
     STANDARD_ERRORS,
     History,
@@ -17,7 +18,10 @@ from rlhf_cli.training.health_history import (
     rises,
     standard_error,
 )
-from rlhf_cli.training.health_rules import Rule
+from rlhf_cli.training.health_rules import Rule, Seen
+
+TINY = 1e-9
+"""Stands for 0 below a fraction bar."""
 
 # ----------------------------------------------------------------------------------- against the start
 
@@ -51,21 +55,22 @@ SATURATED = 0.22
 """Share of the score's standard deviation at the start. Good: 0.23 to 0.6; bad: 0.2 (kl_coef 0), 0.05 (length)."""
 
 
-def _entropy_collapse(run: History) -> str | None:
+def _entropy_collapse(run: History) -> Seen | None:
     entropy, start = run.mean("policy/entropy"), run.mean_at_start("policy/entropy")
     now, when = run.recent[-1].get("policy/entropy"), f"over {PERSIST} iterations"
     if start is not None and now is not None and now < ENTROPY_FAR * start:
         entropy, when = now, "in this iteration"
     if entropy is None or start is None or entropy >= ENTROPY * start:
         return None
-    return (
+    message = (
         f"policy/entropy is {entropy:.3g} nats per token {when}, {entropy / start:.0%} of the {start:.3g} at the start "
         f"(limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to compare and to learn from."
     )
+    return message, start / max(entropy, TINY)
 
 
-def _alike(run: History) -> str | None:
-    seen = []
+def _alike(run: History) -> Seen | None:
+    seen, size = [], 0.0
     last, before = run.last("response/duplicate_fraction", PERSIST), run.mean_at_start("response/duplicate_fraction")
     now = run.recent[-1].get("response/duplicate_fraction")
     if now is not None and before is not None:
@@ -77,21 +82,24 @@ def _alike(run: History) -> str | None:
                 f"word ({before:.0%} at the start, limit {limit:.0%} "
                 f"{f'for {PERSIST} iterations' if persists else 'and far above it in this one'})"
             )
+            size = now
     distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
     if distinct is not None and start is not None and distinct < DISTINCT_2 * start:
         seen.append(
             f"response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of the {start:.3g} at the start (limit "
             f"{DISTINCT_2:.0%} for {PERSIST} iterations)"
         )
+        size = max(size, start / max(distinct, TINY))
     if not seen:
         return None
-    return (
+    message = (
         f"{'; '.join(seen)}. The responses repeat each other or themselves. Either the policy found a text that scores "
         "well for every prompt, or it is broken."
     )
+    return message, size
 
 
-def _same_word(run: History) -> str | None:
+def _same_word(run: History) -> Seen | None:
     distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
     if distinct is None or start is None or distinct >= SAME_WORD_DISTINCT_2 * start or not run.first_words:
         return None
@@ -105,12 +113,13 @@ def _same_word(run: History) -> str | None:
         return None
     word = max(rises_of, key=rises_of.__getitem__)
     now = run.recent_words[-1][word]
-    return (
+    message = (
         f"{now:.0%} of the responses contain the word {word!r}, and {now - rises_of[word]:.0%} did at the start (limit "
         f"{SAME_WORD:.0%} for {PERSIST} iterations). response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of "
         f"the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy may have found a word that the "
         "reward likes in any response."
     )
+    return message, now
 
 
 def _ends_limit(start: float) -> float:
@@ -118,18 +127,19 @@ def _ends_limit(start: float) -> float:
     return max(NEVER_ENDS, FEWER_ENDS * start) if start >= FEWER_ENDS_FROM else NEVER_ENDS
 
 
-def _never_ends(run: History) -> str | None:
+def _never_ends(run: History) -> Seen | None:
     last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
     if not last or start is None or start >= NEVER_ENDS or max(last) >= NEVER_ENDS:
         return None
-    return (
+    message = (
         f"response/eos_fraction is {last[-1]:.0%} and was {start:.0%} at the start (limit {NEVER_ENDS:.0%}). Almost no "
         f"response ends within {run.max_new_tokens} tokens. Either good responses are longer, or the SFT model did not "
         "learn to end, or it ends with another token than EOS."
     )
+    return message, 1 - last[-1]
 
 
-def _truncated(run: History) -> str | None:
+def _truncated(run: History) -> Seen | None:
     last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
     now, since = run.recent[-1].get("response/eos_fraction"), f"for {PERSIST} iterations"
     if now is None or start is None or start < NEVER_ENDS:
@@ -138,14 +148,15 @@ def _truncated(run: History) -> str | None:
         since = "in this iteration, by far"
     elif not last or max(last) >= _ends_limit(start):
         return None
-    return (
+    message = (
         f"response/eos_fraction is {now:.0%}, below {_ends_limit(start):.0%} {since} ({start:.0%} at the start). The "
         f"responses are cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text "
         "scores higher."
     )
+    return message, 1 - now
 
 
-def _score_saturated(run: History) -> str | None:
+def _score_saturated(run: History) -> Seen | None:
     spread, start = run.mean("objective/score_std"), run.mean_at_start("objective/score_std")
     score, first = run.mean("objective/score"), run.mean_at_start("objective/score")
     if spread is None or start is None or score is None or first is None or not run.bests:
@@ -159,10 +170,11 @@ def _score_saturated(run: History) -> str | None:
         )
     else:
         return None
-    return (
+    message = (
         f"{seen}, over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies "
         "its noise to the size that its signal had."
     )
+    return message, LARGEST if spread == 0 else start / spread
 
 
 # --------------------------------------------------------------------------------------- over the run
@@ -183,7 +195,7 @@ KL_GROWTH = 1.5
 when the gold score turns; no good run passed it."""
 
 
-def _length_explains_score(run: History) -> str | None:
+def _length_explains_score(run: History) -> Seen | None:
     scores, lengths = run.trend("objective/score"), run.trend("response/length")
     within = run.trend("response/score_length_correlation")
     if not scores or not lengths or not within or fmean(within) <= LENGTH_CORRELATION:
@@ -191,16 +203,17 @@ def _length_explains_score(run: History) -> str | None:
     if not (rises(scores) and rises(lengths)):
         return None
     score, length = halves(scores), halves(lengths)
-    return (
+    message = (
         f"Over {len(scores)} iterations the score rose from {fmean(score[0]):.3g} to {fmean(score[1]):.3g} and the "
         f"length from {fmean(length[0]):.1f} to {fmean(length[1]):.1f} tokens. The two correlate by "
         f"{fmean(within):.2f} "
         f"within a batch (limit {LENGTH_CORRELATION:g}) and by {correlation(scores, lengths):.2f} between iterations. "
         "Length alone may explain the score."
     )
+    return message, fmean(within)
 
 
-def _objective_falls(run: History) -> str | None:
+def _objective_falls(run: History) -> Seen | None:
     kls, scores, gross = (run.before_and_now(key) for key in ("objective/kl", "objective/score", BEFORE_KL))
     spread, kl_coef = run.mean_at_start("objective/score_std"), run.recent[-1].get("objective/kl_coef", 0.0)
     if not (run.rewards_can_be_compared and kls and scores and gross) or spread is None:
@@ -215,33 +228,38 @@ def _objective_falls(run: History) -> str | None:
     is_useless = gain + STANDARD_ERRORS * error < POSSIBLE_GAIN * possible
     if not is_useless and fall <= STANDARD_ERRORS * standard_error(first, now):
         return None
-    return (
+    message = (
         f"The objective (score less KL and penalties) fell from {fmean(first):.3g} over the first {EARLY} iterations "
         f"to {fmean(now):.3g} over the last {EARLY}. The KL rose by {moved:.3g} nats and the score changed by "
         f"{gain:+.2g} (standard error {error:.2g}), while a gain of about {possible:.2g} is possible at this KL. So "
         "the policy pays for its distance from ref_policy and gets too little for it. Either the score is noise, or "
         "the steps are too large."
     )
+    return message, fall
 
 
-def _kl_runaway(run: History) -> str | None:
+def _kl_runaway(run: History) -> Seen | None:
     kl, first = run.mean("objective/kl"), run.mean_at_start("objective/score")
     if kl is None or first is None or not run.bests or kl <= KL_RUNAWAY:
         return None
     iteration, score, kl_then = next(row for row in run.bests if row[1] >= run.near_best(first))
     if kl <= KL_GROWTH * kl_then:
         return None
+    missing = "Until gold is measured again" if run.has_judge else "Without a gold score"
+    gold = f"{missing} it is unknown on which side this run is."
+    if before := [one for one in run.golds[:-1] if one[0] <= iteration] or run.golds[:-1][:1]:
+        # The last evaluation before the score came near its best, or the one before the newest.
+        (then, best), (newest, now) = before[-1], run.golds[-1]
+        if now > best:
+            return None
+        gold = f"Gold was {best:.3g} at iteration {then:.0f} and is {now:.3g} at iteration {newest:.0f}."
     return (
         f"objective/kl is {kl:.3g} nats per response over {PERSIST} iterations, more than {KL_GROWTH:g} times the "
         f"{kl_then:.3g} of iteration {iteration:.0f}. The score was {score:.3g} there already; its best since then is "
         f"{run.bests[-1][1]:.3g}. So the policy keeps moving away from ref_policy and gains little. In Gao et al. 2022 "
         "(arXiv 2210.10760) true quality first rises and then falls as sqrt(KL) grows, while the score keeps rising. "
-        + (
-            "The judge's figures in evaluations.jsonl show on which side this run is."
-            if run.has_judge
-            else "Without a gold score it is unknown on which side this run is."
-        )
-    )
+        f"{gold}"
+    ), kl
 
 
 TRENDS = (
@@ -272,7 +290,6 @@ TRENDS = (
         "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, "
         "or "
         "train SFT on complete responses",
-        once=lambda run: run.config.get("ppo.missing_eos_penalty") == 0,
     ),
     Rule(
         "truncated",
@@ -328,10 +345,11 @@ OVEROPTIMISATION_ADVICE = (
 
 def overoptimisation(
     best: tuple[int, Sequence[float], Sequence[float]], iteration: int, scores: Sequence[float], golds: Sequence[float]
-) -> str | None:
+) -> Seen | None:
     """The message if gold fell since its best evaluation while the score rose, prompt by prompt; else None.
 
-    `best` is the evaluation with the highest mean gold: its iteration, scores and golds.
+    The number is by how much gold fell. `best` is the evaluation with the highest mean gold: its iteration, scores
+    and golds.
     """
     best_iteration, best_scores, best_golds = best
     if len(golds) < MIN_PROMPTS:
@@ -345,4 +363,4 @@ def overoptimisation(
         f"iteration {iteration} ({fall:+.2g}, standard error {fall_error:.2g}), while the score rose from "
         f"{fmean(best_scores):.3g} to {fmean(scores):.3g} ({rise:+.2g}, standard error {rise_error:.2g}), on "
         f"{len(golds)} held-out prompts. The policy exploits errors of the reward model."
-    )
+    ), -fall

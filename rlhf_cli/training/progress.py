@@ -163,13 +163,15 @@ class Display:
             have = "has" if len(ended) == 1 else "have"
             self.note(f"{at(step, unit_of(self.stage))}: {', '.join(ended)} {have} ended; {rest}")
 
-    def recap(self, seen: Sequence[Seen], path: str) -> None:
-        """Print the health findings of the whole run; `path` is the file that has all of them."""
+    def recap(self, seen: Sequence[Seen]) -> None:
+        """Print the health findings of the whole run and what to try."""
         if self.quiet or not seen:
             return
         kinds = "1 kind of warning" if len(seen) == 1 else f"{len(seen)} kinds of warnings"
-        lines = [f"  {one.name}, {one.when(unit_of(self.stage))}: {one.summary}" for one in seen]
-        text = "\n".join([f"{self.stage}: this run had {kinds}:", *lines, f"  What to try: {path}"])
+        lines = [
+            f"  {one.name}, {one.when(unit_of(self.stage))}: {one.summary}.\n    To try: {one.advice}" for one in seen
+        ]
+        text = "\n".join([f"{self.stage}: this run had {kinds}:", *lines])
         self._print(text, "yellow")
 
     def end(self) -> None:

@@ -412,6 +412,6 @@ class StageRun:
             raise ArtifactError(f"{self.directory}: cannot be published ({error.strerror or error})") from None
         shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
         directory = artifacts.stage_directory(self.config.artifacts, self.stage)
-        self.display.recap(findings_of(directory), f"{directory}/health.jsonl")
+        self.display.recap(findings_of(directory))
         self.display.note(self.speed.line())
         self.display.note(f"finished in {self.files.seconds():.0f} s; the model is in {directory}/model")

@@ -13,6 +13,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -105,6 +106,66 @@ def bare_prompts(folder: Path) -> dict[str, tuple[str, ...]]:
     return {"ppo": tuple(overrides)}
 
 
+def demonstrations(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Any:
+    """Training and held-out demonstrations that are changed."""
+
+    def make(folder: Path) -> dict[str, tuple[str, ...]]:
+        overrides = []
+        for side, name in (("train", "sft_train.jsonl.gz"), ("test", "sft_test.jsonl")):
+            rows = change([dict(row) for row in read(name)])
+            overrides.append(f"data.{side}={write(folder / f'sft_{side}.jsonl', rows)}")
+        return {"sft": tuple(overrides)}
+
+    return make
+
+
+def shuffled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each prompt with the answer to another one."""
+    answers = [row["response"] for row in rows]
+    random.Random(0).shuffle(answers)
+    return [row | {"response": answer} for row, answer in zip(rows, answers, strict=True)]
+
+
+def run_on(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Demonstrations that were split too late: each answer holds the customer's next mail too."""
+    follow = [*rows[1:], rows[0]]
+    return [
+        row | {"response": f"{row['response']}\n\n{next_one['prompt'].removesuffix(' Assistant:')}"}
+        for row, next_one in zip(rows, follow, strict=True)
+    ]
+
+
+def first_prompts(number: int) -> Callable[[Path], dict[str, tuple[str, ...]]]:
+    """The first few training prompts, again and again."""
+
+    def make(folder: Path) -> dict[str, tuple[str, ...]]:
+        rows = read("prompts_train.jsonl.gz")
+        return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', [rows[i % number] for i in range(2000)])}",)}
+
+    return make
+
+
+def scored_by(body: str) -> Callable[[Path], dict[str, tuple[str, ...]]]:
+    """A reward function in place of the reward model: an expression of `prompt` and `text`."""
+
+    def make(folder: Path) -> dict[str, tuple[str, ...]]:
+        lines = [
+            "import hashlib",
+            "def score(prompts, responses, rows):",
+            f"    return [float({body}) for prompt, text in zip(prompts, responses)]",
+        ]
+        (folder / "reward.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return {"ppo": (f"rewards=[{{type: function, function: {folder / 'reward.py'}:score}}]",)}
+
+    return make
+
+
+def noisy(share: float) -> Callable[[str, str], tuple[str, str]]:
+    """Pairs of which this share has its labels swapped by chance."""
+    generator = random.Random(0)
+    return lambda chosen, rejected: (rejected, chosen) if generator.random() < share else (chosen, rejected)
+
+
 @contextlib.contextmanager
 def reward_model_without_eos() -> Iterator[None]:
     """Train the reward model on answers without EOS, as a tool that tokenises plain text does."""
@@ -163,6 +224,21 @@ FAULTS: dict[str, Fault] = {
     "untrained_head": Fault("rm_untrained", "rm", {"rm": ("training.num_steps=20", "optimizer.learning_rate=1e-9")}),
     "learning_rate_30": Fault("ppo_steps_too_large", "ppo", {"ppo": ("optimizer.learning_rate=1.8e-2",)}),
     "length_biased": Fault("pairs_length_biased", "rm", {}, pairs(longer_first)),
+    "weight_negative": Fault("reward_opposed", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: -1}]",)}),
+    "reward_constant": Fault("reward_constant", "ppo", {}, scored_by("1.0")),
+    "answers_shuffled": Fault("sft_ignores_prompts", "sft", {}, demonstrations(shuffled)),
+    "answers_run_on": Fault("demonstrations_run_on", "sft", {}, demonstrations(run_on)),
+    "kl_coef_10": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=10",)}),
+    "four_prompts": Fault("prompts_few", "ppo", {}, first_prompts(4)),
+    "value_untrained": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1e-12",)}),
+    "clip_narrow": Fault("clip_too_narrow", "ppo", {"ppo": ("ppo.clip_range=0.001",)}),
+    "labels_noisy": Fault("labels_noisy", "rm", {}, pairs(noisy(0.4))),
+    "eos_as_text": Fault(
+        "demonstrations_hold_markup",
+        "sft",
+        {},
+        demonstrations(lambda rows: [row | {"response": row["response"] + "</s>"} for row in rows]),
+    ),
 }
 
 

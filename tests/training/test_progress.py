@@ -166,7 +166,7 @@ def test_the_screen_says_when_a_finding_that_it_reported_has_ended() -> None:
 
 def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path: Path) -> None:
     def finding(name: str, message: str) -> dict[str, str]:
-        return {"name": name, "severity": "warning", "message": message, "advice": "..."}
+        return {"name": name, "severity": "warning", "message": message, "advice": f"Mend {name}"}
 
     rows = [
         {"step": 0, "line": None, "findings": [finding("weak_reward_model", "Accuracy 0.55. It may be noise.")]},
@@ -179,13 +179,15 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path: Path) -> N
     (tmp_path / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     display = new_display(200, is_terminal=False)
     display.begin(4, "iteration")
-    display.recap(findings_of(tmp_path), "ppo/health.jsonl")
+    display.recap(findings_of(tmp_path))
     assert written_on(display).splitlines() == [
         "ppo: this run had 3 kinds of warnings:",
-        "  weak_reward_model, before iteration 1: Accuracy 0.55",
-        "  empty, 3 iterations (2 to 4): 90% are empty",
-        "  overoptimisation, iteration 4: Gold fell",
-        "  What to try: ppo/health.jsonl",
+        "  weak_reward_model, before iteration 1: Accuracy 0.55.",
+        "    To try: Mend weak_reward_model",
+        "  empty, 3 iterations (2 to 4): 90% are empty.",
+        "    To try: Mend empty",
+        "  overoptimisation, iteration 4: Gold fell.",
+        "    To try: Mend overoptimisation",
     ]
     assert last_names(tmp_path) == ["empty"]
 
