@@ -72,11 +72,13 @@ def ranking_figures(
     The pairs of a ranking are not independent, so a ranking counts as one trial of the 95 % interval.
     `eval/length_baseline` is the accuracy of a rule that prefers the longer answer, `eval/shorter_baseline` of one that
     prefers the shorter; a reward model must beat both. `eval/gold_accuracy` is the share of rankings in whose order of
-    best and worst the model agrees with the gold scores; ties do not count.
+    best and worst the model agrees with the gold scores; ties do not count. `eval/loss` is the mean of
+    -log(sigmoid(margin)), without the margins that training may add.
     """
     low, high = wilson_interval(accuracy.sum().item(), len(accuracy))
     length_baseline = sum(longer) / len(longer)
     figures = {
+        "eval/loss": -torch.nn.functional.logsigmoid(margin).mean().item(),
         "eval/accuracy": accuracy.mean().item(),
         "eval/accuracy_low95": low,
         "eval/accuracy_high95": high,

@@ -14,10 +14,14 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.metrics import parsed
 from rlhf_cli.sharding import is_sharded
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Weights
+from rlhf_cli.training.health import Finding
+from rlhf_cli.training.health_recap import findings_of
+from rlhf_cli.training.health_trends import MEMORISES, memorises
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
@@ -25,6 +29,8 @@ from rlhf_cli.training.zero_gradient import no_gradient
 
 MANY_EPOCHS = 10
 """With more passes over the training rows than this a run warns: a model then memorises its rows."""
+HELD_OUT_LOSSES = ("eval/loss", "eval/mse", "eval/brier")
+"""The held-out figures that are a loss; a stage has one of them."""
 LEARNED = 1e-3
 """A loss below this may give a gradient whose squares are 0 in float32."""
 
@@ -158,9 +164,28 @@ class Loop(Generic[T]):
                 self.stage.display.note(f"step {done:,}: held-out {', '.join(main)}")
             self._after_evaluation(done)
             self.stage.world.barrier("the samples")
+        if self.stage.world.is_main:
+            self._warn_if_memorised(done, figures)
         if self.best.is_better(done, figures):
             self.save("best_model")
         return figures
+
+    def _warn_if_memorised(self, done: int, figures: Mapping[str, float]) -> None:
+        """Warn once of a held-out loss that rises while the training loss falls."""
+        directory = self.stage.directory
+        key = next((key for key in HELD_OUT_LOSSES if key in figures), None)
+        if key is None or any(one.name == MEMORISES for one in findings_of(directory)):
+            return
+        with (directory / "metrics.jsonl").open("rb") as file:
+            rows = list(parsed(file))
+        of = f"loss/{self.stage.stage}"
+        training = [(row["step"], row[of]) for row in rows if row.get(of) is not None]
+        held_out = [(row["step"], row[key]) for row in rows if row.get(key) is not None and row["step"] < done]
+        message = memorises([*held_out, (done, figures[key])], training)
+        if message is not None:
+            keep = "best_model is the better one" if self.best.metric else "Set evaluation.keep_best: true"
+            advice = f"{keep}; lower training.num_steps or num_epochs, or add rows to data.train"
+            self.stage.report(done, [Finding(MEMORISES, "warning", message, advice)], None)
 
     def finish(self) -> dict[str, float]:
         """Save the trained model before anything else can fail, then compute the final held-out figures."""

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_cli.errors import RunError
 from rlhf_cli.training.optimizer import Stepper
+from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.setup import config_of
 from support.tiny import read_jsonl
@@ -87,3 +88,17 @@ def test_a_loss_of_0_needs_no_gradient(run_stage, make_model, tmp_path, monkeypa
     monkeypatch.setattr(sft_stage, "_accumulate", lambda *_: 0.0)
     run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
     assert (tmp_path / "sft/manifest.json").exists()
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_a_stage_that_memorises_its_rows_says_so_once(stage, run_stage, make_model, tmp_path, monkeypatch):
+    losses = iter([1.0, 1.2, 1.3, 1.4])
+    module = sft_stage if stage == "sft" else rm_stage
+    real = module._evaluate
+    monkeypatch.setattr(module, "_evaluate", lambda *args: real(*args) | {"eval/loss": next(losses)})
+    changes = {"training": {"num_steps": 12, "minibatch_size": 2}, "evaluation": {"every_steps": 3}}
+    run_stage(stage, tmp_path, model={"path": str(make_model("llama"))}, optimizer={"learning_rate": 1e-2}, **changes)
+    found = [f for row in read_jsonl(tmp_path / f"{stage}/health.jsonl") for f in row["findings"]]
+    (finding,) = [finding for finding in found if finding["name"] == "memorises"]
+    assert "20% above the 1 of step 3, and the training loss fell from" in finding["message"]
+    assert "keep_best" in finding["advice"]

@@ -21,6 +21,7 @@ from rlhf_cli.training import health as health_module
 from rlhf_cli.training import health_history
 from rlhf_cli.training.health import REPEAT, SHOWN, WARNINGS, WATCHED, Finding, Health
 from rlhf_cli.training.health_rules import GAP_TOLERANCE, MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
+from rlhf_cli.training.health_trends import memorises
 from rlhf_cli.training.zero_gradient import no_gradient
 from support.tiny import read_jsonl
 
@@ -749,6 +750,22 @@ def test_another_number_of_prompts_is_refused() -> None:
         health.check_evaluation(10, [0.0] * 21, [0.0] * 21)
     with pytest.raises(ValueError, match="iteration 10"):
         health.check_evaluation(10, [0.0] * 19, [0.0] * 20)
+
+
+# ------------------------------------------------------------------------------------------------- SFT and RM
+
+
+def test_a_held_out_loss_that_rises_is_found_only_while_the_training_loss_falls() -> None:
+    falls, stays = ([(step, loss(step)) for step in range(1, 31)] for loss in (lambda i: 2 - i / 20, lambda _: 1.0))
+    assert memorises([(10, 1.0), (20, 1.2), (30, 1.06)], falls) == (
+        "The held-out loss is 1.06, 6% above the 1 of step 10, and the training loss fell from 1.73 to 0.725 since "
+        "then (means of 10 steps). The model memorises its training rows."
+    )
+    assert memorises([(10, 1.0), (20, 1.2), (30, 1.04)], falls) is None
+    assert memorises([(10, 1.0), (20, 1.2), (30, 1.3)], stays) is None
+    assert memorises([(10, 1.3), (20, 1.2), (30, 1.0)], falls) is None
+    assert memorises([(30, 1.0)], falls) is None
+    assert memorises([(10, 1.0), (20, 1.2)], []) is None
 
 
 # ----------------------------------------------------------------------------------------------- resuming
