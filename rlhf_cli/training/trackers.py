@@ -9,6 +9,7 @@ that it repeats.
 from __future__ import annotations
 
 import json
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from rlhf_cli.training.tracker_services import TRACKERS, TrackedRun, Tracker
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. Rows of one step are sent in this order."""
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_OPEN = 120.0
+"""How long the end of a stage waits for its trackers to open: a package is imported, a database is created."""
 SECONDS_TO_CLOSE = 15.0
-"""How long the end of a stage waits for its trackers, for all of them together."""
+"""How long it then waits for the last rows to arrive. Both are for all trackers together."""
 MOST_ROWS = 100
 """Rows of metrics in one call. These may be lost if the process is killed during the call."""
-LONGEST_REASON = 200
+LONGEST_REASON = 1000
 
 Row = tuple[str, int, dict[str, Any]]
 """Name of the file without .jsonl, step, and the row without its step."""
@@ -66,13 +69,17 @@ class Trackers:
         followers, self._followers = self._followers, []
         for follower in followers:
             follower.end(status)
+        deadline = time.monotonic() + SECONDS_TO_OPEN
+        for follower in followers:
+            follower.is_open.wait(max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + SECONDS_TO_CLOSE
         for follower in followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
+                waited = SECONDS_TO_CLOSE if follower.is_open.is_set() else SECONDS_TO_OPEN + SECONDS_TO_CLOSE
                 self.display.warn(
-                    f"tracker {follower.tracker}: did not answer for {SECONDS_TO_CLOSE:g} s, so its last rows may be "
-                    "missing there; the files of the stage have all of them"
+                    f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.arrived()} arrived there. "
+                    "The files of the stage have all of them"
                 )
 
 
@@ -87,10 +94,18 @@ class _Follower(threading.Thread):
         self._tails = {name: Tail(directory / f"{name}.jsonl") for name in FILES}
         self._read = dict.fromkeys(FILES, 0)
         self._sent = dict.fromkeys(FILES, 0)
+        self._num_arrived = 0
         self._held: list[Row] = []
         self._newest = -1
         self._status = "failed"
         self._is_last = threading.Event()
+        self.is_open = threading.Event()
+        """Set when the tracker can take rows, or has failed."""
+
+    def arrived(self) -> str:
+        """How many of the rows in the stage's files the tracker has taken, in words."""
+        total = sum(tail.path.read_bytes().count(b"\n") for tail in self._tails.values() if tail.path.is_file())
+        return f"{self._num_arrived:,} of {total:,} rows"
 
     def end(self, status: str) -> None:
         """Have the thread send the rest, close the tracker with this status, and end."""
@@ -104,8 +119,10 @@ class _Follower(threading.Thread):
             install = install_extra(self.tracker, self.tracker)
             self.display.warn(f"tracker {self.tracker}: cannot be imported ({error}), so it is off. Run: {install}")
         except BaseException as error:  # A tracker never ends a run, not even by SystemExit.
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON, placeholder=" ...")
             self.display.warn(f"tracker {self.tracker}: is off, the run continues without it ({reason})")
+        finally:
+            self.is_open.set()
 
     def _follow(self) -> None:
         saved = self._saved()
@@ -113,7 +130,9 @@ class _Follower(threading.Thread):
         self._sent |= saved.get("rows", {})
         if service.num_rows is not None:
             self._sent["metrics"] = service.num_rows
+        self._num_arrived = sum(self._sent.values())
         self._save(service)
+        self.is_open.set()
         self.display.note(f"tracker {self.tracker}: {service.url}")
         while True:
             is_last = self._is_last.is_set()
@@ -157,6 +176,7 @@ class _Follower(threading.Thread):
                     service.alert(step, finding)
             else:
                 service.metrics([(step, _numbers(file, row)) for file, step, row in group])
+            self._num_arrived += len(group)
 
     def _saved(self) -> dict[str, Any]:
         """The id of the unfinished run in this tracker and the number of rows sent, by file; empty for a new run."""

@@ -62,6 +62,17 @@ class Hangs(Recorder):
         time.sleep(600)
 
 
+class OpensLate(Recorder):
+    def __init__(self, run, id):
+        time.sleep(0.8)
+        super().__init__(run, id)
+
+
+class Refuses(Recorder):
+    def __init__(self, *_):
+        raise OSError(f"{'The store is no longer supported. ' * 12}Set STORE=sqlite:///mlflow.db")
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """The directory of a run that has begun; the trackers write below it."""
@@ -168,7 +179,8 @@ def test_rows_that_are_written_while_the_files_are_read_keep_the_order_of_the_st
     ("service", "seconds", "words"),
     [
         (Fails, 120, "wandb: is off, the run continues without it (SystemExit: the server said no)"),
-        (Hangs, 0.2, "wandb: did not answer for 0.2 s"),
+        (Hangs, 0.2, "wandb: did not answer for 0.2 s; 0 of 28 rows arrived there. The files of the stage have all"),
+        (Refuses, 120, "no longer supported. Set STORE=sqlite:///mlflow.db)"),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys, service, seconds, words):
@@ -178,9 +190,20 @@ def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys,
     write(root, STEPS)
     trackers.close("finished")
     trackers.close("failed")
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     assert words in output
     assert output.count("warning") == 1
+
+
+def test_the_time_to_close_begins_when_the_tracker_is_open(root, monkeypatch, capsys):
+    """MLflow creates its database first, which can take longer than a short stage."""
+    monkeypatch.setattr(module, "SECONDS_TO_CLOSE", 0.7)
+    trackers = trackers_of(root, "wandb", monkeypatch, OpensLate)
+    write(root, STEPS)
+    trackers.start()
+    trackers.close("finished")
+    assert [call[1] for call in Recorder.calls if call[0] == "alert"] == [3]
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_missing_package_is_one_warning_with_the_install_line(root, monkeypatch, capsys):
