@@ -13,19 +13,18 @@ is complete, and a run that fails leaves the previous result intact.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_cli.digests import digest_file, digest_once
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import read_text
-from rlhf_cli.weight_files import stored_dtype
+from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 
 CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -378,3 +377,43 @@ def is_adapter(path: str | Path) -> bool:
 def reward_model_stage(path: str) -> str:
     """The `rm` stage of the run at `path` if that is finished, else the path or hub id itself."""
     return str(Path(path) / "rm") if (Path(path) / "rm" / MANIFEST).is_file() else path
+
+
+# ------------------------------------------------------------------------- a folder that is complete or does not exist
+
+
+def require_new(out: Path) -> None:
+    """Raise ArtifactError if `out` exists."""
+    if out.exists() or out.is_symlink():
+        raise ArtifactError(f"{out}: exists, and is not overwritten. Name another folder")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which is renamed to `out` at the end. If anything fails, nothing is left of it.
+
+    It is `.<name>.partial` beside `out` until then. Raises ArtifactError if `out` exists or cannot be written.
+    """
+    require_new(out)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        _allow_reading(partial)
+        sync_tree(partial)
+        partial.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error}). Free disk space") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _allow_reading(folder: Path) -> None:
+    """Give every file the permissions of a new one. safetensors lets nobody but the owner read its files."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rlhf_cli.digests import digest_once
 from rlhf_cli.errors import DataError
+from rlhf_cli.files import digest_once
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")

@@ -1,10 +1,16 @@
-"""Opening files that others may have put there, and the folder of caches."""
+"""Files: opening them safely, their digests, the headers of *.safetensors files, the folder of caches."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import math
 import os
 import stat
+import struct
+import time
+from collections import Counter
 from io import BufferedReader
 from pathlib import Path
 
@@ -35,3 +41,71 @@ def read_text(path: str | Path) -> str:
     """The text of a regular file; raises OSError, and UnicodeDecodeError if it is not UTF-8."""
     with open_regular(path) as file:
         return file.read().decode("utf-8")
+
+
+# ------------------------------------------------------------------------------------------- digests
+
+
+SETTLED_NS = 2_000_000_000
+"""A file that changed within the last two seconds may change again and keep its time stamps."""
+KNOWN_FILE = "RLHF_KNOWN_DIGESTS"
+"""The environment variable that names the file in which `--nproc` gives its processes the digests that it computed."""
+_KNOWN: dict[str, str] = {}
+
+
+def digest_file(path: str | Path) -> str:
+    """sha256 of a file's content, in hex."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_once(path: str | Path) -> str:
+    """`digest_file`, which reads a file once per process as long as its size and time stamps stay the same."""
+    stat = Path(path).stat()
+    # Without the device's number, which differs between the machines that mount a file system.
+    key = f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    digest = _KNOWN.get(key) or digest_file(path)
+    if time.time_ns() - stat.st_ctime_ns > SETTLED_NS:
+        _KNOWN[key] = digest
+    return digest
+
+
+def known_digests() -> str:
+    """The digests that `digest_once` has computed in this process, as text for `learn_digests` in another one."""
+    return json.dumps(_KNOWN)
+
+
+def learn_digests(text: str) -> None:
+    """Take over digests that another process of the run has computed, so that this one need not read the files."""
+    _KNOWN.update(json.loads(text))
+
+
+# ------------------------------------------------------------------------------------------- *.safetensors
+
+
+NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""The number formats of safetensors, by the names of torch."""
+LARGEST_HEADER = 100_000_000
+"""The library's own limit, in bytes."""
+
+
+def stored_dtype(folder: str | Path) -> str | None:
+    """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`.
+
+    None without such a file, or if its header cannot be read.
+    """
+    numbers: Counter[str] = Counter()
+    try:
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(min(size, LARGEST_HEADER)))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    numbers[str(tensor["dtype"])] += math.prod(tensor["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+        return None
+    if not numbers:
+        return None
+    most, _ = numbers.most_common(1)[0]
+    return NAMES.get(most, most.lower())

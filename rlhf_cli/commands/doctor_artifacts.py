@@ -23,8 +23,8 @@ from rlhf_cli.artifacts import (
 from rlhf_cli.commands.doctor_text import Line, names, size
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.files import digest_file
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.training.identity import what_changed
 from rlhf_cli.training.launch import load_stage_config

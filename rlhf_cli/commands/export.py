@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
-from rlhf_cli.digests import digest_file
+from rlhf_cli.artifacts import MANIFEST, model_directory, new_folder, require_new, stage_directory
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation.locate import StageModel, is_model, locate
-from rlhf_cli.new_folder import new_folder, require_new
+from rlhf_cli.files import digest_file
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rlhf_cli.artifacts import is_adapter, model_directory
+from rlhf_cli.artifacts import is_adapter, model_directory, new_folder, require_new
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.new_folder import new_folder, require_new
 from rlhf_cli.printing import say
 
 

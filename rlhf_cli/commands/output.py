@@ -21,8 +21,8 @@ from rlhf_cli.artifacts import fingerprint
 from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.files import digest_file
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:

@@ -34,9 +34,8 @@ from rlhf_cli.data.report import Report
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.views import StageRows, Viewed
 from rlhf_cli.data_files import data_fingerprint
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import DataError
-from rlhf_cli.files import cache_root
+from rlhf_cli.files import cache_root, digest_file
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import language_model, policy
 from rlhf_cli.evaluation.benchmark import read_bench
@@ -25,6 +24,7 @@ from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
+from rlhf_cli.files import digest_file
 from rlhf_cli.training.distributed import start
 from rlhf_cli.training.progress import Display
 

@@ -29,15 +29,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter
 from rlhf_cli.config.models import Quantization
-from rlhf_cli.digests import digest_once
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import read_text
+from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
 from rlhf_cli.models.nf4 import quiet_bitsandbytes
 from rlhf_cli.program import install_extra
 from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.weight_files import stored_dtype
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.files import digest_file
 from rlhf_cli.metrics import parsed
 from rlhf_cli.report.curve import METRICS
 from rlhf_cli.training.checkpoint_files import unfinished_stages

@@ -21,9 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import read_text
+from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.sharding import local
 from rlhf_cli.training.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old, step_of
 from rlhf_cli.training.checkpoint_shards import SavedTensors, apart, restored, save_rows

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.digests import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
+from rlhf_cli.files import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.printing import say
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.training import checkpoint_files

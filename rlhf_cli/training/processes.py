@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO, Any
 
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.digests import KNOWN_FILE, known_digests
+from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.training.signals import LAUNCHED, STOP_SIGNALS
 

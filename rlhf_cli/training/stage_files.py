@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_cli import artifacts
-from rlhf_cli.digests import digest_once
+from rlhf_cli.files import digest_once
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training.checkpoint import State
 

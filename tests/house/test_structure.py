@@ -12,11 +12,9 @@ from support.paths import ROOT
 # The first matching prefix gives the floor. The room is the folder, or the module itself at the top level.
 FLOORS = {
     "rlhf_cli.errors": 0,
-    "rlhf_cli.digests": 0,
     "rlhf_cli.environment": 0,
     "rlhf_cli.printing": 0,
     "rlhf_cli.files": 0,
-    "rlhf_cli.weight_files": 0,
     "rlhf_cli.program": 0,
     "rlhf_cli.templates": 0,
     "rlhf_cli.tensor_ops": 0,
@@ -35,7 +33,6 @@ FLOORS = {
     "rlhf_cli.metrics": 1,
     "rlhf_cli.algorithms": 1,
     "rlhf_cli.config": 1,
-    "rlhf_cli.new_folder": 2,
     "rlhf_cli.data": 2,
     "rlhf_cli.kernels": 2,
     "rlhf_cli.models": 3,
@@ -66,8 +63,7 @@ FLOORS = {
 
 WITHOUT_TORCH = (
     "errors",
-    "digests",
-    "weight_files",
+    "files",
     "environment",
     "program",
     "artifacts",

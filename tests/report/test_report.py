@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.diagnosis import diagnose as diagnose_module
-from rlhf_cli.digests import digest_file
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import digest_file
 from rlhf_cli.report import library
 from rlhf_cli.report.chart import PICTURE_COLORS
 from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smooth, stretches, values_of

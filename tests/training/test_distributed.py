@@ -260,7 +260,7 @@ COUNTED = """
 import sys
 from rlhf_cli.environment import set_up_process
 set_up_process()
-from rlhf_cli import digests
+from rlhf_cli import files as digests
 digest_file = digests.digest_file
 digests.digest_file = lambda path: print("read", path) or digest_file(path)
 digests.SETTLED_NS = -1  # the files of this test are new

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import artifacts, digests
+from rlhf_cli import artifacts, files
 from rlhf_cli.artifacts import DamagedStageError, read_manifest, require_intact
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import load_stage_config
@@ -143,9 +143,9 @@ def test_a_manifest_cannot_name_files_elsewhere(here):
 def test_each_file_is_read_once_for_its_digest(here, monkeypatch):
     """However often a process identifies, checks and loads a model. A changed file is read again."""
     reads = []
-    real = digests.digest_file
-    monkeypatch.setattr(digests, "digest_file", lambda path: reads.append(str(path)) or real(path))
-    monkeypatch.setattr(digests, "SETTLED_NS", -1)
+    real = files.digest_file
+    monkeypatch.setattr(files, "digest_file", lambda path: reads.append(str(path)) or real(path))
+    monkeypatch.setattr(files, "SETTLED_NS", -1)
     config = load_stage_config("rm", "rm.yaml")
     for _ in range(2):
         identity(config)
