@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from rlhf_cli.algorithms.names import GroupBaseline
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo.setup import responses_together
-from rlhf_cli.training.distributed import World
+from rlhf_cli.training.distributed import World, where
 
 T = TypeVar("T")
 
@@ -33,15 +33,19 @@ def summed(stats: dict[str, float], world: World) -> dict[str, float]:
     return {key: sum(shard.get(key, 0.0) for shard in shards) for key in max(shards, key=len)}
 
 
-def or_failure(world: World, compute: Callable[[], Sequence[T]]) -> list[T]:
-    """The result of `compute`; if it raises RewardError on any process, all processes raise it."""
-    result: list[T] = []
-    failure = ""
+class _PlacedError(RewardError):
+    """A failed reward whose message begins with the step and the process."""
+
+
+def or_failure(world: World, compute: Callable[[], T], save: Callable[[], object] = lambda: None) -> T:
+    """The result of `compute`; if it raises RewardError on any process, all processes call `save` and raise it."""
+    result, failure = None, ""
     try:
-        result = list(compute())
+        result = compute()
     except RewardError as error:
-        failure = str(error)
+        failure = str(error) if isinstance(error, _PlacedError) else f"{where(world)}: {error}"
     world.barrier("the rewards")  # a slow reward or judge may take longer than a collective operation
     if first := world.first_failure(failure):
-        raise RewardError(first)
-    return result
+        save()
+        raise _PlacedError(first)
+    return cast(T, result)

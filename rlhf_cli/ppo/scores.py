@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples, Scores
@@ -86,7 +85,7 @@ def sampled_and_scored(
         for source in setup.rewards:
             if isinstance(source, RewardModel):
                 source.score_nothing()
-        or_failure(world, list)
+        or_failure(world, lambda: None)
 
     parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
     for rows in in_step(sharded, parts, idle):
@@ -105,11 +104,11 @@ def sampled_and_scored(
         )
         texts = texts_of(setup, rollout.responses)
 
-        def ask(rollout: RolloutBatch = rollout, texts: list[str] = texts) -> list[Scores]:
-            return [ask_rewards(setup, rollout.prompts, texts, rollout.responses)]
+        def ask(rollout: RolloutBatch = rollout, texts: list[str] = texts) -> Scores:
+            return ask_rewards(setup, rollout.prompts, texts, rollout.responses)
 
         # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
-        (scores,) = ask() if sharded is None else or_failure(world, ask)
+        scores = ask() if sharded is None else or_failure(world, ask)
         yield rollout, texts, scores
 
 
@@ -119,16 +118,11 @@ def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tu
     If a reward fails on any process, a checkpoint of the last finished iteration is saved before RewardError is raised.
     """
     texts = texts_of(setup, rollout.responses)
-    scores, failure = None, ""
-    try:
-        scores = ask_rewards(setup, rollout.prompts, texts, rollout.responses)
-    except RewardError as error:
-        failure = str(error)
-    setup.world.barrier("the rewards")  # one may take longer than a collective operation
-    if first := setup.world.first_failure(failure):
-        setup.stage.save_now(iteration)
-        raise RewardError(first)
-    assert scores is not None
+    scores = or_failure(
+        setup.world,
+        lambda: ask_rewards(setup, rollout.prompts, texts, rollout.responses),
+        save=lambda: setup.stage.save_now(iteration),
+    )
     return texts, scores
 
 

@@ -109,12 +109,12 @@ def failure(source: str, samples: Samples, rows: Sequence[int], problem: str) ->
 
 
 def shown(value: Any) -> str:
-    """A value on one line of limited length; text is shown without quotes.
+    """A value on one line of limited length; text is shown without quotes, an exception by its message.
 
     >>> shown("two\\nlines"), shown([1, None])
     ('two lines', '[1, None]')
     """
-    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    text = " ".join((str(value) if isinstance(value, str | BaseException) else repr(value)).split())
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 

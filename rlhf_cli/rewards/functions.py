@@ -75,9 +75,7 @@ class PythonFunction(RewardSource):
             for batch in batches:
                 try:
                     values = list(self.function(*arguments(samples, batch)))
-                except BaseException as error:  # SystemExit too: only we end the run
-                    if is_interrupt(error):
-                        raise
+                except BaseException as error:
                     self.fail(samples, batch, raised(error), error)
                 else:
                     self._keep(found, samples, batch, values, check)
@@ -89,7 +87,7 @@ class PythonFunction(RewardSource):
                 async with clock:
                     values = list(await self.function(*arguments(samples, batch)))
             except BaseException as error:
-                if is_interrupt(error) or is_cancellation(error):
+                if is_cancellation(error):
                     raise
                 problem = f"did not return within {self.timeout_s} s (timeout_s)" if clock.expired() else raised(error)
                 self.fail(samples, batch, problem, error)
@@ -112,7 +110,9 @@ class PythonFunction(RewardSource):
             try:
                 found[row] = check(value)
             except ValueError as error:
-                self.fail(samples, [row], str(error))
+                self.fail(samples, [row], message_of(error))
+            except BaseException as error:  # the value is an object of the user's, and its conversion is his code
+                self.fail(samples, [row], raised(error), error)
 
 
 def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[str], list[dict[str, Any]]]:
@@ -142,10 +142,25 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """The exception of a user's function with its file and line."""
+    """The exception of a user's function with its file and line: any but a stop signal, which is raised again.
+
+    Even SystemExit is one, because only we end the run.
+    """
+    if is_interrupt(error):
+        raise error
     last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != guard.__file__][-1]
-    text = shown(str(error))
+    text = message_of(error)
     return f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(last.filename).name}:{last.lineno})"
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception of the user's code, on one line; its `__str__` may raise."""
+    try:
+        return shown(error)
+    except BaseException as another:
+        if is_interrupt(another):
+            raise
+        return f"its message raised {type(another).__name__}"
 
 
 def finite_list(value: Any) -> list[float]:
@@ -228,7 +243,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     except BaseException as error:  # SystemExit too: only we end the run
         if is_interrupt(error):
             raise
-        raise ConfigError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"{path}: cannot be imported ({type(error).__name__}: {message_of(error)})") from error
     finally:
         with contextlib.suppress(ValueError):  # the file may have changed sys.path
             sys.path.remove(str(file.parent))

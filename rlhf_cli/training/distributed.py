@@ -182,11 +182,9 @@ def at_step(step: str) -> None:
         _pulse.step = step
 
 
-def where() -> str:
+def where(world: World) -> str:
     """What this process is working on, for the line that it ends with: `ppo step 12, process 1 of 2`."""
-    if _pulse is None:
-        return _step
-    return f"{_step}, process {_pulse.rank} of {_pulse.size}"
+    return _step if world.size == 1 else f"{_step}, process {world.rank} of {world.size}"
 
 
 def name_checkpoint(in_words: Callable[[], str]) -> None:

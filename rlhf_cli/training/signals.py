@@ -55,6 +55,22 @@ class StopRequests:
             discard_output_of_closed()
 
 
+def _in_a_child() -> None:
+    """Give a child process of the user's code, such as one of a `multiprocessing.Pool`, handlers of its own.
+
+    SIGTERM ends it, as `terminate()` expects. A terminal sends Ctrl-C and its end to the children too, but whether they
+    go on is for this run to decide.
+    """
+    for number in STOP_SIGNALS:
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(owner, StopRequests):
+            by_terminal = number in (signal.SIGINT, signal.SIGHUP)
+            signal.signal(number, (lambda *_: None) if by_terminal else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+
+
 class Launcher:
     """The process that started this one, if that is `torchrun` or `rlhf --nproc`."""
 

@@ -120,7 +120,7 @@ class StageRun:
             return failure
         limits = (self.config, self.world.size, self.tokens_per_microbatch)
         if error is not None and (lacking := what_is_lacking(error, *limits)) is not None:
-            return RunError(f"{distributed.where()}: {lacking}")
+            return RunError(f"{distributed.where(self.world)}: {lacking}")
         if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
             what = str(error) if error is not None else "the stage had already finished"
             return self._interrupted(self.stop_requests.received, what)
@@ -248,7 +248,7 @@ class StageRun:
         settings, now = self.config.checkpoints, time.monotonic()
         is_late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
         self._is_due |= is_late or (settings.every_steps is not None and step % settings.every_steps == 0)
-        distributed.at_step(f"{self.stage} step {step + 1}")
+        distributed.at_step(f"{self.stage} step {step + 1}" if step < total else f"{self.stage} end")
         everyone = self.world.gather((self._is_due, self.stop_requests.received or self.launcher.has_ended()))
         stop = next((number for _, number in everyone if number is not None), None)
         if self.world.is_main:

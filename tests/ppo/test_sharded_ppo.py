@@ -18,6 +18,7 @@ from rlhf_cli.rewards import models
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import total_score
+from rlhf_cli.training import distributed
 from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
@@ -163,7 +164,7 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
     results = in_each_process(2, program)
     steps = [sorted(event for event, rank in events if rank == r) for r in (0, 1)]
     if fails:
-        assert results == ["no answer", "no answer"]
+        assert [result.partition(", ")[2] for result in results] == ["process 1 of 2: no answer"] * 2
         assert steps == [["sampled", "scored"]] * 2
         return
     assert results == [3, 2]
@@ -199,8 +200,11 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
 
     def program(this):
         worlds[threading.get_ident()] = this
-        with pytest.raises(RewardError, match=r"^its chat template failed$"):
-            or_failure(this, lambda: [total_score(sources, Samples([], ["a"], [], [], [], []))])
+        distributed.at_step("ppo step 7")
+        with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
+            or_failure(
+                this, lambda: or_failure(this, lambda: total_score(sources, Samples([], ["a"], [], [], [], [])))
+            )
         return True
 
     assert in_each_process(2, program) == [True, True]

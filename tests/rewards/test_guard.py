@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,6 +174,36 @@ def test_a_second_signal_during_a_call_stops_immediately(function, in_a_stage, i
     with pytest.raises(KeyboardInterrupt):
         source_of(function(body, is_async=is_async, on_error="zero")).score(batch(["x"]))
     assert in_a_stage.received == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("in_a_stage")
+def test_a_child_process_of_the_code_ends_by_sigterm_and_ignores_its_terminal(function):
+    """As those of a `multiprocessing.Pool` do. With our handlers it would live on, and a wait for it never end."""
+    body = """import os, signal
+pid = os.fork()
+if not pid:
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGHUP):
+        signal.raise_signal(number)
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(7)
+return [float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))]"""
+    assert total_score([source_of(function(body))], batch(["x"])).total.tolist() == [-signal.SIGTERM]
+
+
+HOSTILE = """class Hostile(Exception):
+    def __str__(self): raise SystemExit(0)
+    __repr__ = __float__ = __iter__ = __str__
+"""
+
+
+@pytest.mark.parametrize("statement", ["raise Hostile", "return [Hostile() for _ in rows]", "return Hostile()"])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.usefixtures("in_a_stage")
+def test_objects_of_the_code_whose_conversion_raises_are_errors_of_the_function(function, statement, per_token):
+    """SystemExit would end the command with code 0 and publish nothing."""
+    source = source_of(function(f"{HOSTILE}{statement}", per_token=per_token))
+    with pytest.raises(RewardError, match=r"rows.jsonl:3.*raised \w+.* \(f0.py:\d+\)"):
+        total_score([source], replace(batch(["x"]), response_ids=[[1]]))
 
 
 def test_a_child_process_of_the_code_ends_by_itself(function):
