@@ -43,10 +43,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+class UnreadError(ValueError):
+    """Keys of a section that nothing reads with the option that was chosen."""
+
+    def __init__(self, names: list[str], chosen: str):
+        super().__init__("; ".join(self.line(name, chosen) for name in names))
+        self.names, self.chosen = names, chosen
+
+    @staticmethod
+    def line(name: str, chosen: str) -> str:
+        return f"{name} does nothing with {chosen}. Remove it (`--set` with null does so), or choose another option"
+
+
 def refuse_unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
-    """Refuse keys that differ from their defaults although nothing reads them with the option that was chosen."""
-    if is_read:
-        return
-    for name in names:
-        if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} does nothing with {chosen}. Remove it, or choose another option")
+    """Raise UnreadError for keys that differ from their defaults although nothing reads them with the option that was
+    chosen. Null counts as the default."""
+    defaults = {name: type(section).model_fields[name].get_default(call_default_factory=True) for name in names}
+    unread = [name for name in names if getattr(section, name) not in (defaults[name], None)]
+    if unread and not is_read:
+        raise UnreadError(unread, chosen)

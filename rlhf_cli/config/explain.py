@@ -250,7 +250,8 @@ def did_you_mean(value: Any, options: Iterable[Any]) -> str:
     synonym = VALUE_SYNONYMS.get(value.lower())
     if synonym in by_folded:
         return f"; say {synonym}"
-    close = difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
+    longer = [option for option in by_folded if len(value) >= 4 and option.startswith(value.lower())]
+    close = sorted(longer, key=len) or difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
     return f"; did you mean {by_folded[close[0]]}?" if close else ""
 
 

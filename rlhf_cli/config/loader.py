@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.annotations import fields_of
-from rlhf_cli.config.base import FILLED
+from rlhf_cli.config.base import FILLED, UnreadError
 from rlhf_cli.config.explain import Errors, did_you_mean, explain
 from rlhf_cli.config.yaml_text import SCALARS, TAG
 from rlhf_cli.config.yaml_tree import Tree
@@ -57,6 +57,7 @@ def load_config(path: str | Path, schema: type[M], overrides: Sequence[str] = ()
     Overrides apply in order, before validation:
 
     - A list item is named by its index; the index one past the end appends.
+    - Null unsets a key that has no null in the schema, so that its default applies.
     - An absent or null section is created, as a list where the next part is an index. A list that exists only as
       the schema's default cannot be changed in part: ``rewards.0.weight=2`` needs ``rewards`` in the file.
     - Setting below a plain value replaces it by a mapping: ``train.path=x`` on ``train: file.jsonl``.
@@ -83,17 +84,40 @@ def _validated(tree: Tree, schema: type[M]) -> M:
     for number, override in enumerate(tree.overrides):
         tree.override(number, override)
     config = None
-    try:
-        config = schema.model_validate_json(json.dumps(tree.value), strict=True)
-    except ValidationError as error:
-        errors: Errors = [(details["loc"], details) for details in error.errors(include_url=False)]
-        for keys, message in explain(schema, tree.value, errors, (), schema):
-            tree.report_invalid(keys, message)
-    if config is not None:
-        config = _fill(config, tree)
-    if config is None or tree.problems:
+    while config is None:
+        try:
+            config = schema.model_validate_json(json.dumps(tree.value), strict=True)
+        except ValidationError as error:
+            if not _without_unread(tree, schema, error):
+                raise tree.error() from None
+    config = _fill(config, tree)
+    if tree.problems:
         raise tree.error()
     return config
+
+
+def _without_unread(tree: Tree, schema: type[BaseModel], error: ValidationError) -> bool:
+    """Note the problems of ``tree``; returns whether keys were removed, so that it must be validated again.
+
+    A null of a ``--set``, or of a file that extends another, is removed where the schema has no null. A key that nothing
+    reads is removed too, because its section hides the problems of the sections around it.
+    """
+    details = error.errors(include_url=False)
+    causes = [detail.get("ctx", {}).get("error") for detail in details]
+    unread = {str(cause): cause for cause in causes if isinstance(cause, UnreadError)}
+    errors: Errors = [(detail["loc"], detail) for detail in details]
+    problems = list(explain(schema, tree.value, errors, (), schema))
+    if any(tree.unset(keys) for keys, _ in problems):
+        return True
+    is_changed = False
+    for keys, message in problems:
+        if message in unread:
+            for name in unread[message].names:
+                tree.report_invalid(keys, UnreadError.line(name, unread[message].chosen), at=(*keys, name))
+                is_changed |= tree.remove((*keys, name))
+        else:
+            tree.report_invalid(keys, message)
+    return is_changed
 
 
 def dump_config(config: BaseModel) -> str:

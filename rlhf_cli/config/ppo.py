@@ -244,6 +244,7 @@ class PPOConfig(Stage):
     @model_validator(mode="after")
     def _groups(self) -> Self:
         n, estimator = self.rollout.samples_per_prompt, self.ppo.advantage_estimator
+        refuse_unread(self, self.ppo.has_value_model, f"ppo.advantage_estimator: {estimator}", "value_model")
         if self.ppo.rollout_batch_size % n:
             raise ValueError(
                 f"rollout.samples_per_prompt {n} must divide ppo.rollout_batch_size {self.ppo.rollout_batch_size}, "
@@ -327,11 +328,6 @@ class PPOConfig(Stage):
     @model_validator(mode="after")
     def _values(self) -> Self:
         value = self.value_model
-        if not self.ppo.has_value_model and value != ValueModel():
-            raise ValueError(
-                f"value_model does nothing with ppo.advantage_estimator: {self.ppo.advantage_estimator}, which has no "
-                "value model. Remove it, or choose gae or monte_carlo"
-            )
         if value.path is not None and value.init not in ("auto", "shared"):
             raise ValueError(
                 f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one of them"

@@ -7,12 +7,28 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, model_validator
 
 from rlhf_cli.config.base import Section
+from rlhf_cli.config.explain import did_you_mean
+
+FIGURES = {
+    "sft": ("loss", "perplexity", "token_accuracy"),
+    "rm": (
+        *("accuracy", "margin", "gold_accuracy", "length_baseline", "shorter_baseline", "pair_accuracy"),
+        *("mse", "target_variance", "pearson", "spearman"),
+        *("base_rate", "brier", "brier_baseline", "calibration_error", "num_rows"),
+    ),
+}
+"""The held-out figures of the manifests, without `eval/`. A reward model has those of its loss, and `probe/NAME`."""
+ENDS = {"lower": "_low95", "upper": "_high95"}
+"""What a manifest appends to the name of a figure for each end of its 95 % interval."""
 
 
 def _figure_name(name: str) -> str:
     stage, _, figure = name.partition("/")
-    if stage not in ("sft", "rm") or not figure:
+    if stage not in FIGURES or not figure:
         raise ValueError("must be sft/ or rm/ and the name of a held-out figure, for example rm/accuracy")
+    known, short = FIGURES[stage], figure.removeprefix("eval/").removesuffix(ENDS["lower"]).removesuffix(ENDS["upper"])
+    if short not in known and not (stage == "rm" and figure.startswith("probe/")):
+        raise ValueError(f"no such figure; {stage} has {', '.join(known)}{did_you_mean(short, known)}")
     return name
 
 

@@ -84,11 +84,15 @@ class Tree:
         named = is_override and self.overrides[place.number].partition("=")[0].strip() == dotted(keys)
         self.problems.append((place, f"{dotted(keys)}: {message}" if keys and not named else message))
 
-    def report_invalid(self, keys: Keys, message: str) -> None:
-        """Note what validation found at ``keys``, unless it follows from a problem that is noted already."""
+    def report_invalid(self, keys: Keys, message: str, at: Keys | None = None) -> None:
+        """Note what validation found at ``keys``, unless it follows from a problem that is noted already.
+
+        ``at`` are the keys whose place is named, if it is another one.
+        """
         if any(keys[: len(bad)] == bad or bad[: len(keys)] == keys for bad in self.unread):
             return
-        place = next(self.places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.places)
+        at = at or keys
+        place = next(self.places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in self.places)
         self.report(place, keys, message)
 
     def take(self, values: dict[str, Any], name: str) -> None:
@@ -299,6 +303,27 @@ class Tree:
         self.places[keys] = place
         parent[keys[-1]] = None if node is None else self.read(node, keys, place, ())
         return None
+
+    def unset(self, keys: Keys) -> bool:
+        """Remove a null that a ``--set``, or a file that extends another, gave to a key; returns whether there was one.
+
+        A ``--set key=`` with nothing behind it, which an empty variable of the shell makes, is no null.
+        """
+        place = self.places.get(keys)
+        if place is None or place.source == len(self.files) - 1:
+            return False
+        if place.source == OVERRIDE and not self.overrides[place.number].partition("=")[2].strip():
+            return False
+        return functools.reduce(lambda value, key: value[key], keys, self.value) is None and self.remove(keys)
+
+    def remove(self, keys: Keys) -> bool:
+        """Remove a key of a mapping; returns whether it was there."""
+        above = functools.reduce(lambda value, key: value[key], keys[:-1], self.value)
+        if not isinstance(above, dict) or keys[-1] not in above:
+            return False
+        del above[keys[-1]]
+        self.forget(keys)
+        return True
 
     def forget(self, keys: Keys) -> None:
         """Drop the places at and below ``keys``, because the value there is being replaced."""

@@ -7,20 +7,19 @@ from pathlib import Path
 
 from rlhf_cli.artifacts import read_manifest_or_none
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.require import Requirement
+from rlhf_cli.config.require import ENDS, Requirement
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError, RunError
 
-ENDS = {"lower": "_low95", "upper": "_high95"}
-"""What a manifest appends to the name of a figure for each end of its 95 % interval."""
 SECTIONS = ("eval/", "probe/")
 """The keys of a manifest's metrics that are held-out figures begin with one of these."""
 
 
-def check_requirements(config: Stage) -> list[str]:
+def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]:
     """Compare the manifests of the stages that `config` reads with its `require`; returns a line for each that holds.
 
-    A figure of the reward model must hold for every reward model of `rewards`.
+    A figure of the reward model must hold for every reward model of `rewards`. With `is_finished` PPO is finished and
+    would not run again.
 
     Raises ConfigError for a figure or an interval that no manifest has, RunError for a limit that is not met.
     """
@@ -33,7 +32,7 @@ def check_requirements(config: Stage) -> list[str]:
         if not stages:
             raise ConfigError(f"require: {name}: this config reads no finished {stage} stage. Remove it")
         for path, figures in stages.items():
-            lines.append(_check(name, requirement, figure, path, figures))
+            lines.append(_check(name, requirement, figure, path, figures, is_finished=is_finished))
     return lines
 
 
@@ -49,7 +48,9 @@ def _recorded_figures(config: PPOConfig, stage: str) -> dict[str, Mapping[str, f
     return found
 
 
-def _check(name: str, requirement: Requirement, figure: str, path: str, figures: Mapping[str, float]) -> str:
+def _check(
+    name: str, requirement: Requirement, figure: str, path: str, figures: Mapping[str, float], *, is_finished: bool
+) -> str:
     """A line that says that the figure is within its limits; raises as `check_requirements` does."""
     key = next((section + figure for section in ("eval/", "") if section + figure in figures), None)
     stage = name.partition("/")[0]
@@ -76,9 +77,10 @@ def _check(name: str, requirement: Requirement, figure: str, path: str, figures:
     compared = {"mean": "it", "lower": "the lower end", "upper": "the upper end"}[end]
     measured = f"require: {name} of {path} is {figures[key]:.4g}{interval}"
     if not is_met:
+        outcome = "The finished PPO stage stays as it is" if is_finished else "PPO was not started"
         raise RunError(
-            f"{measured}, {compared} must be {' and '.join(limits)}. PPO was not started. Improve the {stage} stage, "
-            "or change `require`"
+            f"{measured}, {compared} must be {' and '.join(limits)}. {outcome}. Improve the {stage} stage, or change "
+            "`require`"
         )
     return f"{measured}, {compared} is {' and '.join(limits)}"
 

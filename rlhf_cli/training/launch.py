@@ -132,6 +132,7 @@ def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> 
             require_intact_inputs(config, thorough=True)
         return reason, check_requirements(config)
     artifacts.require_intact(artifacts.stage_directory(config.artifacts, stage))
+    check_requirements(config, is_finished=True)
     checkpoint_files.remove_leftovers(config.artifacts, stage)
     return None, []
 

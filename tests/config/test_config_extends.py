@@ -229,6 +229,8 @@ def test_unknown_keys_in_braces(tmp_path: Path, artifacts: str, message: str) ->
         ("device=gpu", "found the text 'gpu', must be one of auto, cpu, cuda, mps; say cuda"),
         ("precision=bf16", "; say bfloat16"),
         ("optimizer.lr=1", "unknown key; say learning_rate"),
+        ("optimizer.precise=1", "unknown key; did you mean precision?"),
+        ("optimizer.warm=1", "unknown key; did you mean warmup_steps?"),
         ("training.batch_size=1", "unknown key; say minibatch_size"),
         ("learning_rate=1", "unknown key here; did you mean optimizer.learning_rate?"),
         ("optimizer.seed=1", "unknown key here; did you mean seed at the top level?"),

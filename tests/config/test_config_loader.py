@@ -536,6 +536,7 @@ def test_an_override_creates_lists_and_replaces_invalid_values(tmp_path):
         ("trainin.seed=1", "trainin: unknown key; did you mean training?"),
         ("training={num_steps: 0}", "training.num_steps: found the whole number 0, must be at least 1"),
         ("model=", "found nothing (null), must be text"),
+        ("training.num_steps=", "found nothing (null), must be a whole number"),
         ("model=3", "found the whole number 3, must be text; put it in quotes"),
         ("data.train.split=test", "data.train.path: required key is missing"),
         ("data.train={path: bad}", "path is bad, must be good"),

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
 from rlhf_cli.config.base import Section
 from rlhf_cli.config.by_stage import CONFIGS
-from rlhf_cli.config.loader import config_schema, dump_config, load_config
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.loader import config_schema, dump_config, load_config, load_values
+from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.ppo_update import PPO as PPOSection
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Training
@@ -231,6 +231,33 @@ def test_a_config_that_cannot_work_is_refused(
     load_config(path, CONFIGS[stage])
     with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("}", r"\}")):
         load_config(path, CONFIGS[stage], overrides)
+
+
+def test_another_estimator_can_be_chosen_from_the_command_line(tmp_path: Path) -> None:
+    """Every key that is in its way is named at once, with its own line, and null unsets it."""
+    path = ROOT / "configs/support/ppo.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    overrides = ["ppo.advantage_estimator=rloo", "value_model={init: policy}", "ppo.kl_controller=fixed"]
+    with pytest.raises(ConfigError) as error:
+        load_config(path, PPOConfig, overrides)
+    in_the_way = ("kl_target", "kl_horizon", "gae_lambda")
+    numbers = [next(n for n, line in enumerate(lines, 1) if line.strip().startswith(name)) for name in in_the_way]
+    named = [line.partition(": ") for line in str(error.value).splitlines()]
+    assert [(place, text.split(" does nothing")[0]) for place, _, text in named[1:]] == [
+        *((f"{path}:{number}", f"ppo: {name}") for number, name in zip(numbers, in_the_way, strict=True)),
+        ("--set value_model={init", "policy}: value_model"),
+    ]
+    assert "every advantage would be 0" in named[0][2]
+    nulls = [f"ppo.{name}=null" for name in in_the_way] + ["value_model=null", "rollout.samples_per_prompt=4"]
+    config = load_config(path, PPOConfig, [*overrides, *nulls])
+    assert (config.ppo.gae_lambda, config.ppo.kl_target, config.value_model) == (0.95, None, ValueModel())
+    above = tmp_path / "above.yaml"
+    above.write_text(f"extends: {path}\nppo: {{kl_controller: fixed, kl_target: null, kl_horizon: null}}\n")
+    assert load_config(above, PPOConfig).ppo.kl_horizon == 10_000
+    with pytest.raises(ConfigError, match=r"ppo.num_iterations: required key is missing$"):
+        load_config(path, PPOConfig, ["ppo.num_iterations=null"])
+    with pytest.raises(ConfigError, match=r"ppo.yaml:1: seed: found nothing"):
+        load_values({"artifacts": "a", "seed": None}, PPOConfig, [], "ppo.yaml:1")
 
 
 def test_derived_numbers() -> None:

@@ -202,9 +202,7 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
         worlds[threading.get_ident()] = this
         distributed.at_step("ppo step 7")
         with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
-            or_failure(
-                this, lambda: or_failure(this, lambda: total_score(sources, Samples([], ["a"], [], [], [], [])))
-            )
+            or_failure(this, lambda: or_failure(this, lambda: total_score(sources, Samples([], ["a"], [], [], [], []))))
         return True
 
     assert in_each_process(2, program) == [True, True]

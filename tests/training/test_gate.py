@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rlhf_cli import cli
@@ -17,7 +18,10 @@ from rlhf_cli.artifacts import Manifest
 from rlhf_cli.cli import app
 from rlhf_cli.config.loader import load_values
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
+from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.rewards.agreement import label_figures, ranking_figures, score_figures
 from rlhf_cli.training.gate import check_requirements
 
 FIGURES = {
@@ -86,8 +90,7 @@ def test_a_figure_that_is_not_a_number_meets_no_limit(config, tmp_path):
 @pytest.mark.parametrize(
     ("name", "limits", "says"),
     [
-        ("rm/accurcy", {"above": 0.6}, "no such figure; .* has rm/accuracy, rm/margin, rm/probe/rude$"),
-        ("rm/rm/sft_score_mean", {"above": 0.6}, "no such figure"),
+        ("rm/mse", {"above": 0.6}, "no such figure; .* has rm/accuracy, rm/margin, rm/probe/rude$"),
         ("rm/margin", {"above": 0.6, "interval": "lower"}, "no 95 % interval of it; rm/accuracy has one. Set interval"),
     ],
 )
@@ -101,6 +104,9 @@ def test_an_unknown_figure_gets_one_line_with_the_known_ones(config, name, limit
     ("require", "says"),
     [
         ({"accuracy": {"above": 0.5}}, "must be sft/ or rm/ and the name"),
+        ({"rm/accurcy": {"above": 0.6}}, "no such figure; rm has accuracy, .*; did you mean accuracy"),
+        ({"rm/rm/sft_score_mean": {"above": 0.6}}, "no such figure"),
+        ({"sft/probe/rude": {"above": 0.6}}, "no such figure; sft has loss, perplexity, token_accuracy"),
         ({"rm/accuracy": {}}, "has no limit. Set above, below or both"),
         ({"rm/accuracy": {"above": 0.6, "below": 0.6}}, "no figure is above 0.6 and below 0.6"),
         ({"rm/accuracy": {"above": 0.5, "interval": "low"}}, "did you mean lower"),
@@ -136,7 +142,31 @@ def test_ppo_stops_before_it_loads_anything(project, monkeypatch, command):
     assert "error: require: rm/margin of " in result.output
 
 
-def test_a_limit_added_later_does_not_run_ppo_again(finished):
-    result = invoke("ppo", finished / "ppo.yaml", "--set", "require.rm/margin.above=1e9")
-    assert result.exit_code == 0
-    assert "skipped" in result.output
+def test_a_limit_added_later_is_read_and_does_not_run_ppo_again(finished):
+    """Also if it cannot be met: a gate that nobody reads would pass everything."""
+    for command in ("ppo", "pipeline"):
+        where = [command, finished / "ppo.yaml" if command == "ppo" else finished]
+        prefix = "ppo:" if command == "pipeline" else ""
+        met = invoke(*where, "--set", f"{prefix}require.rm/margin.above=-1e9")
+        assert met.exit_code == 0, met.output
+        assert "ppo: skipped" in met.output
+        missed = invoke(*where, "--set", f"{prefix}require.rm/margin.above=1e9")
+        assert missed.exit_code == 1
+        assert "the finished ppo stage stays as it is. improve the rm" in " ".join(missed.output.lower().split())
+
+
+def test_config_check_refuses_a_figure_that_no_stage_has(finished):
+    result = invoke("config", "check", finished / "ppo.yaml", "--set", "require.rm/accurcy.above=0.6")
+    assert result.exit_code == 2
+    assert "did you mean accuracy?" in " ".join(result.output.split())
+
+
+def test_the_known_figures_are_those_that_the_stages_write(finished):
+    scores, rows = torch.tensor([1.0, 2.0, 0.0]), [Scored("p", "r" * i, float(i > 0), "x:1") for i in range(3)]
+    labels = torch.tensor([0.0, 1.0, 1.0])
+    pairs = ranking_figures(scores, labels, [1.0, 0.0, 1.0], [1.0, 1.0, -1.0])
+    written = pairs | score_figures(scores, labels, rows) | label_figures(scores, labels, rows)
+    short = {key.removeprefix("eval/").removesuffix("_low95").removesuffix("_high95") for key in written}
+    assert short == set(FIGURE_NAMES["rm"])
+    manifest = json.loads((finished / "run" / "sft" / "manifest.json").read_text())
+    assert {f"eval/{name}" for name in FIGURE_NAMES["sft"]} == {k for k in manifest["metrics"] if k.startswith("eval/")}
