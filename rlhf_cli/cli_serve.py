@@ -21,7 +21,7 @@ def serve(
     stage: StageOfRun = None,
     engine: Annotated[
         Literal["auto", "transformers", "vllm"],
-        typer.Option("--engine", help="What serves it; vLLM by default where it is installed."),
+        typer.Option("--engine", help="vLLM, the default where it is installed, or this process."),
     ] = "auto",
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 8000,

@@ -21,13 +21,12 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_cli.commands.labelling import KEYS, Labelling
+from rlhf_cli.commands.serving import Server
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.printing import say
 
@@ -56,15 +55,11 @@ class Page:
                 f"--port {port}: cannot be bound ({os.strerror(error.errno or 0)}). Choose another"
             ) from None
         self.port = self.listener.getsockname()[1]
-        self.hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
         self.ended = threading.Event()
         self.error: ArtifactError | None = None
         """Why answers cannot be written any more."""
-        app = Starlette(routes=[Route("/{token}/{name:path}", self.respond, methods=["GET", "POST"])])
-        config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False
-        )
-        self._uvicorn = uvicorn.Server(config)
+        routes = [Route("/{token}/{name:path}", self.respond, methods=["GET", "POST"])]
+        self.server = Server(routes, None, lambda text: {"error": text})
 
     @property
     def url(self) -> str:
@@ -73,17 +68,16 @@ class Page:
 
     def run(self) -> None:
         """Serve until `stop`."""
-        self._uvicorn.run(sockets=[self.listener])
+        self.server.run(self.listener)
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
-        self._uvicorn.should_exit = True
+        self.server.stop()
 
     async def respond(self, request: Request) -> Response:
         """Answer a request that has the token and comes from the page."""
         given = request.path_params["token"].encode(errors="replace")
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "")
-        if not hmac.compare_digest(given, self.token.encode()) or host not in self.hosts:
+        if not hmac.compare_digest(given, self.token.encode()):
             return JSONResponse({"error": "not found"}, 404, HEADERS)
         match request.method, request.path_params["name"]:
             case "GET", "":
@@ -92,13 +86,18 @@ class Page:
                 return self.state()
             case "POST", "answer":
                 is_json = request.headers.get("Content-Type", "").partition(";")[0].strip() == "application/json"
-                if origin != f"http://{host}" or not is_json:
+                own = f"http://{request.headers['Host']}"
+                if request.headers.get("Origin") != own or not is_json:
                     return JSONResponse({"error": "answers come from the page"}, 403, HEADERS)
-                return self.answer(await read(request))
+                return self.answer(await self.server.read(request, MAX_BODY_BYTES))
         return JSONResponse({"error": "not found"}, 404, HEADERS)
 
-    def answer(self, body: Any) -> Response:
+    def answer(self, content: bytes) -> Response:
         """Take a key, if the page knows of all answers; else only send it the current pair."""
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError):
+            body = None
         key, done = (body.get("key"), body.get("done")) if isinstance(body, dict) else (None, None)
         if not isinstance(key, str) or key not in KEYS:
             return self.state(400, error="no such key")
@@ -121,19 +120,6 @@ class Page:
         pair = asdict(shown) if shown is not None else {"number": None, "prompt": "", "replies": ["", ""]}
         state = {**pair, "done": labelling.done, "total": labelling.total, "counts": labelling.counts()}
         return JSONResponse({"state": state, **more}, status, HEADERS)
-
-
-async def read(request: Request) -> Any:
-    """The JSON of a small body; None for anything else."""
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                return None
-        return json.loads(body)
-    except (ClientDisconnect, ValueError, RecursionError):
-        return None
 
 
 def page() -> Response:

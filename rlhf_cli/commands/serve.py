@@ -10,48 +10,36 @@ proxy with TLS and rate limits in front of it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hmac
 import json
-import socket
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from rlhf_cli.artifacts import reward_model_stage
-from rlhf_cli.commands.serve_connection import DRAIN_S, Connection, in_thread
-from rlhf_cli.commands.serve_listen import address, bind, required_token, run_until_signal
+from rlhf_cli.commands.serving import JSONLine, Refused, Server, address, bind, required_token
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.printing import say
 
 if TYPE_CHECKING:
+    import socket
+
     from rlhf_cli.rewards.models import RewardModel
 
 PATHS = ("/", "/get_reward")
-MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_WAITING = 32
-"""Maximum requests that are being read or wait for the model. Further ones are answered 503."""
-IDLE_S = 60.0
-"""Seconds without a request after which a connection is closed."""
-BODY_S = 20.0
-"""Seconds in which a body must arrive. Slow bodies fill the MAX_WAITING places for no longer than this, and the six
-attempts of `type: http` span 31 s, so that other clients get through."""
+"""Requests that wait for the model. Further ones are answered 503, and the six attempts of `type: http` span 31 s."""
+MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_TEXT_LENGTH = 400_000
 """Characters of a text: more than the context of any reward model, and few enough to tokenise in a second."""
-LAST_REQUESTS_S = 30.0
-"""Seconds that running requests may take to finish when the server stops."""
+MAX_CHARACTERS = 4_000_000
+"""Characters of all texts and prompts of a request, so that none holds the model for long."""
 
 
 @dataclass(frozen=True)
@@ -77,117 +65,31 @@ class Settings:
     """Read special tokens in all texts as special, not as the plain text that they are."""
 
 
-# ------------------------------------------------------------------------------------------- answers
-
-
-class JSONLine(Response):
-    """An answer of one line of JSON."""
-
-    media_type = "application/json"
-
-    def __init__(self, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None):
-        super().__init__(json.dumps(value).encode() + b"\n", status, headers)
-
-
-class Refusal(JSONLine):
-    """An error that is sent before the body was read; then the connection is closed."""
-
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
-        super().__init__({"error": message}, status, {"Connection": "close", **(headers or {})})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                while (await receive()).get("more_body", False):
-                    pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class BadRequestError(Exception):
-    """What is wrong with a request, on one line, and the status to answer."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-# ------------------------------------------------------------------------------------------- the server
-
-
 class RewardServer:
     """The endpoint of one reward model, bound to its port. `run` serves until `stop`, and can run in any thread."""
 
     def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
-        self.listener, self.source, self.token, self.max_batch = listener, source, token, max_batch
+        self.listener, self.source, self.max_batch = listener, source, max_batch
         self.host, self.port = listener.getsockname()[:2]
-        self.num_requests = 0
-        """Requests that are being read or wait for the model."""
-        self._model_lock = asyncio.Lock()
-        app = Starlette(
-            routes=[Route("/health", health), Route("/{path:path}", self.get_reward, methods=["POST"])],
-            exception_handlers={HTTPException: unknown_route},
-        )
-        config = uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",  # print nothing that a client sends
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=int(IDLE_S),
-            timeout_graceful_shutdown=int(LAST_REQUESTS_S),
-        )
-        self.uvicorn = uvicorn.Server(config)
+        routes = [Route("/health", health), *(Route(path, self.get_reward, methods=["POST"]) for path in PATHS)]
+        self.http = Server(routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
 
     def run(self) -> None:
         """Serve until `stop`, then finish the running requests."""
-        self.uvicorn.run(sockets=[self.listener])
+        self.http.run(self.listener)
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
-        self.uvicorn.should_exit = True
+        self.http.stop()
 
     async def get_reward(self, request: Request) -> Response:
-        """Check a request before reading its body, then score it."""
+        """Score the texts of a request."""
+        texts = parse_request(await self.http.read(request, MAX_BODY_BYTES), self.max_batch)
         try:
-            self._require_token(request)
-            if request.url.path not in PATHS:
-                raise BadRequestError(404, "unknown path. There are GET /health and POST /get_reward")
-            length = content_length(request)
-        except BadRequestError as error:
-            return Refusal(error.status, str(error), {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
-        if self.num_requests >= MAX_WAITING:
-            return Refusal(503, f"{MAX_WAITING} requests are waiting", {"Retry-After": "1"})
-        self.num_requests += 1
-        try:
-            return await self._answer(request, length)
-        finally:
-            self.num_requests -= 1
-
-    async def _answer(self, request: Request, length: int) -> Response:
-        try:
-            texts = parse_request(await read_body(request), length, self.max_batch)
-            async with self._model_lock:
-                return JSONLine({"rewards": await in_thread(lambda: self.rewards(*texts))})
-        except TimeoutError:
-            return Refusal(408, f"the body did not arrive within {BODY_S:g} s")
-        except BadRequestError as error:
-            return JSONLine({"error": str(error)}, error.status)
+            rewards = self.http.model.run(lambda: self.rewards(*texts))
+            return JSONLine({"rewards": await self.http.until_left(request, rewards)})
         except RewardError as error:
-            return JSONLine({"error": str(error)}, 500)
-        except Exception as error:
-            # For example out of memory: the next request may be smaller, so the server continues.
-            traceback.print_exc()
-            return JSONLine({"error": f"the model failed ({type(error).__name__}); see the server's log"}, 500)
-
-    def _require_token(self, request: Request) -> None:
-        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
-        if self.token is not None and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise BadRequestError(401, "the token is missing or wrong. Send it as Authorization: Bearer TOKEN")
+            raise Refused(500, str(error)) from None
 
     def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
         """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
@@ -208,66 +110,38 @@ async def health(_request: Request) -> Response:
     return JSONLine({"status": "ok"})
 
 
-async def unknown_route(_request: Request, error: Exception) -> Response:
-    """Answer a path or method that no route takes."""
-    assert isinstance(error, HTTPException)
-    return Refusal(error.status_code, "unknown path or method. There are GET /health and POST /get_reward")
+def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
+    """(queries, prompts, whether each response ended) from a request's body; raises Refused.
 
-
-# ------------------------------------------------------------------------------------------- requests
-
-
-def content_length(request: Request) -> int:
-    """The length of the body that follows; raises BadRequestError without a valid one."""
-    text = request.headers.get("Content-Length", "")
-    if not text or "Transfer-Encoding" in request.headers:
-        raise BadRequestError(411, "a Content-Length is required")
-    if int(text) > MAX_BODY_BYTES:  # h11 accepts digits only
-        raise BadRequestError(413, f"the body has {text} bytes, at most {MAX_BODY_BYTES} are read. Send fewer texts")
-    return int(text)
-
-
-async def read_body(request: Request) -> bytes:
-    """The body; raises TimeoutError if it has not arrived after BODY_S seconds."""
-    body = bytearray()
-    with contextlib.suppress(ClientDisconnect):
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
-    return bytes(body)
-
-
-def parse_request(body: bytes, length: int, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
-    """(queries, prompts, whether each response ended) from a request's body; raises BadRequestError.
-
-    >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 45, 8)
+    >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 8)
     (['Hi! Hello.'], ['Hi!'], [True])
     """
-    if len(body) < length:
-        raise BadRequestError(400, f"the body ended after {len(body)} of {length} bytes")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        raise BadRequestError(400, "the body is not JSON") from None
+        raise Refused(400, "the body is not JSON") from None
     if not isinstance(value, dict) or "query" not in value:
-        raise BadRequestError(400, 'the body must be an object with a list "query"')
+        raise Refused(400, 'the body must be an object with a list "query"')
     queries = value["query"]
     if not isinstance(queries, list):
-        raise BadRequestError(400, '"query" must be a list of texts')
+        raise Refused(400, '"query" must be a list of texts')
     if len(queries) > max_batch:
-        raise BadRequestError(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
+        raise Refused(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
 
     def checked(key: str, default: Any, is_valid: Callable[[Any], bool], name: str) -> list[Any]:
         items = value.get(key)
         items = [default] * len(queries) if items is None else items
         if not isinstance(items, list) or len(items) != len(queries) or not all(map(is_valid, items)):
-            raise BadRequestError(400, f'"{key}" must be a list of {name}, one for each item of "query"')
+            raise Refused(400, f'"{key}" must be a list of {name}, one for each item of "query"')
         return items
 
     texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
     longest = max(map(len, (*texts, *prompts)), default=0)
     if longest > MAX_TEXT_LENGTH:
-        raise BadRequestError(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
+        raise Refused(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
+    total = sum(map(len, (*texts, *prompts)))
+    if total > MAX_CHARACTERS:
+        raise Refused(413, f"the texts have {total} characters, at most {MAX_CHARACTERS} are read. Send fewer texts")
     return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
 
 
@@ -327,6 +201,5 @@ def as_reward(settings: Settings, path: str) -> ModelReward:
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then answer the running requests."""
     server = start(settings)
-    run_until_signal(
-        server.uvicorn, server.listener, f"serving {settings.model} at {address(server.listener)}/get_reward"
-    )
+    line = f"serving {settings.model} at {address(server.listener)}/get_reward"
+    server.http.run_until_signal(server.listener, line)

@@ -1,4 +1,4 @@
-"""`rlhf serve`: a trained model behind OpenAI's API, by vLLM or transformers, and a reward model by `rlhf rm serve`."""
+"""`rlhf serve`: a trained model behind OpenAI's API, here or by vLLM, and a reward model by `rlhf rm serve`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_cli.artifacts import is_adapter
-from rlhf_cli.commands.serve_listen import address, bind, required_token, run_until_signal
 from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
+from rlhf_cli.commands.serving import address, bind, required_token
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.locate import StageModel, locate
 from rlhf_cli.printing import say
@@ -27,14 +27,8 @@ if TYPE_CHECKING:
     from rlhf_cli.models.adapter_files import AdapterDirectory
 
 Engine = Literal["auto", "transformers", "vllm"]
-NEEDED = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
-"""The modules that each engine needs."""
-EXTRAS = {"transformers": ("serve", "fastapi openai"), "vllm": ("vllm", "vllm")}
-"""The extra of each engine, and the packages in it."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank."""
-LAST_REQUESTS_S = 30.0
-"""Seconds that running requests may take to finish when the server stops."""
 
 
 @dataclass(frozen=True)
@@ -67,51 +61,18 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
     if stage == "rm" or (located is not None and located.stage == "rm"):
         _serve_reward_model(located.path if located is not None else directory, options)
         return
-    engine = choose_engine(options)
-    _refuse_encoder_decoder(directory, stage)
-    if engine == "vllm":
+    if choose_engine(options) == "vllm":
         _start_vllm(directory, stage, options, token)
         return
+    from rlhf_cli.commands.chat_api import ChatServer
     from rlhf_cli.evaluation.conversation import open_models
 
     (model,) = open_models(directory, stage, options.device)
     name = options.name or name_of(directory, located)
-
-    import uvicorn
-
-    from rlhf_cli.evaluation.transformers_app import build_app
-
-    app = build_app(name, model)
-    if token is not None:
-        app.add_middleware(RequireToken, token=token)
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(LAST_REQUESTS_S),
-    )
     say_prompts(model.form, model.sampling.stop_strings)
     listener = bind(options.host, options.port)
-    run_until_signal(uvicorn.Server(config), listener, f"serving {name} at {address(listener)}/v1")
-
-
-def _refuse_encoder_decoder(directory: str, stage: str | None) -> None:
-    """Raise ArtifactError for a model that neither engine serves, before it is loaded."""
-    from transformers import AutoConfig
-
-    from rlhf_cli.evaluation.trained import find_model
-    from rlhf_cli.models.refusals import check_directory
-    from rlhf_cli.models.seq2seq import is_seq2seq_config
-
-    trained = find_model(directory, stage)
-    if is_adapter(trained.path):
-        return  # LoRA is not offered for encoder-decoders
-    check_directory(trained.path, trained.revision, weights=False)
-    if is_seq2seq_config(AutoConfig.from_pretrained(trained.path, revision=trained.revision, trust_remote_code=False)):
-        raise ArtifactError(f"{directory}: is an encoder-decoder, which neither engine serves. Use rlhf generate")
+    server = ChatServer(name, model, token).server
+    server.run_until_signal(listener, f"serving {name} at {address(listener)}/v1")
 
 
 def _serve_reward_model(path: str, options: ServeOptions) -> None:
@@ -132,30 +93,15 @@ def _serve_reward_model(path: str, options: ServeOptions) -> None:
 
 
 def choose_engine(options: ServeOptions) -> str:
-    """The engine that was asked for, or vLLM where it is installed, else transformers.
-
-    Raises ConfigError if it is not installed.
-    """
-    engine = options.engine
+    """The engine that was asked for, or vLLM where it is installed. Raises ConfigError if it is not installed."""
+    if options.dry_run and options.engine == "transformers":
+        raise ConfigError("--dry-run: prints the command line of vLLM. Remove it, or give --engine vllm")
     if options.dry_run:
-        if engine == "transformers":
-            raise ConfigError("--dry-run: prints the command line of vLLM. Remove it, or give --engine vllm")
         return "vllm"
-    installed = [name for name in ("vllm", "transformers") if not missing_modules(name)]
-    if engine == "auto" and installed:
-        return installed[0]
-    if engine == "auto":
-        ways = " or, with a GPU, ".join(install_extra(*EXTRAS[name]) for name in ("transformers", "vllm"))
-        raise ConfigError(f"rlhf serve: needs transformers' server or vLLM. Run: {ways}")
-    if engine not in installed:
-        modules = ", ".join(missing_modules(engine))
-        raise ConfigError(f"--engine {engine}: needs {modules}. Run: {install_extra(*EXTRAS[engine])}")
-    return engine
-
-
-def missing_modules(engine: str) -> list[str]:
-    """The modules of an engine that are not installed."""
-    return [name for name in NEEDED[engine] if importlib.util.find_spec(name) is None]
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if options.engine == "vllm" and not has_vllm:
+        raise ConfigError(f"--engine vllm: needs vllm. Run: {install_extra('vllm', 'vllm')}")
+    return "vllm" if has_vllm and options.engine == "auto" else options.engine.replace("auto", "transformers")
 
 
 def name_of(directory: str, located: StageModel | None) -> str:
@@ -193,6 +139,7 @@ def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token:
     from rlhf_cli.models.load import load_tokenizer
 
     trained = find_model(directory, stage)
+    _refuse_encoder_decoder(trained)
     name = options.name or name_of(directory, locate(directory, stage))
     tokenizer = load_tokenizer(trained.path, trained.revision)
     form = form_of(trained, tokenizer)
@@ -213,12 +160,28 @@ def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token:
     os.execve(vllm_program(), words, os.environ | ({VARIABLE: token} if token is not None else {}))
 
 
+def _refuse_encoder_decoder(trained: TrainedModel) -> None:
+    """Raise ArtifactError for a model that vLLM does not serve."""
+    from transformers import AutoConfig
+
+    from rlhf_cli.models.refusals import check_directory
+    from rlhf_cli.models.seq2seq import is_seq2seq_config
+
+    if is_adapter(trained.path):
+        return  # LoRA is not offered for encoder-decoders
+    check_directory(trained.path, trained.revision, weights=False)
+    if is_seq2seq_config(AutoConfig.from_pretrained(trained.path, revision=trained.revision, trust_remote_code=False)):
+        raise ArtifactError(
+            f"{trained.path}: is an encoder-decoder, which vLLM does not serve. Use --engine transformers"
+        )
+
+
 def vllm_program() -> str:
     """The `vllm` beside this Python, or that on the PATH. Raises ConfigError without one."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.is_file() else shutil.which("vllm")
     if program is None:
-        raise ConfigError(f"--engine vllm: {beside} is missing. Run: {install_extra(*EXTRAS['vllm'])}")
+        raise ConfigError(f"--engine vllm: {beside} is missing. Run: {install_extra('vllm', 'vllm')}")
     return program
 
 

@@ -148,7 +148,6 @@ class Reply:
     """A reply to a conversation."""
 
     text: str
-    """Without the whitespace around it."""
     response: Response
     """Not `ended` if it reached the maximum length or was interrupted."""
 
@@ -181,16 +180,37 @@ class ChatModel:
         conversation that is too long, or that the chat template refuses.
         """
         ids = self.form.encode(self.tokenizer, messages)
-        room = positions(self.model) - len(ids)
-        if room < 1:
-            raise DataError(
-                f"the prompt has {len(ids)} tokens and the model reads {positions(self.model)}, reply included. "
-                "Shorten the message, or start over with /clear"
-            )
+        room = self.room(ids, "Shorten the message, or start over with /clear")
         wanted = drawing.max_new_tokens or self.max_new_tokens
         uniforms = draw_uniforms(drawing.seed, "chat", number, 1, wanted)[:, :room]
         sampling = self.sampling_at(drawing.temperature)
-        stream = _Stream(self.tokenizer, sampling, uniforms.shape[1], on_text)
+        return self.respond(ids, uniforms, sampling, on_text, keep_partial=keep_partial)
+
+    def room(self, ids: Sequence[int], advice: str) -> int:
+        """The model's positions behind a prompt. Raises DataError with the advice if there are none."""
+        most = positions(self.model)
+        if not ids:
+            raise DataError(f"the prompt has no token, and the model must read at least one. {advice}")
+        if len(ids) >= most:
+            raise DataError(f"the prompt has {len(ids)} tokens and the model reads {most}, reply included. {advice}")
+        return most - len(ids)
+
+    def respond(
+        self,
+        ids: list[int],
+        uniforms: Tensor,
+        sampling: Sampling,
+        on_text: Callable[[str], None],
+        *,
+        as_message: bool = True,
+        keep_partial: bool = False,
+    ) -> Reply:
+        """Continue a prompt by one token for each of the uniforms [1, R], or until it ends.
+
+        The text of a message has no whitespace around it. `on_text` gets the whole text so far after each token; what
+        it raises ends the response.
+        """
+        stream = _Stream(self.tokenizer, sampling, uniforms.shape[1], on_text, as_message=as_message)
         device = next(self.model.parameters()).device
         try:
             with autocast(device, self.precision):
@@ -199,7 +219,8 @@ class ChatModel:
             if not keep_partial or not stream.text:
                 raise
             return Reply(stream.text, Response(stream.ids, [], ended=False))
-        text = response_text(self.tokenizer, response, sampling).strip()
+        text = response_text(self.tokenizer, response, sampling)
+        text = text.strip() if as_message else text
         on_text(text)
         return Reply(text, response)
 
@@ -216,9 +237,16 @@ class _Stream:
     """The text of a reply while it grows, without what may still change: half a character, half a stop string."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, longest: int, on_text: Callable[[str], None]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        longest: int,
+        on_text: Callable[[str], None],
+        *,
+        as_message: bool = True,
     ):
         self.tokenizer, self.sampling, self.longest, self.on_text = tokenizer, sampling, longest, on_text
+        self.as_message = as_message
         self.ids: list[int] = []
         self.text = ""
         self.ended = False
@@ -229,7 +257,8 @@ class _Stream:
             return
         self.ids.append(int(new_ids[0]))
         self.ended = self.ids[-1] in self.sampling.stop or len(self.ids) == self.longest
-        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True)).lstrip()
+        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        text = text.lstrip() if self.as_message else text
         for string in self.sampling.stop_strings:
             text = text.partition(string)[0]
             begun = next((n for n in range(len(string) - 1, 0, -1) if text.endswith(string[:n])), 0)

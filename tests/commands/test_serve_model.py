@@ -1,4 +1,4 @@
-"""`rlhf serve`: transformers' server with a model of ours, by OpenAI's client; vLLM's command line as text."""
+"""`rlhf serve`: a model of ours by OpenAI's client; vLLM's command line as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,13 +25,13 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import serve_model
+from rlhf_cli.commands.chat_api import ChatServer, _TextAsk, parse
 from rlhf_cli.commands.serve_model import ServeOptions, name_of, vllm_command
 from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.evaluation.conversation import ChatModel, Drawing, open_models
+from rlhf_cli.evaluation.conversation import ChatModel, Drawing, PromptForm, open_models
 from rlhf_cli.evaluation.trained import find_model
-from rlhf_cli.evaluation.transformers_app import _Held, build_app
 from support import crash
 from support.tiny import read_jsonl, write_jsonl
 
@@ -55,9 +56,7 @@ def requests(
     """Run `ask` with OpenAI's client against the application with this model, whose token is x."""
 
     async def run() -> None:
-        application = build_app("mine", model)
-        application.add_middleware(RequireToken, token="x")
-        transport = httpx2.ASGITransport(app=application)
+        transport = httpx2.ASGITransport(app=ChatServer("mine", model, "x").server.app)
         async with httpx2.AsyncClient(transport=transport) as http:
             url = "http://server/v1"
             await ask(openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0, http_client=http))
@@ -115,36 +114,133 @@ def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model: Cha
 def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: ChatModel) -> None:
     """In a stream too, where transformers would begin to answer."""
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": "the tent " * 600}, "tokens and the model reads 512, response included. Shorten the prompt"),
+        ({"prompt": "the tent " * 600}, "tokens and the model reads 512, reply included. Shorten the prompt"),
         ({"prompt": "the tent " * 600, "stream": True}, "the model reads 512"),
-        ({"prompt": "the tent", "n": 2}, "n is not supported by this server"),
-        ({"prompt": "the tent", "temperature": -1}, "temperature"),
-        ({"prompt": "the tent", "max_tokens": 0}, "max_new_tokens"),
-        ({"prompt": ["the tent"]}, "prompt must be a string"),
-        ({"prompt": "the tent", "model": "another"}, "pinned to 'mine'"),
+        ({"prompt": "x" * 8193}, "the prompt has 8193 characters, at most 8192 are read"),
+        ({"n": 2}, "n is not supported by this server. Remove the field"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"temprature": 1}, "temprature is not supported"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"top_p": 2}, "top_p: Input should be less than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": 10**12}, "max_tokens: Input should be less than"),
+        ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+        ({"stop": [1]}, "stop.0: Input should be a valid string"),
+        ({"stop": [""]}, "stop.0: String should have at least 1 character"),
+        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        ({"stream": "yes"}, "stream: Input should be a valid boolean"),
+        ({"prompt": ["the tent"]}, "prompt: Input should be a valid string"),
+        ({"prompt": None}, "prompt: Input should be a valid string"),
+        ({"model": "another"}, "model: this server has mine and no other"),
+    ]
+    user = {"role": "user", "content": "hi"}
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    wrong_chats: list[tuple[Any, str]] = [
+        ([], "messages: List should have at least 1 item"),
+        (None, "messages: Input should be a valid list"),
+        ([user, {"role": "user", "content": None}], "messages.1.content: Input should be a valid string"),
+        ([{"role": "user", "content": [picture]}], "messages.0.content: "),
+        ([{"role": "tool", "content": "hi"}], "messages.0.role: Input should be 'system', 'developer', 'user' or"),
+        ([{**user, "tool_calls": [{}]}], "messages.0.tool_calls is not supported"),
+        ([user, {"role": "assistant", "content": "hi"}], "the last one is the assistant's"),
+        ([{"role": "user", "content": "x" * 5000}] * 2, "the prompt has 10000 characters"),
+        ([user] * 1001, "messages: List should have at most 1000 items"),
     ]
 
     async def ask(client: openai.AsyncOpenAI) -> None:
         for fields, message in wrong:
+            body = {"model": "mine", "prompt": "the tent", **fields}
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.completions.create(**{"model": "mine", **fields})
+                await client.post("/completions", body=body, cast_to=object)
             assert message in str(caught.value)
             assert "\n" not in str(caught.value)
-        with pytest.raises(openai.BadRequestError, match="messages"):
-            await client.post("/chat/completions", body={"model": "mine"}, cast_to=object)
-        for body in (b"{", b"[]"):
+            assert list(caught.value.body) == ["message", "type"]  # type: ignore[call-overload]
+        for messages, message in wrong_chats:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/chat/completions", body={"model": "mine", "messages": messages}, cast_to=object)
+            assert message in str(caught.value)
+        for content in (b"{", b"[]", b"[" * 100_000, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'):
             headers = {"Authorization": "Bearer x", "Content-Type": "application/json"}
-            answer = await client._client.post(f"{client.base_url}completions", content=body, headers=headers)
+            answer = await client._client.post(f"{client.base_url}completions", content=content, headers=headers)
             assert answer.status_code == 400
-            assert answer.json()["error"]["message"].startswith("the request is not valid: ")
-        model.tokenizer.chat_template = None
-        with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
-            await client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        huge = await client._client.post(f"{client.base_url}completions", content=b" " * 2**23, headers=headers)
+        assert (huge.status_code, "at most 4194304 are read" in huge.text) == (413, True)
         long = await client.completions.create(model="mine", prompt="the tent " * 250, max_tokens=100)
         assert long.usage is not None
         assert long.usage.total_tokens <= 512
+        ignored = {"user": "me", "n": 1, "tools": [], "logprobs": None, "response_format": {"type": "text"}}
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "refusal": None}]
+        body = {"model": "mine", "messages": parts, "max_tokens": 1, **ignored}
+        await client.post("/chat/completions", body=body, cast_to=object)
+
+    async def chat(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
+            await client.chat.completions.create(model="mine", messages=[user])  # type: ignore[list-item]
 
     requests(model, ask)
+    requests(replace(model, form=PromptForm("single")), chat)
+
+
+def test_the_server_answers_others_while_the_tokenizer_works(model: ChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, read = threading.Event(), threading.Event()
+    encode = PromptForm.encode
+
+    def slow(*arguments: Any) -> Any:
+        reading.set()
+        assert read.wait(60)
+        return encode(*arguments)
+
+    monkeypatch.setattr(PromptForm, "encode", slow)
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        chat = client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
+        first = asyncio.create_task(chat)
+        await asyncio.to_thread(reading.wait, 60)
+        assert [one.id for one in (await client.models.list()).data] == ["mine"]
+        read.set()
+        assert (await first).choices[0].message.content
+
+    requests(model, ask)
+
+
+def test_a_client_that_leaves_ends_its_response(model: ChatModel) -> None:
+    """In a stream and without one. What waits behind it is answered, and nothing is drawn for one that left before."""
+    server, spoken = ChatServer("mine", model, None), list[int]()
+    speak = server._speak
+
+    def counted(ask: Any, number: int, take: Callable[[str], None]) -> Any:
+        spoken.append(0)
+
+        def counting(text: str) -> None:
+            spoken[-1] += 1
+            take(text)
+
+        return speak(ask, number, counting)
+
+    server._speak = counted  # type: ignore[method-assign]
+
+    async def run() -> None:
+        for stream in (True, False):
+            ask = parse(json.dumps({"prompt": "the", "stream": stream, "max_tokens": 500}).encode(), _TextAsk, "mine")
+            texts = server._texts(ask)
+            await anext(texts)
+            behind = server._texts(ask)
+            waits = asyncio.ensure_future(anext(behind))
+            await asyncio.sleep(0)
+            waits.cancel()
+            await texts.aclose()
+            last = parse(b'{"prompt": "the", "max_tokens": 3}', _TextAsk, "mine")
+            assert [text async for text in server._texts(last)][-1][1].response.ids
+
+    asyncio.run(run())
+    assert len(spoken) == 4, "two that waited were dropped"
+    assert max(spoken[0::2]) < 400
+    assert spoken[1::2] == [5, 5]
 
 
 def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model: ChatModel) -> None:
@@ -185,29 +281,10 @@ def test_vllm_gets_the_same_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize("end", [["o", "n", "e<", "s>x"], ["one", "<", "s", "t"], ["one<s>", "two<s"], ["<s><s>"]])
-def test_what_may_begin_a_stop_string_is_held_back(end: list[str]) -> None:
-    async def run() -> list[str]:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        held = _Held(queue, ["<s>", "st"])
-        pieces = []
-        for item in (*end, None):
-            queue.put_nowait(item)
-            with contextlib.suppress(asyncio.QueueEmpty):
-                while (piece := held.get_nowait()) is not None:
-                    pieces.append(piece)
-        return pieces
-
-    whole = "".join(end)
-    assert "".join(asyncio.run(run())) == whole[: min(i for i in (whole.find("<s>"), whole.find("st"), 99) if i >= 0)]
-
-
 # ------------------------------------------------------------------------------------- refusals, vLLM
 
 
-def test_what_cannot_be_served_is_one_line(
-    finished: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
     run = finished / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -224,8 +301,6 @@ def test_what_cannot_be_served_is_one_line(
     assert "is a model and not a run" in one_error(chat_model, "--stage", "sft", "--port", 0)
     assert "prints the command line of vLLM" in one_error(run, "--engine", "transformers", "--dry-run")
     assert "--engine vllm: needs vllm. Run: " in one_error(run, "--engine", "vllm")
-    monkeypatch.setattr(serve_model, "missing_modules", lambda engine: [engine])
-    assert re.search(r"needs transformers' server or vLLM. Run: .*\[serve\]' or, .*\[vllm\]'$", one_error(run))
 
 
 def test_vllm_is_started_with_the_name_the_dtype_and_the_sampling_of_the_run(
@@ -241,7 +316,7 @@ def test_vllm_is_started_with_the_name_the_dtype_and_the_sampling_of_the_run(
     words += ["--override-generation-config", '{"temperature": 1.0}']
     words += ["--middleware", "rlhf_cli.commands.serve_token.RequireToken"]
     assert shlex.split(printed.stdout) == [f"{VARIABLE}=$MINE", *words]
-    monkeypatch.setattr(serve_model, "missing_modules", lambda _: [])
+    monkeypatch.setattr(serve_model, "choose_engine", lambda _: "vllm")
     monkeypatch.setattr(serve_model, "vllm_program", lambda: "/bin/vllm")
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     CliRunner().invoke(app, arguments)

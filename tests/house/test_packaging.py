@@ -102,8 +102,8 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
 
 
 NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}
-USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic", "gguf", "sentencepiece", "fastapi", "openai"}
-"""Packages that torch.utils.tensorboard, MLflow's database, llama.cpp's converter and transformers' server import."""
+USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic", "gguf", "sentencepiece"}
+"""Packages that torch.utils.tensorboard, MLflow's database and llama.cpp's converter import."""
 NEVER_INSTALLED = {"vllm"}
 """vLLM brings a torch of its own, so the tests do without it."""
 COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}

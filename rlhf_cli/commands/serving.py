@@ -1,0 +1,320 @@
+"""What the servers of this program share: who may ask, the limits of a request, and one thread for the model.
+
+uvicorn speaks HTTP, Starlette routes. Here are the limits that neither has: the time of a head, a body and an answer,
+the number of open connections, the bodies that are read at the same time, and the requests that wait for the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import queue
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from rlhf_cli.commands.serve_token import RequireToken
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.http_client import is_loopback, key_from_environment
+from rlhf_cli.printing import say
+
+MAX_CONNECTIONS = 512
+"""Beyond this many, those that have waited longest for a request are closed."""
+MAX_BODIES, MAX_BODIES_BYTES = 128, 256 * 2**20
+"""Bodies that are read at the same time, and their size in all. Beyond it the one that began first is refused, so
+that slow senders do not keep others out."""
+IDLE_S = 60.0
+"""Seconds without a whole head of a request after which a connection is closed."""
+BODY_S = 20.0
+"""Seconds in which a body must arrive."""
+SEND_S = 60.0
+"""Seconds in which a client must take a piece of its answer."""
+LAST_REQUESTS_S = 10.0
+"""Seconds that running requests may take to finish when the server stops."""
+BACKLOG = 128
+"""Connections that the system keeps until they are accepted."""
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """What is wrong with a request, on one line, and the status to answer."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+class JSONLine(Response):
+    """An answer of one line of JSON."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: Any, status: int = 200, headers: dict[str, str] | None = None):
+        super().__init__(json.dumps(value).encode() + b"\n", status, headers)
+
+
+class Server:
+    """The routes of one server with its limits. `run` serves until `stop`, and can run in any thread.
+
+    Without a token it answers only requests that are sent to an address of this machine, and none that the page of
+    another site sends: its name may point here.
+    """
+
+    def __init__(
+        self, routes: Sequence[Route], token: str | None, error: Callable[[str], Any], *, max_waiting: int = 0
+    ):
+        """error: the JSON that tells a client what is wrong. max_waiting: the requests that may wait for the model."""
+        self._error, self._own_hosts_only = error, token is None
+        self.model = ModelThread(max_waiting)
+        self._bodies: dict[asyncio.Timeout, int] = {}  # in the order of their beginning -> the declared length
+        app = Starlette(
+            routes=routes,
+            exception_handlers={
+                Refused: self._refused,
+                HTTPException: self._refused,
+                ClientDisconnect: self._refused,
+                Exception: self._failed,
+            },
+            lifespan=self._lifespan,
+        )
+        if token is not None:
+            app.add_middleware(RequireToken, token=token)
+        self._routes = app
+        config = uvicorn.Config(
+            self.app,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="critical",  # print nothing that a client sends
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(IDLE_S),
+            timeout_graceful_shutdown=int(LAST_REQUESTS_S),
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    def run(self, listener: socket.socket) -> None:
+        """Serve until `stop`, then finish the running requests."""
+        self._uvicorn.run(sockets=[listener])
+
+    def stop(self) -> None:
+        """Let `run` return; may be called from another thread."""
+        self._uvicorn.should_exit = True
+
+    def run_until_signal(self, listener: socket.socket, line: str) -> None:
+        """Print the line and serve until SIGTERM or SIGINT, then finish the running requests."""
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
+        thread = threading.Thread(target=self.run, args=(listener,), daemon=True)
+        thread.start()
+        say(line, flush=True)
+        stop.wait()
+        self.stop()
+        thread.join()
+        say("stopped", flush=True)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        if scope["type"] == "http" and self._own_hosts_only:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            origin = headers.get(b"origin")
+            if not _is_here(f"//{headers.get(b'host', '')}") or (origin is not None and not _is_here(origin)):
+                problem = "the Host or the Origin header names another machine. Start the server with --token-env"
+                await JSONLine(self._error(problem), 403)(scope, receive, send_in_time)
+                return
+        await self._routes(scope, receive, send_in_time)
+
+    async def read(self, request: Request, most: int) -> bytes:
+        """The body of a request, of at most this many bytes. Raises Refused."""
+        length = request.headers.get("Content-Length", "")
+        if not length or "Transfer-Encoding" in request.headers:
+            raise Refused(411, "a Content-Length is required")
+        if int(length) > most:  # h11 accepts digits only
+            raise Refused(413, f"the body has {length} bytes, at most {most} are read. Send less at a time")
+        try:
+            async with asyncio.timeout(BODY_S) as limit:
+                self._bodies[limit] = int(length)
+                while len(self._bodies) > MAX_BODIES or sum(self._bodies.values()) > max(MAX_BODIES_BYTES, most):
+                    self._refuse_oldest_body()
+                return b"".join([piece async for piece in request.stream()])
+        except TimeoutError:
+            message = f"the body came too slowly. It must arrive within {BODY_S:g} s"
+            raise Refused(408, message, {"Connection": "close"}) from None
+        finally:
+            self._bodies.pop(limit, None)
+
+    def _refuse_oldest_body(self) -> None:
+        oldest = next(iter(self._bodies))
+        del self._bodies[oldest]
+        oldest.reschedule(0)
+
+    @staticmethod
+    async def until_left(request: Request, answer: Awaitable[T]) -> T:
+        """Await an answer, and cancel it if its client leaves. Raises ClientDisconnect then."""
+
+        async def left() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(left())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+
+    # ------------------------------------------------------------------------------------------- errors
+
+    async def _refused(self, _request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = Refused(error.status_code, "unknown path or method", dict(error.headers or {}))
+        if not isinstance(error, Refused):  # the client left
+            return Response(status_code=400)
+        return JSONLine(self._error(str(error)), error.status, error.headers)
+
+    async def _failed(self, _request: Request, error: Exception) -> Response:
+        # For example out of memory: the next request may be smaller, so the server continues.
+        if not isinstance(error, TimeoutError):  # a client that does not take its answer
+            traceback.print_exception(error)
+        return JSONLine(self._error(f"the model failed ({type(error).__name__}); see the server's log"), 500)
+
+    # -------------------------------------------------------------------------------------- connections
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self.model.stop()
+
+    async def _watch(self) -> None:
+        """Close connections that wait too long for the head of a request, and refuse the last bodies at the end."""
+        waiting: dict[Any, tuple[Any, float]] = {}  # a connection -> its last request, and since when it waits
+        while True:
+            now = asyncio.get_running_loop().time()
+            connections: list[Any] = list(self._uvicorn.server_state.connections)
+            idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+            before, waiting = waiting, {}
+            for each in idle:
+                last, since = before.get(each, (each.cycle, now))
+                waiting[each] = (each.cycle, since if last is each.cycle else now)
+            num_left = len(connections)
+            for each, (_, since) in sorted(waiting.items(), key=lambda item: item[1][1]):
+                if now - since > IDLE_S or num_left > MAX_CONNECTIONS:
+                    each.transport.close()
+                    num_left -= 1
+            while self._uvicorn.should_exit and self._bodies:
+                self._refuse_oldest_body()
+            await asyncio.sleep(0.2)
+
+
+class ModelThread:
+    """The only thread that uses the model. A daemon: a model that computes cannot keep a stopped server alive."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting, self.num_waiting = max_waiting, 0
+        """Requests that may wait for the model or use it, and those that do."""
+        self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Await `work`, behind what waits already. Raises Refused if that is too much."""
+        if self.num_waiting >= self.max_waiting:
+            raise Refused(503, f"{self.num_waiting} requests are waiting", {"Retry-After": "1"})
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.num_waiting += 1
+        try:
+            self._jobs.put((future, work))
+            return await asyncio.wrap_future(future)
+        finally:
+            self.num_waiting -= 1
+
+    def stop(self) -> None:
+        """Let the thread end behind the work that waits."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            if not future.set_running_or_notify_cancel():  # its client left
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _is_here(url: str) -> bool:
+    """Does a URL name this machine by its loopback address?
+
+    >>> _is_here("//localhost:8000"), _is_here("http://[::1]:80"), _is_here("//localhost.example.org"), _is_here("null")
+    (True, True, False, False)
+    """
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------- the port
+
+
+def required_token(host: str, variable: str | None) -> str | None:
+    """The token in an environment variable, or None without one.
+
+    Raises ConfigError for a variable that is not set, and for a host that others can reach without a token.
+    """
+    token = key_from_environment(variable, "--token-env") if variable is not None else None
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: other machines could use this model without a token. Name the environment variable with "
+            "a token in --token-env, or use --host 127.0.0.1"
+        )
+    return token
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError for a port that is taken and for another machine's address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = str(reason).partition(" (while attempting")[0]  # create_server repeats the address
+        raise ConfigError(f"--host {host} --port {port}: cannot be bound ({reason}). Choose another") from None
+
+
+def address(listener: socket.socket) -> str:
+    """The URL of a socket that listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
