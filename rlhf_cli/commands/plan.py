@@ -162,12 +162,13 @@ def schedule_lines(schedule: Schedule) -> list[str]:
 
 
 def duration(hours: float) -> str:
-    """Hours, or the minutes or seconds of a part of one.
+    """Hours, or the minutes or seconds of a part of one, at least 0.1 seconds.
 
-    >>> duration(1234.56), duration(0.25), duration(0.001)
-    ('1,235 hours', '15 minutes', '3.6 seconds')
+    >>> duration(1234.56), duration(0.25), duration(0.001), duration(0)
+    ('1,235 hours', '15 minutes', '3.6 seconds', '0.1 seconds')
     """
-    unit, value = next((u, hours * n) for u, n in (("hours", 1), ("minutes", 60), ("seconds", 3600)) if hours * n >= 1)
+    units = (("hours", hours), ("minutes", 60 * hours), ("seconds", max(0.1, 3600 * hours)))
+    unit, value = next((pair for pair in units if pair[1] >= 1), units[-1])
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -146,7 +147,8 @@ def causal_mask(
 
 @functools.lru_cache(maxsize=8)
 def _kept_mask(size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _new_mask(size, size, window, dtype, device)
+    with unset_fake_temporarily():  # a cached mask outlives the fake tensors of `rlhf plan`
+        return _new_mask(size, size, window, dtype, device)
 
 
 def _new_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

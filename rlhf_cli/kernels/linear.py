@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
@@ -91,20 +92,24 @@ def rounded_up(rows: int) -> int:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch."""
+    """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch.
+
+    The answer is kept, so it must not depend on the caller: not on its fake tensors, autocast or default dtype.
+    """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _maker() in ("GenuineIntel", ""):
         return False
-    x, weight = torch.arange(35.0).sin().view(5, 7), torch.arange(21.0).cos().view(3, 7)
-    try:
-        product, transposed = _product(x, weight, None), _product(x.t(), x.t(), None)
-    except (AttributeError, RuntimeError):  # A private operation of torch, which another release may not have.
-        return False
-    return all(
-        torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-        for ours, theirs in ((product, x @ weight.t()), (transposed, x.t() @ x))
-    )
+    with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        x, weight = (torch.arange(n, dtype=torch.float32).sin().view(-1, 7) for n in (35, 21))
+        try:
+            product, transposed = _product(x, weight, None), _product(x.t(), x.t(), None)
+        except (AttributeError, RuntimeError):  # A private operation of torch, which another release may not have.
+            return False
+        return all(
+            torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+            for ours, theirs in ((product, x @ weight.t()), (transposed, x.t() @ x))
+        )
 
 
 def _maker() -> str:

@@ -153,8 +153,9 @@ def _best_of_n_verdict(best: dict[str, Any]) -> str:
 
 def _yardstick_verdict(best: dict[str, Any]) -> str:
     """PPO's share of the gain of the exponential tilt, or of best-of-n where its score is higher than the tilt's."""
-    if (yardstick := best.get("yardstick")) is None:
-        return ""
+    yardstick = best.get("yardstick")
+    if yardstick is None or "value" not in yardstick["share"]:
+        return ""  # without a share the yardstick itself gains nothing at this KL
     share = f"{100 * yardstick['share']['value']:.0f} %"
     if yardstick["policy"] == "tilt":
         return f" PPO has {share} of what the exponential tilt, about the best possible, gains there."

@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import get_scheduler
+from typer.main import get_command
 
+from rlhf_cli.cli import app
 from rlhf_cli.config.stage import STAGES, Optimizer
 from rlhf_cli.training.optimizer import build_stepper
+from support import projects
+from support.forked import Forked
 from support.paths import ROOT
 
 # datasets and its imports, pandas, which pyarrow imports, and peft, which transformers' Trainer imports.
@@ -160,3 +165,135 @@ def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), **given}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
     assert done.stdout.strip() == expected, done.stderr
+
+
+COLD = """
+import json, os, signal, sys, threading, time, traceback
+from pathlib import Path
+import torch
+from rlhf_cli import cli
+from rlhf_cli.kernels import linear
+
+maker, log, keys, commands = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+linear._maker = lambda: maker
+torch.backends.cpu.get_cpu_capability = lambda: "AVX512"
+linear.prefers_onednn.cache_clear()  # the collection of tests may have asked
+
+def stop_the_server():
+    while "http://" not in Path(log).read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+for command in commands:
+    process = os.fork()
+    if not process:
+        os.dup2(os.open(keys, os.O_RDONLY), 0)
+        sys.stdin = open(0, closefd=False)
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        if "serve" in command:
+            threading.Thread(target=stop_the_server, daemon=True).start()
+        sys.argv, code = ["rlhf", *command], 1
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(json.dumps([command, code, Path(log).read_text(errors="replace")]), flush=True)
+"""
+
+
+def cold_commands(folder: Path) -> list[list[str]]:
+    """A command line for every command, in an order in which they can run in `folder`."""
+    configs = {stage: str(folder / f"{stage}.yaml") for stage in STAGES}
+    rows, pairs, run = str(folder / "sft.jsonl"), str(folder / "pref.jsonl"), str(folder / "run")
+    written = ["--max-new-tokens", "4", "--num", "2"]
+    lines = [
+        *([stage, "--config", path, "--quiet"] for stage, path in configs.items()),
+        ["plan", str(folder)],
+        ["eval", run, "--samples", "2", "--sampled-prompts", "2"],
+        ["diagnose", run],
+        ["report", run],
+        ["compare", run, str(folder / "other")],
+        ["status", run],
+        ["watch", run, "--once"],
+        ["doctor", run],
+        ["pipeline", str(folder)],
+        ["sweep", str(folder / "sweep.yaml"), "--dry-run"],
+        ["chat", run],
+        ["generate", run, "--prompts", rows, "--out", str(folder / "replies.jsonl"), *written],
+        ["label", pairs, "--num", "1"],
+        ["merge", f"{run}/rm", str(folder / "merged")],
+        ["export", run, "--out", str(folder / "exported")],
+        ["push", run, "me/model"],
+        ["serve", run, "--engine", "transformers", "--port", "0"],
+        ["rm", "serve", run, "--port", "0"],
+        ["rm", "score", run, rows],
+        ["data", "check", rows, "--for", "sft"],
+        ["data", "show", rows, "--for", "sft"],
+        ["data", "convert", pairs, "--for", "rm", "--out", str(folder / "converted.jsonl")],
+        [
+            "data",
+            "generate",
+            rows,
+            "--task",
+            "demonstrations",
+            "--out",
+            str(folder / "new.jsonl"),
+            "--model",
+            f"{run}/sft/model",
+        ],
+        ["data", "score", rows, "--out", str(folder / "scored.jsonl"), "--model", f"{run}/sft/model"],
+        ["config", "check", configs["sft"]],
+        ["config", "show", configs["sft"]],
+        ["config", "docs", "sft.model"],
+        ["config", "schema"],
+        ["init", str(folder / "init"), "--from", "blank"],
+    ]
+    return [line + written if line[:2] in (["data", "generate"], ["data", "score"]) else line for line in lines]
+
+
+@pytest.mark.parametrize("maker", [pytest.param("GenuineIntel", marks=pytest.mark.slow), "AuthenticAMD"])
+def test_every_command_runs_first_in_its_process_on_processors_of_both_makers(maker: str, tmp_path: Path) -> None:
+    """A warm process hides what a command asks first, such as which library computes the products of this processor.
+
+    The tiny models have learned nothing, so `diagnose` names causes, and no answer of a judge is a score.
+    """
+    projects.write_project(tmp_path)
+    given = {stage: yaml.safe_load((tmp_path / f"{stage}.yaml").read_text()) for stage in STAGES}
+    given["sft"]["model"]["scratch"]["config"]["max_position_embeddings"] = 512  # for the prompts of a judge
+    given["rm"]["model"] = {"path": str(tmp_path / "run/sft"), "lora": {"r": 2, "save": "adapter"}}
+    for stage, config in given.items():
+        (tmp_path / f"{stage}.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "sweep.yaml").write_text(
+        yaml.safe_dump({"base": str(tmp_path), "artifacts": str(tmp_path / "sweep"), "grid": {"seed": [1, 2]}})
+    )
+    (tmp_path / "keys").write_text("1\nq\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/eval").symlink_to(tmp_path / "run/eval")  # a second run for `compare`
+    commands = cold_commands(tmp_path)
+    files = [str(tmp_path / name) for name in ("output", "keys")]
+    code, output = Forked(COLD, maker, *files, json.dumps(commands), folder=tmp_path, log=tmp_path / "log").wait()
+    assert code == 0, output
+    ended = [json.loads(line) for line in output.splitlines()]
+    assert [command for command, _, _ in ended] == commands
+    failed = [
+        f"{command}: {code}\n{text[-1500:]}"
+        for command, code, text in ended
+        if code != {"diagnose": 2, "data score": 1}.get(" ".join(command[: 1 + (command[0] == "data")]), 0)
+    ]
+    assert not failed, "\n".join(failed)
+
+
+def test_the_cold_commands_are_all_commands() -> None:
+    def names(command: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        if not hasattr(command, "commands"):
+            return [before]
+        return [name for key, inner in command.commands.items() for name in names(inner, (*before, key))]
+
+    cold = {tuple(line[:length]) for line in cold_commands(Path("folder")) for length in (1, 2)}
+    assert set(names(get_command(app))) <= cold

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.kernels import linear as module
@@ -89,3 +92,21 @@ def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: py
     monkeypatch.setattr(module, "_maker", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert not prefers_onednn.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        FakeTensorMode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        contextlib.nullcontext,
+    ],
+)
+def test_the_choice_does_not_depend_on_who_asks_first(context: Any, monkeypatch: pytest.MonkeyPatch):
+    """`rlhf plan` asks among fake tensors, a head under autocast."""
+    monkeypatch.setattr(module, "_maker", lambda: "AuthenticAMD")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    expected = prefers_onednn.__wrapped__()
+    with context():
+        assert prefers_onednn.__wrapped__() == expected

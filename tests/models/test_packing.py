@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.config.loader import load_config
@@ -485,3 +486,9 @@ def test_rm_metrics_are_the_same_on_one_and_two_processes(write_config, tmp_path
     for shared in in_each_process(2, lambda world: scores_of_rows(model, rows, budget, config.precision, world)):
         close(shared, alone)
     assert scores_of_rows(model, [], budget, config.precision, World(0, 1, CPU)).tolist() == []
+
+
+def test_a_cached_mask_is_real_after_the_plan_asked_for_it():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention.causal_mask(3, 3, 2, torch.float64, CPU)
+    assert attention.causal_mask(3, 3, 2, torch.float64, CPU).tolist()[2] == [-torch.inf, 0, 0]

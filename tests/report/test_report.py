@@ -429,6 +429,10 @@ def test_the_verdict_measures_ppo_against_the_higher_of_two_yardsticks(run, poli
     text = " ".join(verdict(read_run(run, "r")))
     assert says in text
     assert "99%" not in text
+    # Without a gain of the yardstick there is no share.
+    found["best_of_n"]["yardstick"]["share"] = {}
+    write(path, [found])
+    assert "PPO has" not in " ".join(verdict(read_run(run, "r")))
 
 
 def test_the_verdict_without_an_evaluation_reads_the_stage(pipeline):
