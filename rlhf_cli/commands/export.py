@@ -181,7 +181,7 @@ def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
         return "float32", ""  # llama.cpp rounds once
     if source.located is not None:
         from rlhf_cli.config.by_stage import load_stage_config
-        from rlhf_cli.training.base_model import base_model
+        from rlhf_cli.training.model_card import base_model
 
         root, stage = source.located.root, source.located.stage
         file = stage_directory(root, stage) / "config.yaml"

@@ -137,7 +137,7 @@ def collect(directory: str, stage: str | None) -> Upload:
 
 def _is_from_scratch(located: StageModel) -> bool:
     """Whether the run of a model started from random weights."""
-    from rlhf_cli.training.base_model import base_model
+    from rlhf_cli.training.model_card import base_model
 
     file = stage_directory(located.root, located.stage) / "config.yaml"
     config: Any = load_stage_config(located.stage, file, [f"artifacts={located.root}"])

@@ -17,8 +17,7 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.exchange import gather_texts
+from rlhf_cli.training.distributed import World, gather_texts
 
 GoldJudge = Callable[[list[str], list[bool]], list[dict[str, float]]]
 """The user's judge (`evaluation.gold`): replies to the held-out prompts, and whether each ended, to named numbers."""

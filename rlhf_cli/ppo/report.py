@@ -20,7 +20,7 @@ from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.training.exchange import gather_texts
+from rlhf_cli.training.distributed import gather_texts
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
 """The figures beside the progress, the most important first."""

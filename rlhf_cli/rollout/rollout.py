@@ -28,8 +28,7 @@ from rlhf_cli.rollout.scoring import (
 )
 from rlhf_cli.sharding import device_of, in_step
 from rlhf_cli.tensor_ops import length_mask, pad_rows
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.exchange import gather_rows
+from rlhf_cli.training.distributed import World, gather_rows
 
 
 @dataclass(frozen=True)

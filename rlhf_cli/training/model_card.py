@@ -6,18 +6,18 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
 import rlhf_cli
-from rlhf_cli.artifacts import MANIFEST, is_adapter, repeat_commands
+from rlhf_cli.artifacts import MANIFEST, is_adapter, model_directory, read_manifest_or_none, repeat_commands
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.hub import is_local
-from rlhf_cli.training.base_model import BaseModel, base_model, license_of
 
 Config = SFTConfig | RMConfig | PPOConfig
 
@@ -186,3 +186,68 @@ def _before_and_after(metrics: Mapping[str, float]) -> str:
         f"| {WORDS.get(name, name)} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |" for name in names
     ]
     return "\n".join([BEFORE_AND_AFTER, "", "| | SFT | PPO |", "|---|---|---|", *rows]) if rows else ""
+
+
+# ---------------------------------------------------------------------------- the base model of a run, and its licence
+
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model that no stage of this program made."""
+
+    path: str
+    """A directory or a hub id."""
+    revision: str | None = None
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its hub id; None for a directory."""
+        return None if _is_directory(self.path) else self.path
+
+
+def base_model(config: SFTConfig | RMConfig | PPOConfig, root: Path) -> BaseModel | None:
+    """The model from which the stages up to this one started; None if it was made from scratch.
+
+    The stages' manifests name it: RM and PPO start from an SFT stage, which may belong to another run. `root` is the
+    directory of this run.
+    """
+    start = config.policy if isinstance(config, PPOConfig) else config.model
+    stage = "sft" if isinstance(config, SFTConfig) else None
+    path, revision = start.path, start.revision
+    seen: set[Path] = set()
+    while path is None or _is_directory(path):
+        if path is None and stage == "sft":
+            return None
+        directory = root / "sft" if path is None else Path(path)
+        manifest = read_manifest_or_none(directory)
+        if manifest is None:
+            directory, manifest = directory.parent, read_manifest_or_none(directory.parent)
+        if manifest is None or directory in seen:
+            return None if path is None else BaseModel(path, revision)
+        seen.add(directory)
+        section = manifest.identity["config"].get("policy" if manifest.stage == "ppo" else "model") or {}
+        path, revision, stage, root = section.get("path"), section.get("revision"), manifest.stage, directory.parent
+    return BaseModel(path, revision)
+
+
+def license_of(base: BaseModel) -> str | None:
+    """The licence in the base model's card, in its directory or in the local cache; None if no card names one."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    file: str | Path | object = Path(model_directory(base.path)) / CARD
+    if base.hub_id is not None:
+        file = try_to_load_from_cache(base.path, CARD, revision=base.revision)
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        return None
+    try:
+        licence = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict().get("license")
+    except Exception:  # A card is written by hand, and may contain anything.
+        return None
+    return licence if isinstance(licence, str) else None
+
+
+def _is_directory(path: str) -> bool:
+    return is_local(path) or Path(path).is_dir()

@@ -17,9 +17,9 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.sharding import local
 from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
+from rlhf_cli.training.checkpoint_shards import restored_state, saved_state
 from rlhf_cli.training.distributed import World, together
 from rlhf_cli.training.loss_scale import LossScale
-from rlhf_cli.training.moments import restored_state, saved_state
 
 
 @dataclass

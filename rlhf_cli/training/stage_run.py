@@ -30,8 +30,8 @@ from rlhf_cli.training.health_recap import at, findings_of, last_names, unit_of
 from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.lock import Lock
 from rlhf_cli.training.loss_scale import LossScale
-from rlhf_cli.training.memory import what_is_lacking
 from rlhf_cli.training.model_card import library_versions, write_cards
+from rlhf_cli.training.out_of_memory import what_is_lacking
 from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.signals import Launcher, StopRequests
 from rlhf_cli.training.speed import Speed

@@ -8,8 +8,7 @@ from huggingface_hub import ModelCard
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.training.base_model import BaseModel, base_model, license_of
-from rlhf_cli.training.model_card import card
+from rlhf_cli.training.model_card import BaseModel, base_model, card, license_of
 
 VERSIONS = {"rlhf": "0.1.0"}
 
