@@ -139,7 +139,7 @@ def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict
         return {}
     rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
     first = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["sft"]
-    points = [{"step": 0, **first}, *rows]
+    points = rows if rows and rows[0]["step"] == 0 else [{"step": 0, **first}, *rows]
     names = ["score_mean", "kl", *([gold_name] if gold_name is not None else [])]
     shown = [points[i] for i in sorted({round(j * (len(points) - 1) / MOST_SHOWN) for j in range(MOST_SHOWN + 1)})]
     lines = [[f"{point['step']:,}", *(f"{point[name]:.3f}" for name in names)] for point in shown]

@@ -33,6 +33,17 @@ class Evaluation:
     scores: list[float]
     gold: list[dict[str, float]]
     """The judge's numbers of each reply; empty without a judge."""
+    kl: list[float]
+
+    def intervals(self) -> dict[str, float]:
+        """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
+        columns = {"score_mean": self.scores, "kl": self.kl}
+        columns |= {name: [row[name] for row in self.gold] for name in (self.gold[0] if self.gold else ())}
+        found: dict[str, float] = {}
+        for name, values in columns.items():
+            mean, error = statistics.fmean(values), statistics.pstdev(values) / max(1, len(values) - 1) ** 0.5
+            found |= {f"{name}_low95": mean - 1.96 * error, f"{name}_high95": mean + 1.96 * error}
+        return found
 
     def example(self, i: int) -> dict[str, Any]:
         """Reply i with its score and the judge's numbers."""
@@ -105,7 +116,7 @@ def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
         "distinct_2": distinct_n([text.split() for text in texts], 2),
         "seconds": time.monotonic() - start,
     }
-    return Evaluation(metrics, texts, scores, gold_rows)
+    return Evaluation(metrics, texts, scores, gold_rows, [reply.kl for reply in replies])
 
 
 def _from_all_processes(own: Sequence[Reply], world: World) -> list[list[Reply]]:

@@ -34,7 +34,11 @@ class HeldOut:
     def measure_if_due(self, iteration: int) -> None:
         """Measure the policy before this iteration if `evaluation.every_iterations` says so, and keep the best."""
         every = self.setup.config.evaluation.every_iterations
-        if self.before is None or every is None or iteration % every or iteration <= self.last_step:
+        if self.before is None or every is None or iteration % every:
+            return
+        if iteration == 0:
+            self._record(0, self.before)
+        if iteration <= self.last_step:
             return
         self._keep_if_best(iteration, self._measure_and_report(iteration))
         self.last_step = iteration
@@ -76,13 +80,17 @@ class HeldOut:
         """Measure and check the health; print the main figures, and write a row of evaluations.jsonl if requested."""
         now, stage = self._measure(step), self.setup.stage
         if self.setup.config.evaluation.every_iterations is not None:
-            stage.record("evaluations", {"step": step, **now.metrics})
+            self._record(step, now)
         if step < self.setup.config.ppo.num_iterations:  # the last figures are shown as a table
             shown = {"score": "score_mean", "gold": "gold", "KL": "kl"}
             values = [f"{name} {now.metrics[key]:.3g}" for name, key in shown.items() if key in now.metrics]
             stage.display.note(f"iteration {step}: held-out {', '.join(values)}")
         stage.report(step, self.health.check_evaluation(step, now.scores, now.gold_scores), None)
         return now
+
+    def _record(self, step: int, now: Evaluation) -> None:
+        """Write a row of evaluations.jsonl."""
+        self.setup.stage.record("evaluations", {"step": step, **now.metrics, **now.intervals()})
 
     def _keep_if_best(self, step: int, now: Evaluation) -> None:
         """Save `best_model` if these figures are the best so far."""

@@ -536,6 +536,8 @@ def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):
     assert ["29", "29.000"] in [line[:2] for line in lines]
     # The peak is at exp(2 / 1.2 - 1) = 1.95, and the run ended at sqrt(29 / 3).
     assert "It peaks at d = 1.95 (KL 3.8); the run ended at d = 3.11, behind the peak" in sentences.texts[0]
+    write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", [{"step": 0, **start}, *rows])
+    assert along_the_run(run, "gold", Sentences(Display("eval", quiet=True)))["along"] == found["along"]
     write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", rows[:8])
     along_the_run(run, "gold", sentences)
     assert "before the peak: gold was still rising" in sentences.texts[1]

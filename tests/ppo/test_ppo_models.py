@@ -499,8 +499,8 @@ def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric
     run = watch(**judged(figures, best_metric=metric))
     same_bits(saved(run.stage_dir, "best_model"), run.after[step - 1])
     rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert [row["craft"] for row in rows] == figures[1:4]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["craft"] for row in rows] == figures[:4]
     best = json.loads((run.stage_dir / "evaluation.json").read_text())["best"]
     assert best == {"step": step, "metric": metric, "value": value}
 
@@ -508,7 +508,7 @@ def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric
 @pytest.mark.parametrize("metric", ["score_mean", "-kl"])
 def test_the_best_model_by_score_or_kl(watch, judged, metric):
     run = watch(**judged([0.0] * 4, best_metric=metric))
-    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
+    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")[1:]
     sign, key = (-1, "kl") if metric == "-kl" else (1, metric)
     values = [sign * row[key] for row in rows]
     assert len(set(values)) == 3
@@ -519,12 +519,13 @@ def test_the_best_model_by_score_or_kl(watch, judged, metric):
 
 
 def test_evaluations_during_the_run(watch, judged):
-    """They come every `every_iterations` iterations and at the end, with the same prompts and uniforms."""
+    """At the start, every `every_iterations` iterations and at the end, with the same prompts and uniforms."""
     run = watch(**judged([0.0, 1.0, 2.0], every_iterations=2, num_prompts=4, num_examples=3))
-    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
-    assert [row["step"] for row in rows] == [2, 3]
+    before, *rows = read_jsonl(run.stage_dir / "evaluations.jsonl")
+    assert [row["step"] for row in (before, *rows)] == [0, 2, 3]
     end = json.loads((run.stage_dir / "evaluation.json").read_text())
-    assert rows[1] == {"step": 3, **end["ppo"]}
+    assert before.items() >= end["sft"].items()
+    assert rows[1].items() >= end["ppo"].items()
     assert end["num_prompts"] == 4
     assert len(end["examples"]) == 3
     assert [end["sft"]["craft"], rows[0]["craft"], end["ppo"]["craft"]] == [0.0, 1.0, 2.0]
@@ -535,6 +536,11 @@ def test_evaluations_during_the_run(watch, judged):
     calls = reward_calls(run.setup)
     assert [len(call["responses"]) for call in calls] == [4, 8, 8, 4, 8, 4]
     assert rows[0]["score_mean"] == pytest.approx(statistics.fmean(calls[3]["values"]), abs=1e-6)
+    scores = calls[3]["values"]
+    half = 1.96 * statistics.stdev(scores) / 2  # of four prompts
+    ends = [statistics.fmean(scores) - half, statistics.fmean(scores) + half]
+    assert [rows[0]["score_mean_low95"], rows[0]["score_mean_high95"]] == pytest.approx(ends, abs=1e-5)
+    assert rows[0]["kl_low95"] < rows[0]["kl"] < rows[0]["kl_high95"]
     assert rows[0]["characters"] == statistics.fmean(len(text) for text in calls[3]["responses"])
     assert calls[0]["prompts"] == calls[3]["prompts"] == calls[5]["prompts"]
     assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]

@@ -76,7 +76,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_m
     root = tmp_path_factory.mktemp("undisturbed")
     run(root, run_stage, make_model)
     assert len((root / "calls.txt").read_text().split()) == len(CALLS)
-    assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [2, 4, 5]
+    assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [0, 2, 4, 5]
     return found(root)
 
 
