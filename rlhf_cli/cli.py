@@ -1,49 +1,224 @@
 """The `rlhf` command: parse, call one function, turn an error into one line and an exit code.
 
-Everything heavy is imported inside its command, so that `--help` and a mistyped key are answered immediately.
-The `data` commands are in `cli_data`, `rlhf rm serve` and `score` in `cli_rm`.
+COMMANDS names the file of every command in `rlhf_cli/commands/`. It is imported when the command is called, so that
+`--help` and a mistyped command are answered immediately. The three stages are here.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import typer.core
+import typer.main
 
-from rlhf_cli.cli_data import data_app
-from rlhf_cli.cli_export import export
-from rlhf_cli.cli_label import add_label
-from rlhf_cli.cli_options import HELP_NAMES, InOrder, NumProcesses, Overrides, Quiet, exit_with
-from rlhf_cli.cli_plan import add_plan_command
-from rlhf_cli.cli_rm import rm_app
-from rlhf_cli.cli_runs import add_run_commands
-from rlhf_cli.cli_serve import add_serve_commands
+from rlhf_cli.commands.options import NumProcesses, Overrides, Quiet, SourceCommand
 from rlhf_cli.environment import set_up_process
+from rlhf_cli.printing import say
+from rlhf_cli.program import command
+
+
+class Lazy(NamedTuple):
+    """A command that is not imported yet."""
+
+    function: str
+    """Its file in `rlhf_cli/commands/` and the function in it."""
+    help: str
+    """Its line in the list of commands, which is the first of the function's docstring."""
+    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand
+
+
+COMMANDS: dict[str, dict[str, Lazy | None]] = {
+    "rlhf": {
+        "sft": None,
+        "rm": None,
+        "ppo": None,
+        "plan": Lazy("plan.plan", "Compute memory, steps and hours of a run from its configs. No weights are loaded."),
+        "pipeline": Lazy(
+            "pipeline.pipeline", "Run the stages of a folder in order, skipping those that are up to date."
+        ),
+        "sweep": Lazy("sweep.sweep", "Run a folder's stages with several settings and seeds, and compare them."),
+        "status": Lazy("status.status", "Show which stages of a run are finished, out of date or unfinished."),
+        "watch": Lazy("watch.watch", "Show curves and the latest samples of runs in the terminal, until Ctrl-C."),
+        "eval": Lazy("eval.evaluate", "Measure the finished stages of a run on held-out data."),
+        "diagnose": Lazy(
+            "diagnose.diagnose",
+            "Name the stage of a run that is at fault, with the evidence and what to try. Nothing is trained.",
+        ),
+        "compare": Lazy("compare.compare", "Compare the PPO policies of several runs on the same prompts."),
+        "report": Lazy("report.report", "Write a page about one or several runs: curves, figures, samples, findings."),
+        "chat": Lazy("chat.chat", "Talk to a model that you trained. /help lists the commands of the conversation."),
+        "generate": Lazy("generate.generate", "Let a trained model respond to the prompts of a file.", SourceCommand),
+        "label": Lazy(
+            "label.label",
+            "Say which of two replies is better, with one key; writes preference rows for `rlhf rm`.",
+            SourceCommand,
+        ),
+        "serve": Lazy("serve_model.serve_command", "Serve a trained model with OpenAI's API: chat and completions."),
+        "push": Lazy(
+            "push.push",
+            "Upload a trained model with its card to the Hugging Face hub. Shows what it would upload without --yes.",
+        ),
+        "merge": Lazy("merge.merge", "Merge LoRA adapters into plain weights (stages with lora.save: adapter)."),
+        "export": Lazy("export.export", "Write a trained model for other programs, and measure what that cost."),
+        "doctor": Lazy("doctor.doctor", "Check this machine and, if given, the integrity of a run's files."),
+        "init": Lazy("init.init", "Write configs, sample data and a reward function to start from."),
+        "data": None,
+        "config": None,
+    },
+    "rm": {
+        "serve": Lazy(
+            "serve.serve_command", "Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."
+        ),
+        "score": Lazy(
+            "rm_score.rm_score",
+            "Score the answers of a file with a reward model; of pairs, show good beside bad.",
+            SourceCommand,
+        ),
+    },
+    "data": {
+        "check": Lazy(
+            "data_check.data_check",
+            "Show what a stage would read: counts, lengths, duplicates, leaks, labels, bad rows.",
+            SourceCommand,
+        ),
+        "show": Lazy(
+            "data_show.data_show",
+            "Show rows as the model sees them: prompt, answer, special tokens, learned tokens.",
+            SourceCommand,
+        ),
+        "convert": Lazy(
+            "data_convert.data_convert",
+            "Convert rows of any supported format into one file that a stage reads directly.",
+            SourceCommand,
+        ),
+        "generate": Lazy(
+            "data_generate.data_generate",
+            "Let a language model write prompts, demonstrations, several answers per prompt, or dialogues.",
+            SourceCommand,
+        ),
+        "score": Lazy(
+            "data_score.data_score",
+            "Let a language model judge answers: a score for each, or the better of two.",
+            SourceCommand,
+        ),
+    },
+    "config": {
+        "check": Lazy("config.check", "Read config files and report every mistake."),
+        "show": Lazy("config.show", "Print a config with every default filled in."),
+        "docs": Lazy("config.docs", "Explain a key, or every key of a section."),
+        "schema": Lazy("config.schema", "Print the JSON Schema of a stage's config, for completion in editors."),
+    },
+}
+"""The commands of each group in the order of use. None: a stage or a group, which is below."""
+
+USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
+"""What typer raises for a mistake on the command line. typer has its own copy of click, and exports only some names."""
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """Lists commands without importing them, and prints a mistake on the command line as one line."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        listed = COMMANDS[str(self.name)].items()
+        self.commands = {
+            name: typer.core.TyperCommand(name, help=lazy.help) if lazy else self.commands[name]
+            for name, lazy in listed
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        lazy = COMMANDS[str(self.name)].get(name or "")
+        return name, imported(str(name), lazy) if lazy else found, rest
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with one_line():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line():
+            return super().invoke(ctx)
+
+
+@functools.cache
+def imported(name: str, lazy: Lazy) -> Any:
+    """The command behind an entry of COMMANDS. The errors of its function become an exit code."""
+    module, _, function = lazy.function.partition(".")
+    work = getattr(importlib.import_module(f"rlhf_cli.commands.{module}"), function)
+
+    @functools.wraps(work)
+    def run(*args: Any, **kwargs: Any) -> None:
+        exit_with(lambda: work(*args, **kwargs))
+
+    app = typer.Typer(add_completion=False)
+    app.command(name, cls=lazy.cls)(run)
+    return typer.main.get_command(app)
+
+
+def exit_with(work: Callable[[], object]) -> None:
+    """Run a command's work. An expected error becomes one line on stderr, and the exit code says what happened."""
+    from rlhf_cli.training.launch import exit_code
+
+    if code := exit_code(work):
+        raise typer.Exit(code)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # the name is too long
+        return False
+
+
+class FileOrCommand(LazyGroup):
+    """`rlhf rm`: takes the stage's file like `rlhf sft` does, and has the commands `serve` and `score` besides."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        skip = False
+        for index, argument in enumerate(args):
+            if skip or argument.startswith("-"):
+                skip = not skip and argument in ("--config", "--set")
+                continue
+            is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or _is_file(argument)
+            if argument not in self.commands and is_file:
+                if "--config" in args:
+                    raise typer.BadParameter("give FILE or --config, not both", ctx=ctx)
+                args = [*args[:index], "--config", argument, *args[index + 1 :]]
+            break
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="rlhf",
-    cls=InOrder,
+    cls=LazyGroup,
     help="From raw text to an aligned language model: SFT, reward model, PPO.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings=HELP_NAMES,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Check, show and explain config files.", no_args_is_help=True)
-app.command()(export)
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
+rm_app = typer.Typer(
+    cls=FileOrCommand, invoke_without_command=True, subcommand_metavar="[FILE] | serve MODEL | score MODEL FILE"
+)
+data_app = typer.Typer(
+    cls=LazyGroup, help="Check data, convert it, and write it with a language model.", no_args_is_help=True
+)
+config_app = typer.Typer(cls=LazyGroup, help="Check, show and explain config files.", no_args_is_help=True)
 app.add_typer(rm_app, name="rm")
+app.add_typer(data_app, name="data")
+app.add_typer(config_app, name="config")
+
+# --------------------------------------------------------------------------------------------- the stages
 
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
 Config = Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)]
 Restart = Annotated[bool, typer.Option("--restart", help="Run again, even if finished and unchanged.")]
-StageName = Annotated[
-    str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
-]
 
 
 @app.command()
@@ -89,178 +264,12 @@ def ppo(
     _stage("ppo", _one_file(file, config), overrides, restart, quiet, nproc)
 
 
-@app.command()
-def pipeline(
-    directory: Annotated[Path, typer.Argument(help="A folder with sft.yaml, rm.yaml and ppo.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="[STAGE:]KEY=VALUE",
-            help="Override a key in every file, or in the file of one stage (ppo:seed=1). Repeatable.",
-        ),
-    ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Run every stage again.")] = False,
-    quiet: Quiet = False,
-    nproc: NumProcesses = 1,
-) -> None:
-    """Run the stages of a folder in order, skipping those that are up to date."""
-
-    def work() -> None:
-        from rlhf_cli.commands.pipeline import run_pipeline
-
-        run_pipeline(directory, overrides or [], _load_stage, restart=restart, quiet=quiet, num_processes=nproc)
-
-    exit_with(work)
-
-
-@app.command()
-def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file of the sweep (docs/evaluation.md).")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what each would do.")] = False,
-    quiet: Quiet = False,
-) -> None:
-    """Run a folder's stages with several settings and seeds, and compare them."""
-
-    def work() -> None:
-        from rlhf_cli.commands.sweep import run_sweep
-
-        run_sweep(file, _load_stage, dry_run=dry_run, quiet=quiet)
-
-    exit_with(work)
-
-
-@app.command()
-def status(
-    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
-) -> None:
-    """Show which stages of a run are finished, out of date or unfinished."""
-
-    def work() -> None:
-        from rlhf_cli.commands.status import show_status
-
-        show_status(directory)
-
-    exit_with(work)
-
-
-add_run_commands(app)
-add_label(app)
-add_plan_command(app)
-add_serve_commands(app)
-
-
-@app.command()
-def doctor(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A run's directory, or that of one stage, to check as well.")
-    ] = None,
-) -> None:
-    """Check this machine and, if given, the integrity of a run's files."""
-
-    def work() -> None:
-        from rlhf_cli.commands.doctor import examine
-
-        examine(directory)
-
-    exit_with(work)
-
-
-@app.command()
-def init(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")],
-    template: Annotated[
-        Literal["support", "sentiment", "hh", "stories", "blank"],
-        typer.Option("--from", help="The example to start from. support and blank run without the hub."),
-    ] = "support",
-) -> None:
-    """Write configs, sample data and a reward function to start from."""
-
-    def work() -> None:
-        from rlhf_cli.commands.init import initialize
-
-        initialize(directory, template)
-
-    exit_with(work)
-
-
-@config_app.command("check")
-def config_check(
-    files: Annotated[list[Path], typer.Argument(help="YAML files, or folders with YAML files.")],
-    stage: StageName = None,
-    overrides: Overrides = None,
-) -> None:
-    """Read config files and report every mistake."""
-
-    def work() -> None:
-        from rlhf_cli.commands.config import check
-
-        check(files, stage, overrides or [])
-
-    exit_with(work)
-
-
-@config_app.command("show")
-def config_show(
-    file: Annotated[Path, typer.Argument(help="A YAML file.")],
-    stage: StageName = None,
-    overrides: Overrides = None,
-) -> None:
-    """Print a config with every default filled in."""
-
-    def work() -> None:
-        from rlhf_cli.commands.config import show
-
-        show(file, stage, overrides or [])
-
-    exit_with(work)
-
-
-def _config_keys(incomplete: str) -> list[str]:
-    """The keys that begin with a text, for completion in the shell."""
-    from rlhf_cli.commands.config_docs import all_keys
-
-    return [key for key in all_keys() if key.startswith(incomplete)]
-
-
-@config_app.command("docs")
-def config_docs(
-    key: Annotated[
-        str,
-        typer.Argument(help="A stage, a section or a key: ppo, ppo.rollout, rm.loss.", autocompletion=_config_keys),
-    ],
-) -> None:
-    """Explain a key, or every key of a section."""
-
-    def work() -> None:
-        from rlhf_cli.commands.config_docs import show_docs
-
-        show_docs(key)
-
-    exit_with(work)
-
-
-@config_app.command("schema")
-def config_schema(
-    stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None,
-) -> None:
-    """Print the JSON Schema of a stage's config, for completion in editors."""
-
-    def work() -> None:
-        from rlhf_cli.commands.config import schema
-
-        schema(stage)
-
-    exit_with(work)
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         from rlhf_cli import __version__
-        from rlhf_cli.printing import say
 
         say(__version__)
         raise typer.Exit
@@ -278,48 +287,68 @@ def _one_file(file: Path | None, config: Path | None) -> Path:
 
 def _stage(stage: str, config: Path, overrides: list[str] | None, restart: bool, quiet: bool, nproc: int) -> None:
     def work() -> None:
-        from rlhf_cli.training.launch import run_stage
+        from rlhf_cli.training.launch import load_stage, run_stage
 
-        run_stage(
-            stage,
-            lambda: _load_stage(stage),
-            config,
-            overrides or [],
-            restart=restart,
-            quiet=quiet,
-            num_processes=nproc,
-        )
+        load = functools.partial(load_stage, stage)
+        run_stage(stage, load, config, overrides or [], restart=restart, quiet=quiet, num_processes=nproc)
 
     exit_with(work)
 
 
-def _load_stage(stage: str) -> Callable[..., None]:
-    """Import the `run` of a stage. Other projects use the name `stages` too, so only the one beside this package
-    is accepted."""
-    import gc
-    import importlib
-    import importlib.util
+# ------------------------------------------------------------------------------- mistakes on the command line
 
-    import rlhf_cli
-    from rlhf_cli.errors import ConfigError
 
-    spec = importlib.util.find_spec("stages")
-    ours = Path(rlhf_cli.__file__).resolve().parent.parent / "stages" / "__init__.py"
-    other = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-    if other != ours:
-        raise ConfigError(
-            f"Python finds another package 'stages' ({other}) before rlhf's own ({ours}). "
-            "Uninstall it, or run the command from another directory"
-        )
-    # The import creates several hundred thousand objects that stay. Scanning them again and again would take the
-    # garbage collector a third of the import's time. Frozen objects are not scanned during the run either.
-    gc.disable()
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Print a mistake on the command line as one line on stderr, and exit with code 2."""
     try:
-        run: Callable[..., None] = importlib.import_module(f"stages.{stage}").run
-    finally:
-        gc.enable()
-    gc.freeze()
-    return run
+        yield
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `rlhf data` alone prints its help
+            raise
+        say(f"error: {sentence(error)}. Run: {help_of(error.ctx)}", error=True)
+        raise typer.Exit(2) from None
+
+
+def sentence(error: Any) -> str:
+    """What is wrong, without the period at the end: `--port: 99999, must be less than or equal to 65535`."""
+    if not isinstance(error, typer.BadParameter):
+        return str(error.format_message()).removesuffix(".")
+    name = error.param_hint or (name_of(error.param) if error.param is not None else None)
+    text = error.message.removesuffix(".").removeprefix("Value error, ")
+    if type(error).__name__ == "MissingParameter":
+        text = "is required"
+    if text.startswith("Input should be "):
+        text = f"{value_of(error)}must be {text.removeprefix('Input should be ')}"
+    if " is not one of " in text:
+        value, _, names = text.partition(" is not one of ")
+        shown = str(getattr(error.param, "metavar", None) or "")  # may leave out a name with an error of its own
+        names = shown[1:-1].replace("|", ", ") if shown.startswith("[") else names.replace("'", "")
+        text = f"{value} is not one of {names}"
+    return f"{name}: {text}" if name else text
+
+
+def name_of(param: Any) -> str:
+    """How the user writes a parameter: the long form of an option, the placeholder of an argument."""
+    if param.param_type_name == "option":
+        return str(max(param.opts, key=len))
+    return str(param.metavar or param.name.upper())
+
+
+def value_of(error: Any) -> str:
+    """The refused value and a comma; "" if typer does not say which one it was."""
+    cause = error.__cause__
+    values = [each.get("input") for each in cause.errors()] if cause is not None and hasattr(cause, "errors") else []
+    return f"{values[0]}, " if values and isinstance(values[0], str | int | float) else ""
+
+
+def help_of(context: Any) -> str:
+    """The command that prints the help of the command in which the mistake is."""
+    names: list[str] = []
+    while context is not None and context.parent is not None:
+        names.insert(0, str(context.info_name))
+        context = context.parent
+    return command(*names, "-h")
 
 
 def main() -> None:

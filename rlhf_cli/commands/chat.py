@@ -8,21 +8,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.cells import cell_len
 from rich.live import Live
 from rich.table import Table
 
-from rlhf_cli.commands.chat_words import Words
+from rlhf_cli.commands.options import WhereToRun, WritingStage
 from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
-from rlhf_cli.printing import say
+from rlhf_cli.printing import printable, say
 
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.conversation import ChatModel, Drawing, Reply
@@ -38,22 +41,26 @@ HELP = """\
 /exit               end, as Ctrl-D does
 Write // for a message that begins with /. End a line with \\ to continue on the
 next one."""
+LONGEST_WORD = 20
+"""Columns after which a word is printed before its end: some languages write without spaces."""
 
 
 def chat(
-    directory: str,
-    stage: str | None,
-    *,
-    compare: bool,
-    seed: int,
-    device: str,
-    temperature: float | None,
-    max_new_tokens: int | None,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
+    stage: WritingStage = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="sft and ppo answer side by side, with the score of each reward.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply. The run's own by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the replies.")] = 0,
+    device: WhereToRun = "auto",
 ) -> None:
-    """Answer the messages of stdin until it ends.
-
-    Raises UserError for a directory without such models, ConfigError at the end of a pipe of which a line failed.
-    """
+    """Talk to a model that you trained. /help lists the commands of the conversation."""
     from rlhf_cli.evaluation.conversation import Drawing, open_comparison, open_models
 
     if compare and stage is not None:
@@ -361,3 +368,45 @@ def _whole_number(name: str, value: str, *, least: int) -> int:
     if not value.isdecimal() or int(value) < least:
         raise ConfigError(f"/set {name}: {value!r} is not a whole number of at least {least}")
     return int(value)
+
+
+class Words:
+    """Prints a growing text word by word, so that no word is broken at the right edge of the terminal."""
+
+    def __init__(self, width: int | None):
+        """width: columns of the terminal; None does not break lines."""
+        self.width = width
+        self.taken = 0
+        self.word = ""
+        self.column = 0
+
+    def grow(self, text: str) -> None:
+        """The whole text so far."""
+        pieces = re.findall(r"\S+|\s", self.word + text[self.taken :])
+        self.taken = max(self.taken, len(text))
+        is_open = pieces and not pieces[-1].isspace() and cell_len(pieces[-1]) < LONGEST_WORD
+        self.word = pieces.pop() if is_open else ""
+        for piece in pieces:
+            self._put(piece)
+
+    def end(self) -> None:
+        """The text is complete."""
+        if self.word:
+            self._put(self.word)
+        if self.taken:
+            say("", flush=True)
+
+    def _put(self, piece: str) -> None:
+        if piece == "\n":
+            self.column = 0
+            say("")
+            return
+        piece = piece.replace("\t", "    ")
+        cells = cell_len(printable(piece))
+        if self.width is not None and self.column and self.column + cells > self.width:
+            say("")
+            self.column = 0
+            if piece.isspace():
+                return
+        say(piece, end="", flush=True)
+        self.column += cells

@@ -1,30 +1,50 @@
-"""`rlhf config check`, `show` and `schema`, without importing torch. `config_docs` has `rlhf config docs`."""
+"""`rlhf config check`, `show`, `docs` and `schema`, without importing torch."""
 
 from __future__ import annotations
 
+import difflib
 import json
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rlhf_cli.commands.options import Overrides
 from rlhf_cli.commands.pipeline import require_lora
+from rlhf_cli.config.annotations import alternatives, fields_of, options_of, tag_values
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
+from rlhf_cli.config.explain import KEY_SYNONYMS
 from rlhf_cli.config.loader import config_schema, dump_config
+from rlhf_cli.config.quoting import plain
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import say
 
+StageName = Annotated[
+    str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
+]
+MAX_WIDTH = 100
 
-def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) -> None:
-    """Print a line for each valid file. Raise one ConfigError with every mistake of all files.
 
-    Adapters are checked against their model, if that is on this machine or another file of the folder describes it.
-    """
+def check(
+    files: Annotated[list[Path], typer.Argument(help="YAML files, or folders with YAML files.")],
+    stage: StageName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Read config files and report every mistake."""
     problems, loaded = [], list[tuple[Path, str, Stage]]()
     for file in _expand(files):
         try:
             name = stage_of(file, stage)
-            loaded.append((file, name, load_stage_config(name, file, overrides)))
+            loaded.append((file, name, load_stage_config(name, file, overrides or [])))
         except ConfigError as error:
             problems.append(str(error))
     for file, name, config in loaded:
@@ -39,14 +59,20 @@ def check(files: Sequence[Path], stage: str | None, overrides: Sequence[str]) ->
         raise ConfigError("\n".join(problems))
 
 
-def show(file: Path, stage: str | None, overrides: Sequence[str]) -> None:
-    """Print the resolved config as YAML."""
+def show(
+    file: Annotated[Path, typer.Argument(help="A YAML file.")],
+    stage: StageName = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a config with every default filled in."""
     # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.
-    sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides)))
+    sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])))
 
 
-def schema(stage: str | None) -> None:
-    """Print the JSON Schema of a stage, or of all stages by name."""
+def schema(
+    stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None,
+) -> None:
+    """Print the JSON Schema of a stage's config, for completion in editors."""
     if stage is not None:
         say(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
     else:
@@ -61,3 +87,167 @@ def _expand(files: Sequence[Path]) -> list[Path]:
             raise ConfigError(f"{file}: contains no .yaml file")
         found += inside or [file]
     return found
+
+
+# ------------------------------------------------------------------------------------------- docs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a stage's config."""
+
+    keys: tuple[str, ...]
+    """The path in the YAML file. For rewards it includes the type: ("rewards", "http", "url")."""
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.keys)
+
+
+def _keys_from(incomplete: str) -> list[str]:
+    """The keys that begin with a text, for completion in the shell."""
+    return [key for key in all_keys() if key.startswith(incomplete)]
+
+
+def docs(
+    key: Annotated[
+        str,
+        typer.Argument(help="A stage, a section or a key: ppo, ppo.rollout, rm.loss.", autocompletion=_keys_from),
+    ],
+) -> None:
+    """Explain a key, or every key of a section."""
+    # `rm.loss` begins with a stage. Without one (`loss`, `rollout.top_p`) the first stage that has the key is used.
+    chosen = _chosen(tuple(part for part in key.strip().split(".") if part))
+    if not chosen:
+        raise ConfigError(f"{key}: no such key{_similar(key)}")
+    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    say("\n\n".join(_text(stage, entry, width) for stage, entry in chosen))
+
+
+def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Entry]:
+    """Every key of a schema: a section first, then the keys below it."""
+    for name, field in schema.model_fields.items():
+        keys = (*above, name)
+        yield Entry(keys, field)
+        for label, section in _sections(field):
+            yield from entries(section, (*keys, *label))
+
+
+def all_keys() -> list[str]:
+    """The dotted keys of all stages, each behind the name of its stage, without repetition."""
+    names = (".".join((stage, *entry.keys)) for stage, schema in CONFIGS.items() for entry in entries(schema))
+    return list(dict.fromkeys([*CONFIGS, *names]))
+
+
+def _sections(field: FieldInfo) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
+    """The sections that a field can hold, directly or in a list or mapping, with their `type` if there are several."""
+    members, tag = alternatives(Annotated[field.annotation, field])
+    if len(members) == 1 and get_origin(members[0]) in (list, dict):
+        members, tag = alternatives(get_args(members[0])[-1])
+    sections = [alternatives(member)[0][0] for member in members if fields_of(alternatives(member)[0][0])]
+    if tag is None:
+        return [((), section) for section in sections]
+    return [((str(tag_values(section, tag)[0]),), section) for section in sections]
+
+
+def _chosen(keys: tuple[str, ...]) -> list[tuple[str, Entry]]:
+    """The entries at and below a path. A stage's name alone means all of its keys."""
+    if not keys:
+        return []
+    stages = [keys[0]] if keys[0] in CONFIGS else list(CONFIGS)
+    below_stage = [(stages[0], keys[1:])] if keys[0] in CONFIGS else []
+    for stage, path in [*below_stage, *((stage, keys) for stage in CONFIGS)]:
+        found = [entry for entry in entries(CONFIGS[stage]) if entry.keys[: len(path)] == path]
+        if found:
+            return [(stage, entry) for entry in found]
+    return []
+
+
+def _text(stage: str, entry: Entry, width: int) -> str:
+    """An entry as text: its name, its type and default, its documentation."""
+    facts = _type(entry.field.annotation, entry.field.metadata)
+    facts += f"; {_default(entry.field)}"
+    doc = " ".join((entry.field.description or "").split())
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(facts), *wrap.wrap(doc)]
+    if _sections(entry.field):
+        about = " ".join((_sections(entry.field)[0][1].__doc__ or "").split())
+        if len(_sections(entry.field)) == 1 and about != doc:
+            lines += wrap.wrap(about)
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        return "optional"
+    if isinstance(default, list | tuple) and any(isinstance(item, BaseModel) for item in default):
+        items = ", ".join(f"{{type: {getattr(item, 'type', '')}}}" for item in default)
+        return f"default [{items}]"
+    return f"default {plain(list(default) if isinstance(default, tuple) else default)}"
+
+
+def _type(kind: Any, metadata: list[Any]) -> str:
+    """The values that an annotation allows, in words."""
+    if get_origin(kind) is Annotated:
+        inner, *notes = get_args(kind)
+        extra = [note for item in notes for note in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _type(inner, [*extra, *metadata])
+    if get_origin(kind) not in (Union, UnionType):
+        return _one_type(kind, metadata)
+    words = dict.fromkeys(_one_type(member, metadata) for member in get_args(kind) if member is not NoneType)
+    return " or ".join([*words, *(["null"] if NoneType in get_args(kind) else [])])
+
+
+def _one_type(kind: Any, metadata: list[Any]) -> str:
+    if get_origin(kind) is Annotated:
+        return _type(kind, metadata)
+    if get_origin(kind) is Literal:
+        options = [plain(option) for option in options_of(kind)]
+        return options[0] if len(options) == 1 else "one of " + ", ".join(options)
+    if get_origin(kind) is list:
+        return f"a list {_items(get_args(kind)[0])}"
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))}, each {_type(get_args(kind)[0], [])}"
+    if get_origin(kind) is dict or fields_of(kind):
+        return "a mapping"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "any value") + _bounds(metadata)
+
+
+def _items(kind: Any) -> str:
+    """The items of a list, in words that follow "a list"."""
+    item = _type(kind, [])
+    if item in ("a mapping", "text"):
+        return f"of {item.removeprefix('a ')}s"
+    for number in ("number", "whole number"):
+        if item.startswith(f"a {number}"):
+            return f"of {number}s{item.removeprefix(f'a {number}')}"
+    return f"whose items are each {item}"
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """The limits of a number, in words."""
+    words = (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most"))
+    limits = [f"{word} {getattr(note, name):g}" for note in metadata for name, word in words if hasattr(note, name)]
+    return f" {' and '.join(limits)}" if limits else ""
+
+
+def _similar(key: str) -> str:
+    """The key most like ``key``, as the end of a message."""
+    names: dict[str, str] = {}
+    for stage, schema in CONFIGS.items():
+        for entry in entries(schema):
+            full = f"{stage}.{entry.name}"
+            for name in (full, entry.name, f"{stage}.{entry.keys[-1]}", entry.keys[-1]):
+                names.setdefault(name, full)
+    head, _, last = key.rpartition(".")
+    synonym = KEY_SYNONYMS.get(last.lower())
+    wanted = [f"{head}.{synonym}".lstrip("."), synonym] if synonym else []
+    close = [name for name in wanted if name in names] or difflib.get_close_matches(key, names, n=1)
+    if not close:
+        return f". List all keys of a stage with: rlhf config docs {' | '.join(CONFIGS)}"
+    return f"; did you mean {names[close[0]]}?"

@@ -10,12 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_count import Check
 from rlhf_cli.commands.data_measure import InTokens, encoder_of, in_words
 from rlhf_cli.commands.data_report import figures, new_console, print_bad_rows, print_figures
+from rlhf_cli.commands.options import (
+    ConfigOrNone,
+    For,
+    Format,
+    ForOrNone,
+    Keys,
+    SourceOrConfigSet,
+    SourceOrNone,
+    Tokenizer,
+    source_of,
+)
 from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
@@ -23,11 +36,8 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.console import Console
 from rlhf_cli.data.encode import Limits
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_purpose, rm_rows, sft_rows
-from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.printing import say
-
-For = Literal["sft", "rm", "rm-scores", "ppo"]
-
 
 # ----------------------------------------------------------------------------------------- which rows to read
 
@@ -69,7 +79,61 @@ def rows_of_config(path: Path, stage: str | None, overrides: Sequence[str]) -> t
     return [rows for rows in found if rows is not None], str(folder) if is_there else None
 
 
+def parts_of(
+    path: str | None,
+    config: Path | None,
+    for_: For | None,
+    overrides: list[str] | None,
+    format: str | None,
+    keys: list[str] | None,
+    of_source: dict[str, Any],
+) -> tuple[list[StageRows], str | None]:
+    """The rows that a command line names, and the tokenizer of its config.
+
+    of_source: the values of further options that a config has keys for: `--max-length` and `--test`.
+    Raises ConfigError unless it names either a source or a config.
+    """
+    if (path is None) == (config is None):
+        raise ConfigError("give either SOURCE and --for, or --config")
+    if config is not None:
+        for option, value in {"--key": keys, "--format": format, **of_source}.items():
+            if value is not None:
+                raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
+        return rows_of_config(config, "rm" if for_ == "rm-scores" else for_, overrides or [])
+    if for_ is None:
+        raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
+    assert path is not None
+    source = source_of(path, overrides, format, keys)
+    limits = {option[2:].replace("-", "_"): value for option, value in of_source.items()}
+    return [rows_of_source(source, for_, **limits)], None
+
+
 # -------------------------------------------------------------------------------------------- the command
+
+
+def data_check(
+    path: SourceOrNone = None,
+    for_: ForOrNone = None,
+    config: ConfigOrNone = None,
+    overrides: SourceOrConfigSet = None,
+    tokenizer: Tokenizer = None,
+    max_length: Annotated[int | None, typer.Option("--max-length", min=1, help="Count rows longer than this.")] = None,
+    test: Annotated[
+        str | None,
+        typer.Option("--test", metavar="FILE", help="Held-out rows. Reports prompts that are in both files."),
+    ] = None,
+    format: Format = None,
+    keys: Keys = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a stage would read: counts, lengths, duplicates, leaks, labels, bad rows.
+
+    Exit code 0: every row can be read. 1: some rows cannot. 2: the source or an option is wrong.
+    """
+
+    of_source = {"--test": test, "--max-length": max_length}
+    parts, found = parts_of(path, config, for_, overrides, format, keys, of_source)
+    check_data(parts, tokenizer or found, as_json=as_json)
 
 
 def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_json: bool) -> None:

@@ -18,8 +18,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from rlhf_cli.commands.data_check import rows_of_source
+from rlhf_cli.commands.options import For, Format, Keys, OnBadRow, Quiet, Source, SourceSet, source_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
@@ -39,12 +43,22 @@ BATCH = 1000
 OURS = ("prompt", "messages", "text", "response", "chosen", "rejected", "answers", "score", "label")
 
 
-def convert(part: StageRows, out: Path, keep: Sequence[str], *, quiet: bool = False) -> None:
-    """Write the rows of `part` to `out`, with the columns `keep` copied unchanged.
-
-    Raises ConfigError if `out` exists or has another ending, DataError for a bad row unless bad rows are skipped, and
-    ArtifactError if the file cannot be written.
-    """
+def data_convert(
+    path: Source,
+    for_: Annotated[For, typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.")],
+    out: Annotated[Path, typer.Option("--out", help="The .jsonl, .jsonl.gz or .parquet file to write.")],
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", metavar="COLUMN", help="Copy a column unchanged. Repeatable.")
+    ] = None,
+    on_bad_row: OnBadRow = "error",
+    overrides: SourceSet = None,
+    format: Format = None,
+    keys: Keys = None,
+    quiet: Quiet = False,
+) -> None:
+    """Convert rows of any supported format into one file that a stage reads directly."""
+    keep = keep or []
+    part = rows_of_source(source_of(path, overrides, format, keys), for_, on_bad_row=on_bad_row)
     if not out.name.lower().endswith(ENDINGS):
         raise ConfigError(f"--out: {out}: must end in {', '.join(ENDINGS)}")
     if out.is_symlink() or out.exists():

@@ -9,11 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from rlhf_cli.commands.dialogues import USER_TEMPLATE, write_dialogues
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
-from rlhf_cli.commands.output import OnBadRow, data_digest, each_item, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.options import (
+    ApiKeyEnv,
+    BatchSize,
+    Concurrency,
+    Device,
+    Format,
+    KeepSpecial,
+    Keys,
+    MaxNewTokens,
+    Model,
+    Num,
+    OnBadRow,
+    Out,
+    Quiet,
+    RestartOut,
+    Retries,
+    Seed,
+    Server,
+    Source,
+    SourceSet,
+    Temperature,
+    Template,
+    Timeout,
+    TopP,
+    source_of,
+)
+from rlhf_cli.commands.output import data_digest, each_item, items, prompt_column, refuse_own_output
 from rlhf_cli.commands.output_files import Dropped, Outcome, Output, OutputRow
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.config.data import DataSource
@@ -40,6 +68,81 @@ NUM_ASKED = 5
 """`{num}` of that template: prompts that one answer is asked for."""
 MAX_FRUITLESS = 10
 """Stop after this many consecutive batches of answers without a new prompt."""
+
+
+NumSamples = Annotated[int, typer.Option("--samples", min=2, help="Answers per prompt (with --task samples).")]
+NumTurns = Annotated[int, typer.Option("--turns", min=1, help="Maximum answers per dialogue (with --task dialogues).")]
+UserModel = Annotated[
+    str | None, typer.Option("--user-model", help="The model that plays the user of a dialogue. By default --model.")
+]
+UserServer = Annotated[str | None, typer.Option("--user-server", help="Base URL of the user model's server.")]
+UserApiKeyEnv = Annotated[
+    str | None, typer.Option("--user-api-key-env", metavar="NAME", help="As --api-key-env, for --user-server.")
+]
+NumSeeds = Annotated[int, typer.Option("--seeds", min=1, help="Example prompts per request (with --task prompts).")]
+Similarity = Annotated[
+    float,
+    typer.Option(
+        "--similarity", min=0.01, max=1.0, help="Reject a prompt that shares this much of its words with another."
+    ),
+]
+
+
+def data_generate(
+    path: Source,
+    task: Annotated[Task, typer.Option("--task", help="What to write.")],
+    out: Out,
+    model: Model,
+    server: Server = None,
+    api_key_env: ApiKeyEnv = None,
+    template: Template = None,
+    num: Num = None,
+    samples: NumSamples = 4,
+    turns: NumTurns = 3,
+    user_model: UserModel = None,
+    user_server: UserServer = None,
+    user_api_key_env: UserApiKeyEnv = None,
+    seeds: NumSeeds = 3,
+    similarity: Similarity = 0.7,
+    temperature: Temperature = 1.0,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = 0,
+    batch_size: BatchSize = 16,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    retries: Retries = 5,
+    device: Device = "auto",
+    keep_special: KeepSpecial = False,
+    overrides: SourceSet = None,
+    format: Format = None,
+    keys: Keys = None,
+    on_bad_row: OnBadRow = "error",
+    restart: RestartOut = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let a language model write prompts, demonstrations, several answers per prompt, or dialogues."""
+
+    sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
+    options = WriterOptions(
+        model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
+    )
+    generate(
+        source_of(path, overrides, format, keys),
+        task,
+        out,
+        options,
+        template=template,
+        num=num,
+        num_samples=samples,
+        num_turns=turns,
+        user=options.for_user(user_model, user_server, user_api_key_env),
+        num_seeds=seeds,
+        similarity=similarity,
+        on_bad_row=on_bad_row,
+        restart=restart,
+        quiet=quiet,
+    )
 
 
 def generate(

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
 from rlhf_cli.data.encode import Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder, Tokens
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of
-from rlhf_cli.models.heads import offer_classifier, reads_last_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +60,8 @@ class InTokens:
 
     def _lengths(self, seen: Seen, sequences: Sequence[Tokens]) -> tuple[int, list[int]]:
         """Tokens of the prompt, and of each answer."""
+        from rlhf_cli.data.answers import AnswerEncoder
+
         if self.purpose == "ppo":
             return len(sequences[0][0]), []
         if isinstance(self.encoder, AnswerEncoder):
@@ -78,6 +78,8 @@ def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -
     if rows.purpose in ("sft", "ppo"):
         require_eos(tokenizer, path)
         return DemonstrationEncoder(tokenizer, rows) if rows.purpose == "sft" else PromptEncoder(tokenizer, rows)
+    from rlhf_cli.data.answers import answer_encoder
+
     reads_last_token = _reads_last_token(path, tokenizer)
     if reads_last_token:
         require_eos(tokenizer, path)
@@ -88,6 +90,8 @@ def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a reward model on this backbone is causal. Its classifier is built without weights to find out."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rlhf_cli.models.heads import offer_classifier, reads_last_token
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

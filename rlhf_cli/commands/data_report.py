@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from rlhf_cli.algorithms.statistics import wilson_interval
+from rlhf_cli.algorithms.rates import wilson_interval
 from rlhf_cli.commands.data_count import MAX_EXAMPLES, Check, Side
 from rlhf_cli.console import Console
 from rlhf_cli.data.report import MANY_SKIPPED

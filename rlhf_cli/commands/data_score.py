@@ -12,9 +12,37 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rlhf_cli.commands.output import OnBadRow, data_digest, each_item, items, prompt_column, refuse_own_output
+import typer
+
+from rlhf_cli.commands.options import (
+    ApiKeyEnv,
+    BatchSize,
+    Concurrency,
+    Device,
+    Format,
+    KeepSpecial,
+    Keys,
+    MaxNewTokens,
+    Model,
+    Num,
+    OnBadRow,
+    Out,
+    Quiet,
+    RestartOut,
+    Retries,
+    Seed,
+    Server,
+    Source,
+    SourceSet,
+    Temperature,
+    Template,
+    Timeout,
+    TopP,
+    source_of,
+)
+from rlhf_cli.commands.output import data_digest, each_item, items, prompt_column, refuse_own_output
 from rlhf_cli.commands.output_files import Dropped, Outcome, Output, OutputRow
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.config.data import DataSource
@@ -80,6 +108,63 @@ class Unclear:
 
 
 # ------------------------------------------------------------------------------------------- the command
+
+
+def data_score(
+    path: Source,
+    out: Out,
+    model: Model,
+    server: Server = None,
+    api_key_env: ApiKeyEnv = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Choose the better of two answers; asks in both orders.")
+    ] = False,
+    template: Template = None,
+    lowest: Annotated[float, typer.Option("--min", help="The lowest score.")] = 0.0,
+    highest: Annotated[float, typer.Option("--max", help="The highest score.")] = 5.0,
+    attempts: Annotated[
+        int, typer.Option("--attempts", min=1, help="Maximum requests until the answer has a score.")
+    ] = 3,
+    ties: Annotated[Ties, typer.Option("--ties", help="With --compare: keep scores both 0.5.")] = "drop",
+    num: Num = None,
+    temperature: Temperature = 0.2,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 16,
+    seed: Seed = 0,
+    batch_size: BatchSize = 16,
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 120.0,
+    retries: Retries = 5,
+    device: Device = "auto",
+    keep_special: KeepSpecial = False,
+    overrides: SourceSet = None,
+    format: Format = None,
+    keys: Keys = None,
+    on_bad_row: OnBadRow = "error",
+    restart: RestartOut = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let a language model judge answers: a score for each, or the better of two."""
+
+    sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
+    options = WriterOptions(
+        model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
+    )
+    score(
+        source_of(path, overrides, format, keys),
+        out,
+        options,
+        compare=compare,
+        template=template,
+        lowest=lowest,
+        highest=highest,
+        attempts=attempts,
+        ties=ties,
+        num=num,
+        on_bad_row=on_bad_row,
+        restart=restart,
+        quiet=quiet,
+    )
 
 
 def score(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.text import Text
 
 from rlhf_cli.artifacts import model_directory
+from rlhf_cli.commands.data_check import parts_of
 from rlhf_cli.commands.data_report import is_unicode, new_console
+from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, SourceOrConfigSet, SourceOrNone, Tokenizer
 from rlhf_cli.config.data import Rows
 from rlhf_cli.console import Console
 from rlhf_cli.data.encode import (
@@ -53,23 +56,37 @@ class _Report(Report):
         self.bad.append(str(error))
 
 
-def show_data(part: StageRows, tokenizer_path: str | None, *, num: int, row: int | None) -> None:
-    """Print the first `num` training rows of a stage, or the one with the number `row` in messages.
-
-    Raises DataError if the requested row does not exist or cannot be read.
-    """
-    tokenizer = None
+def data_show(
+    path: SourceOrNone = None,
+    for_: ForOrNone = None,
+    config: ConfigOrNone = None,
+    overrides: SourceOrConfigSet = None,
+    tokenizer: Tokenizer = None,
+    num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of rows, from the first.")] = 3,
+    row: Annotated[
+        int | None, typer.Option("--row", min=1, help="Show the row with this number, as messages count rows.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", min=1, help="Maximum length of a row in tokens.")
+    ] = None,
+    format: Format = None,
+    keys: Keys = None,
+) -> None:
+    """Show rows as the model sees them: prompt, answer, special tokens, learned tokens."""
+    parts, tokenizer_path = parts_of(path, config, for_, overrides, format, keys, {"--max-length": max_length})
+    part, tokenizer_path = parts[0], tokenizer or tokenizer_path
+    loaded = None
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(model_directory(tokenizer_path))
-        require_eos(tokenizer, tokenizer_path)
+        loaded = load_tokenizer(model_directory(tokenizer_path))
+        require_eos(loaded, tokenizer_path)
         if part.template == "chat":
-            require_chat_template(tokenizer)
+            require_chat_template(loaded)
     screen = Screen(new_console(), part)
     if row is not None:
         screen.legend()
-        _show(screen, _numbered(screen, part, row), part, tokenizer)
+        _show(screen, _numbered(screen, part, row), part, loaded)
         return
     report = _Report()
     once = [source.model_copy(update={"weight": 1.0}) for source in part.rows.train]
@@ -82,7 +99,7 @@ def show_data(part: StageRows, tokenizer_path: str | None, *, num: int, row: int
             screen.legend()
         while report.bad:
             screen.bad(report.bad.pop(0))
-        _show(screen, record, part, tokenizer)
+        _show(screen, record, part, loaded)
 
 
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:

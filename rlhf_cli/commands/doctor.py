@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.text import Text
 
 from rlhf_cli.artifacts import MANIFEST, stage_directory
@@ -23,11 +25,12 @@ from rlhf_cli.printing import printable
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-def examine(directory: Path | None) -> None:
-    """Print a line for each check. Raises ArtifactError with the number of problems if there are any.
-
-    `directory` is an artifact directory, or the directory of one stage.
-    """
+def doctor(
+    directory: Annotated[
+        Path | None, typer.Argument(help="A run's directory, or that of one stage, to check as well.")
+    ] = None,
+) -> None:
+    """Check this machine and, if given, the integrity of a run's files."""
     if directory is not None and not directory.is_dir():
         raise ArtifactError(
             f"{directory}: no such directory. Give the `artifacts` directory of your configs, or a stage in it"

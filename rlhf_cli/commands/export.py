@@ -8,9 +8,12 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from rlhf_cli.artifacts import MANIFEST, model_directory, new_folder, require_new, stage_directory
+from rlhf_cli.commands.options import Device, Quiet, StageOfRun
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.files import digest_file
@@ -80,12 +83,33 @@ class Source:
         return f"{self.located.root.absolute().name}-{self.located.name.replace('/', '-')}"
 
 
-def export(directory: str, out: Path, stage: str | None, options: Options, *, quiet: bool = False) -> None:
-    """Write the model of a stage, or any model, as the folder `out`, which is complete or does not exist.
-
-    Raises ConfigError for options that do not fit together or need a program that is not installed, ArtifactError for
-    a stage that is not finished, and for an `out` that exists or cannot be written.
-    """
+def export(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any model.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    stage: StageOfRun = None,
+    format: Annotated[
+        Format,
+        typer.Option("--format", help="A Hugging Face model, LoRA adapters alone, or a GGUF file by llama.cpp."),
+    ] = "safetensors",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option("--dtype", help="Number format; that of the run's base model by default.", show_default=False),
+    ] = None,
+    quantize: Annotated[
+        Quantization | None,
+        typer.Option("--quantize", help="int8 and int4 by torchao, the others for GGUF.", show_default=False),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights; 5GB by default.")
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not compare the result with the original on held-out rows.")
+    ] = False,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Write a trained model for other programs, and measure what that cost."""
+    options = Options(format, dtype, quantize, max_shard_size, not no_check, device)
     options.require_fitting()
     source = source_of(directory, stage)
     require_new(out)

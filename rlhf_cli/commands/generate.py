@@ -12,15 +12,34 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from rlhf_cli.commands.data_score import with_columns
-from rlhf_cli.commands.output import OnBadRow, data_digest, each_item, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.options import (
+    ARGUMENTS,
+    SOURCE_HELP,
+    Device,
+    Format,
+    Keys,
+    NumProcesses,
+    OnBadRow,
+    Out,
+    Quiet,
+    RestartOut,
+    Seed,
+    SourceSet,
+    TopP,
+    WritingStage,
+    source_of,
+)
+from rlhf_cli.commands.output import data_digest, each_item, items, prompt_column, refuse_own_output
 from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.training.processes import is_first_worker
+from rlhf_cli.training.processes import is_first_worker, is_worker, run_again
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
@@ -29,7 +48,31 @@ if TYPE_CHECKING:
     from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
     from rlhf_cli.training.distributed import World
 
-Compared = Literal["base", "sft"]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        help="Longest response. The run's own by default; outside of a run 256, or what fits.",
+    ),
+]
+BestOf = Annotated[
+    int, typer.Option("--best-of", min=1, metavar="N", help="Sample N responses, write the best by score.")
+]
+PenaltyAlpha = Annotated[
+    float | None,
+    typer.Option("--penalty-alpha", min=0, max=1, help="Contrastive search among --top-k tokens (4)."),
+]
+Compared = Annotated[
+    Literal["base", "sft"] | None,
+    typer.Option("--compare", help="Also write the responses of this model of the run.", show_default=False),
+]
+Shard = Annotated[
+    str | None, typer.Option("--shard", metavar="I/N", help="Every Nth row from row I: one of N machines.")
+]
 
 
 @dataclass(frozen=True)
@@ -135,13 +178,66 @@ class _Plan:
 
 
 def generate(
+    context: typer.Context,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
+    prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help=SOURCE_HELP, show_default=False)],
+    out: Out,
+    stage: WritingStage = None,
+    compared: Compared = None,
+    temperature: Temperature = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the K most likely tokens.")] = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = None,
+    best_of: BestOf = 1,
+    reward_model: Annotated[
+        str | None,
+        typer.Option("--reward-model", metavar="DIR", help="Score with this model, not with the run's rewards."),
+    ] = None,
+    beams: Annotated[int, typer.Option("--beams", min=1, help="Beam search with this many beams.")] = 1,
+    penalty_alpha: PenaltyAlpha = None,
+    seed: Seed = 0,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Responses per batch.")] = 64,
+    shard: Shard = None,
+    nproc: NumProcesses = 1,
+    num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
+    device: Device = "auto",
+    overrides: SourceSet = None,
+    format: Format = None,
+    keys: Keys = None,
+    on_bad_row: OnBadRow = "error",
+    restart: RestartOut = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let a trained model respond to the prompts of a file."""
+
+    if nproc > 1 and not is_worker():
+        run_again(["generate", *context.meta[ARGUMENTS]], nproc)
+        return
+    sampling = (temperature, top_k, top_p, max_new_tokens)
+    write_responses(
+        directory,
+        source_of(prompts, overrides, format, keys),
+        out,
+        Options(*sampling, best_of, reward_model, beams, penalty_alpha, seed, batch_size, device),
+        stage=stage,
+        compare=compared,
+        shard=shard,
+        num=num,
+        on_bad_row=on_bad_row,
+        restart=restart,
+        quiet=quiet,
+        in_several_processes=nproc > 1,
+    )
+
+
+def write_responses(
     directory: str,
     source: DataSource,
     out: Path,
     options: Options,
     *,
     stage: str | None = None,
-    compare: Compared | None = None,
+    compare: str | None = None,
     shard: str | None = None,
     num: int | None = None,
     on_bad_row: OnBadRow = "error",
@@ -233,7 +329,7 @@ def _shard(shard: str | None) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------- what responds
 
 
-def _plan(directory: str, stage: str | None, compare: Compared | None, options: Options) -> _Plan:
+def _plan(directory: str, stage: str | None, compare: str | None, options: Options) -> _Plan:
     """Which models respond, and how; raises ConfigError or ArtifactError for a model that there is not."""
     from rlhf_cli.evaluation.generation import Decoding
     from rlhf_cli.evaluation.trained import RewardSet, find_model

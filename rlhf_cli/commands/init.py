@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Annotated, Any, Literal, assert_never
+
+import typer
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError
@@ -21,12 +23,14 @@ Files = dict[str, Callable[[], str]]
 """The files of a template: the name below the folder, and what writes the text."""
 
 
-def initialize(directory: Path, template: Template) -> None:
-    """Write the files of ``template`` into ``directory`` and print the command that runs them.
-
-    Raises:
-        ConfigError: if one of the files exists already, or the folder cannot be written. Nothing is overwritten.
-    """
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")],
+    template: Annotated[
+        Template,
+        typer.Option("--from", help="The example to start from. support and blank run without the hub."),
+    ] = "support",
+) -> None:
+    """Write configs, sample data and a reward function to start from."""
     files = _files(template)
     existing = [name for name in files if (directory / name).exists()]
     if existing:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
 
 
-def agreement(first: Path, second: Path) -> None:
+def show_agreement(first: Path, second: Path) -> None:
     """Print the agreement on the pairs that both files have.
 
     Each file has rows that say which of two answers is better: those of `rlhf label`, of a judge, or of a data set.

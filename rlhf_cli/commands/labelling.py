@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.commands.data_score import text_of
-from rlhf_cli.commands.output import OnBadRow, items, prompt_column
+from rlhf_cli.commands.options import OnBadRow
+from rlhf_cli.commands.output import items, prompt_column
 from rlhf_cli.commands.output_files import Dropped, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ArtifactError, DataError

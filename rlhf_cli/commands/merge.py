@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import typer
 
 from rlhf_cli.artifacts import is_adapter, model_directory, new_folder, require_new
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.printing import say
 
 
-def merge(directory: str, out: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
-    """Write the model at `directory` (adapters, or a finished stage) with its adapters merged, as the folder `out`.
-
-    The weights are written as `dtype`; `auto` is bfloat16 if the base model is, and float32 otherwise. The folder is
-    complete or does not exist. Raises ArtifactError if `directory` has no adapters or `out` exists.
-    """
+def merge(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A finished stage, or a directory of adapters.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option("--dtype", help="Number format of the weights: auto is bfloat16 if the base model is."),
+    ] = "auto",
+) -> None:
+    """Merge LoRA adapters into plain weights (stages with lora.save: adapter)."""
     path = model_directory(directory)
     if not is_adapter(path):
         raise ArtifactError(

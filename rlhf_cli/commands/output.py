@@ -15,9 +15,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlhf_cli.artifacts import fingerprint
+from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
     from rlhf_cli.training.distributed import World
 
-OnBadRow = Literal["error", "skip"]
 T = TypeVar("T")
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)

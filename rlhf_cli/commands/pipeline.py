@@ -6,8 +6,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
+from rlhf_cli.commands.options import NumProcesses, Quiet
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -17,25 +21,28 @@ from rlhf_cli.program import command, set_options
 from rlhf_cli.report import library
 from rlhf_cli.report.page import write_report
 from rlhf_cli.training.identity import require_files
-from rlhf_cli.training.launch import Run, explained, run_stage
+from rlhf_cli.training.launch import Run, explained, load_stage, run_stage
 from rlhf_cli.training.progress import Display
 
 
-def run_pipeline(
-    directory: Path,
-    overrides: Sequence[str],
-    load_stage: Callable[[str], Run],
-    *,
-    restart: bool = False,
-    quiet: bool = False,
-    num_processes: int = 1,
+def pipeline(
+    directory: Annotated[Path, typer.Argument(help="A folder with sft.yaml, rm.yaml and ppo.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="[STAGE:]KEY=VALUE",
+            help="Override a key in every file, or in the file of one stage (ppo:seed=1). Repeatable.",
+        ),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Run every stage again.")] = False,
+    quiet: Quiet = False,
+    nproc: NumProcesses = 1,
 ) -> None:
-    """Run those of `sft.yaml`, `rm.yaml` and `ppo.yaml` that `directory` has.
-
-    All configs are checked, and the files that they name looked up, before the first stage starts. A stage that is
-    finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the inputs of the
-    stages after it, so they run too.
-    """
+    """Run the stages of a folder in order, skipping those that are up to date."""
+    # A stage that is finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the
+    # inputs of the stages after it, so they run too.
+    overrides = overrides or []
     configs = {stage: directory / f"{stage}.yaml" for stage in STAGES if (directory / f"{stage}.yaml").is_file()}
     if not configs:
         raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
@@ -51,20 +58,20 @@ def run_pipeline(
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
     is_main = os.environ.get("RANK", "0") == "0"  # under torchrun every process runs this
     display = Display("pipeline", quiet=quiet, silent=not is_main)
-    nproc = ["--nproc", str(num_processes)] if num_processes > 1 else []
+    processes = ["--nproc", str(nproc)] if nproc > 1 else []
     ran = [
         stage
         for stage, path in configs.items()
         if run_stage(
             stage,
-            _loader(load_stage, stage, list(configs), display),
+            _loader(stage, list(configs), display),
             path,
             chosen[stage],
             restart=restart,
             quiet=quiet,
             # Without --restart, which would discard the checkpoints.
-            resume_with=command("pipeline", str(directory), *set_options(overrides), *nproc),
-            num_processes=num_processes,
+            resume_with=command("pipeline", str(directory), *set_options(overrides), *processes),
+            num_processes=nproc,
         )
     ]
     root = roots.pop()
@@ -156,7 +163,7 @@ def _require_configs_of(overrides: Sequence[str], configs: dict[str, Path], dire
             )
 
 
-def _loader(load_stage: Callable[[str], Run], stage: str, stages: Sequence[str], display: Display) -> Callable[[], Run]:
+def _loader(stage: str, stages: Sequence[str], display: Display) -> Callable[[], Run]:
     """A function that says which stage begins, and imports it."""
 
     def load() -> Run:

@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
@@ -30,24 +32,45 @@ for the error of this computation."""
 
 
 def plan(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    stage: str | None = None,
-    gpus: int | None = None,
-    gpu_memory: str | None = None,
-    processes: int | None = None,
-    per_node: int = 8,
-    tokens_per_s: float | None = None,
-    num_rows: int | None = None,
-    as_json: bool = False,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A stage's YAML file, or a folder of them.", show_default=False),
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, metavar="N", help="Plan for N GPUs.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 80GB.")
+    ] = None,
+    per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, metavar="N", help="GPUs of a machine.")] = 8,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, metavar="N", help="Processes on this machine.")] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option("--tokens-per-s", min=0.001, help="Speed of all processes, for the hours.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, metavar="N", help="Training rows of SFT and RM. Default: counted.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="[STAGE:]KEY=VALUE", help="Override a key of the files. Repeatable."),
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the plan of a config file or of a folder of stages."""
+    """Compute memory, steps and hours of a run from its configs. No weights are loaded.
+
+    Says for each phase what a process holds, whether it fits, and which changes make it fit.
+    """
+    if (file is None) == (config is None):
+        raise ConfigError("give one config: rlhf plan FILE, or rlhf plan --config FILE")
+    path = file if file is not None else config
+    assert path is not None
     memory = None if gpu_memory is None else size_of(gpu_memory)
     from rlhf_cli.plan.plan import machine_of, plan_of
 
-    machine = machine_of(gpus, memory, processes, per_node)
-    planned = plan_of(path, overrides, stage, machine, ROOM * machine.memory, tokens_per_s, num_rows)
+    machine = machine_of(gpus, memory, nproc, per_node)
+    planned = plan_of(path, overrides or [], stage, machine, ROOM * machine.memory, tokens_per_s, rows)
     if as_json:
         say(json.dumps({"machine": machine.name, "stages": [as_dict(one, machine) for one in planned]}, indent=2))
         return

@@ -11,9 +11,12 @@ import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from rlhf_cli.artifacts import is_adapter, require_intact, stage_directory
+from rlhf_cli.commands.options import StageOfRun
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
 from rlhf_cli.evaluation.locate import StageModel, is_model, locate
@@ -68,12 +71,14 @@ class Upload:
         return {**{name: self.folder / name for name in self.files}, **self.added}
 
 
-def push(directory: str, repo: str, stage: str | None, *, yes: bool, public: bool) -> None:
-    """Print what would be uploaded to the model repository `repo` and, with `yes`, upload it as one commit.
-
-    Raises ConfigError for an invalid name or a missing token, ArtifactError for an incomplete model or a secret in its
-    files, RunError if the hub refuses.
-    """
+def push(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="The repository on the hub: OWNER/NAME.")],
+    stage: StageOfRun = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Upload. Without it, only show what would be uploaded.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
+) -> None:
+    """Upload a trained model with its card to the Hugging Face hub. Shows what it would upload without --yes."""
     check_repository(repo)
     upload = collect(directory, stage)
     show(upload, repo, dry_run=not yes, public=public)

@@ -11,11 +11,27 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 from rlhf_cli.commands.data_score import text_of, with_columns
-from rlhf_cli.commands.output import OnBadRow, batched, items, prompt_column, refuse_own_output
+from rlhf_cli.commands.options import (
+    Device,
+    Format,
+    Keys,
+    Label,
+    OnBadRow,
+    Probability,
+    Quiet,
+    Raw,
+    RewardTemplate,
+    Source,
+    SourceSet,
+    source_of,
+)
+from rlhf_cli.commands.output import batched, items, prompt_column, refuse_own_output
 from rlhf_cli.commands.output_files import Dropped, OutputRow, json_line
 from rlhf_cli.commands.serve import Settings, as_reward
 from rlhf_cli.config.data import DataSource
@@ -32,6 +48,30 @@ CHUNK = 256
 """Rows scored at a time."""
 NUM_SHOWN = 3
 """Pairs that are shown side by side."""
+
+
+def rm_score(
+    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
+    path: Source,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The .jsonl file to write. Without it, stdout.", show_default=False)
+    ] = None,
+    num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
+    raw: Raw = False,
+    label: Label = None,
+    probability: Probability = False,
+    template: RewardTemplate = None,
+    device: Device = "auto",
+    overrides: SourceSet = None,
+    format: Format = None,
+    keys: Keys = None,
+    on_bad_row: OnBadRow = "error",
+    quiet: Quiet = False,
+) -> None:
+    """Score the answers of a file with a reward model; of pairs, show good beside bad."""
+
+    settings = Settings(model, raw=raw, label=label, probability=probability, template=template, device=device)
+    score_file(settings, source_of(path, overrides, format, keys), out, num=num, on_bad_row=on_bad_row, quiet=quiet)
 
 
 def score_file(

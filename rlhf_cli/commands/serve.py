@@ -14,14 +14,16 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from rlhf_cli.artifacts import reward_model_stage
+from rlhf_cli.commands.options import Device, Host, Label, Probability, Raw, RewardTemplate, TokenEnv
 from rlhf_cli.commands.serving import JSONLine, Refused, Server, address, bind, required_token
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
@@ -203,3 +205,25 @@ def serve(settings: Settings) -> None:
     server = start(settings)
     line = f"serving {settings.model} at {address(server.listener)}/get_reward"
     server.http.run_until_signal(server.listener, line)
+
+
+def serve_command(
+    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000,
+    token_env: TokenEnv = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024,
+    raw: Raw = False,
+    label: Label = None,
+    probability: Probability = False,
+    template: RewardTemplate = None,
+    device: Device = "auto",
+    keep_special: Annotated[
+        bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
+    ] = False,
+) -> None:
+    """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
+    settings = Settings(
+        model, host, port, token_env, max_batch, raw, label, probability, template, device, keep_special
+    )
+    serve(settings)

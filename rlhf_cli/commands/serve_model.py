@@ -11,9 +11,12 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from rlhf_cli.artifacts import is_adapter
+from rlhf_cli.commands.options import Device, Host, StageOfRun, TokenEnv
 from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
 from rlhf_cli.commands.serving import address, bind, required_token
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -232,3 +235,26 @@ def _lora_words(adapter: AdapterDirectory, name: str) -> list[str]:
     largest = next(size for size in LORA_RANKS if size >= rank)
     words = ["--enable-lora", "--lora-modules", f"{name}={Path(adapter.path).resolve()}"]
     return [*words, "--max-lora-rank", str(largest), "--tokenizer", adapter.path]
+
+
+def serve_command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
+    stage: StageOfRun = None,
+    engine: Annotated[
+        Engine,
+        typer.Option("--engine", help="vLLM, the default where it is installed, or this process."),
+    ] = "auto",
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 8000,
+    token_env: TokenEnv = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name in requests; RUN-STAGE by default.")
+    ] = None,
+    device: Device = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command line of vLLM and start nothing.")
+    ] = False,
+) -> None:
+    """Serve a trained model with OpenAI's API: chat and completions."""
+
+    serve(directory, stage, ServeOptions(engine, host, port, token_env, name, device, dry_run))

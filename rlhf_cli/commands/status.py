@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
@@ -23,15 +26,14 @@ MAX_DEPTH = 3
 """Folders below the given one that are searched for runs."""
 
 
-def show_status(root: Path) -> None:
-    """Print a table of the stages of the run at `root`, or of every run inside `root` if it is not a run itself.
-
-    First comes the error line of each stage that failed.
-    """
-    if not root.is_dir():
-        raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
+def status(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
+) -> None:
+    """Show which stages of a run are finished, out of date or unfinished."""
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory}: no such directory. Give the `artifacts` directory of your configs")
     display = Display("status", quiet=False)
-    for run in [root] if is_run(root) else runs_in(root) or [root]:
+    for run in [directory] if is_run(directory) else runs_in(directory) or [directory]:
         rows = [_row(run, stage) for stage in STAGES]
         used = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
         columns, rows = [COLUMNS[i] for i in used], [[row[i] for i in used] for row in rows]

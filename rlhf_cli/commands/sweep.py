@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rlhf_cli.artifacts import damage_of_models, differences, read_manifest_or_none, stage_directory
-from rlhf_cli.commands.pipeline import overrides_for, require_lora, run_pipeline
+from rlhf_cli.commands.options import Quiet
+from rlhf_cli.commands.pipeline import overrides_for, pipeline, require_lora
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.sweep import Member, load_sweep, members_of
@@ -19,7 +23,7 @@ from rlhf_cli.printing import say
 from rlhf_cli.program import command
 from rlhf_cli.training.checkpoint_files import last_step, unfinished_identity
 from rlhf_cli.training.identity import identity, require_files
-from rlhf_cli.training.launch import Run, explained
+from rlhf_cli.training.launch import explained
 from rlhf_cli.training.progress import Display
 
 FIGURES = {"score": "ppo/score_mean", "gold": "ppo/gold", "KL": "ppo/kl"}
@@ -34,26 +38,23 @@ class Planned:
     configs: dict[str, Stage]
 
 
-def run_sweep(path: Path, load_stage: Callable[[str], Run], *, dry_run: bool = False, quiet: bool = False) -> None:
-    """Run each combination of the sweep in `path` that is not finished, then print the figures and draw them.
-
-    A finished stage is linked into a run that would compute the same. A run that fails is named at the end, and the
-    others are run.
-
-    Raises:
-        ConfigError: before the first run, for a mistake in the file or in a config.
-        RunError, UserError: after the last run, if one of them failed.
-        Interrupted: at the first signal.
-    """
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file of the sweep (docs/evaluation.md).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what each would do.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a folder's stages with several settings and seeds, and compare them."""
+    # All configs are checked before the first run. A finished stage is linked into a run that would compute the same. A
+    # run that fails is named at the end, and the others are run.
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("rlhf sweep: runs on one process. Use torchrun with the stages of one run instead")
-    sweep = load_sweep(path)
-    folder = Path(sweep.base)
-    runs = [_plan(member, folder) for member in members_of(sweep, path)]
+    settings = load_sweep(file)
+    folder = Path(settings.base)
+    runs = [_plan(member, folder) for member in members_of(settings, file)]
     display = Display("sweep", quiet=quiet)
     sources = [Path(config.artifacts) for config in _configs(folder, []).values()][:1]
     if dry_run:
-        display.table(f"{len(runs)} runs in {sweep.artifacts}", ["run", *runs[0].configs], _plan_rows(runs, sources))
+        display.table(f"{len(runs)} runs in {settings.artifacts}", ["run", *runs[0].configs], _plan_rows(runs, sources))
         return
     failures: dict[str, Exception] = {}
     for number, run in enumerate(runs, 1):
@@ -64,14 +65,14 @@ def run_sweep(path: Path, load_stage: Callable[[str], Run], *, dry_run: bool = F
                 display.note(f"{number}/{len(runs)} {run.member.name}: finished")
             else:
                 display.note(f"{number}/{len(runs)} {run.member.name}")
-                run_pipeline(folder, run.member.overrides, load_stage, quiet=quiet)
+                pipeline(folder, run.member.overrides, quiet=quiet)
         except Interrupted as stop:
-            raise Interrupted(f"{stop}. To resume the sweep: {command('sweep', str(path))}", stop.exit_code) from None
+            raise Interrupted(f"{stop}. To resume the sweep: {command('sweep', str(file))}", stop.exit_code) from None
         except (UserError, RunError) as error:
             failures[run.member.name] = error
             say(f"sweep: {run.member.name}: error: {error}", error=True)
         sources.append(root)
-    _show(runs, Path(sweep.artifacts), display)
+    _show(runs, Path(settings.artifacts), display)
     if failures:
         names = ", ".join(failures)
         kind = RunError if any(isinstance(error, RunError) for error in failures.values()) else ConfigError

@@ -99,8 +99,8 @@ def _validated(tree: Tree, schema: type[M]) -> M:
 def _without_unread(tree: Tree, schema: type[BaseModel], error: ValidationError) -> bool:
     """Note the problems of ``tree``; returns whether keys were removed, so that it must be validated again.
 
-    A null of a ``--set``, or of a file that extends another, is removed where the schema has no null. A key that nothing
-    reads is removed too, because its section hides the problems of the sections around it.
+    A null of a ``--set``, or of a file that extends another, is removed where the schema has no null. A key that
+    nothing reads is removed too, because its section hides the problems of the sections around it.
     """
     details = error.errors(include_url=False)
     causes = [detail.get("ctx", {}).get("error") for detail in details]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal
 
 from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlhf_cli.data.encode import (
     Example,
@@ -26,6 +24,9 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.records import Demonstration, Prompt
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import StageRows, texts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 V = TypeVar("V")
 T = TypeVar("T")

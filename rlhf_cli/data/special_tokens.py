@@ -17,12 +17,14 @@ import re
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EDGE, STAND_IN = ("".join(chr(0x10F000 + byte) for byte in secrets.token_bytes(12)) for _ in range(2))
 """EDGE begins and ends a mark. STAND_IN begins the text that replaces a special token of the template. Both are random
@@ -159,6 +161,8 @@ class SpecialTokens:
 
     def _parts(self, text: str, add_special_tokens: bool, *, separate: bool) -> tuple[list[int], list[int], list[int]]:
         """(tokens that the tokenizer adds before, the text's, those added after). `separate` cuts marked tokens."""
+        from transformers import PreTrainedTokenizerFast
+
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             return self._slow_parts(text, add_special_tokens, self._restored(separate, BOUNDARY))
         backend = self._stand_in_backend()
@@ -191,6 +195,8 @@ class SpecialTokens:
     def _stand_in_backend(self) -> Tokenizer:
         """A copy of the tokenizer that reads special tokens as text, and an ordinary added token in place of each."""
         if self._backend is None:
+            from transformers import PreTrainedTokenizerFast
+
             assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
             backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
             backend.no_truncation()

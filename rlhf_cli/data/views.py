@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
@@ -20,6 +19,9 @@ from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.reading import first_format
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, number
 from rlhf_cli.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 Viewed = Demonstration | Ranking | list[Scored] | Prompt
 """A row as one stage sees it."""
@@ -308,6 +310,7 @@ def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list
     of a pair have different prompts, so the reward model judges each text as a whole.
     Raises DataError if all scores are equal or there are none.
 
+    >>> import torch
     >>> pairs_of_labels([0.0, 1.0, 1.0], torch.Generator().manual_seed(0))
     [(1, 0), (2, 0)]
     """
@@ -317,5 +320,7 @@ def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list
     if not high or not low:
         found = f"every label is {scores[0]}" if scores else "no labels"
         raise DataError(f"{found}, pairs need two different labels")
+    import torch
+
     order = torch.randperm(len(low), generator=generator).tolist()
     return [(i, low[order[n % len(low)]]) for n, i in enumerate(high)]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import gc
+import importlib
+import importlib.util
 import json
 import os
 import shlex
@@ -295,6 +298,28 @@ def _leave(exit_code: int, *, has_printed: bool = False) -> None:
 def _is_one_of_several() -> bool:
     """Whether this is one of several processes, and `--nproc`, which passes on one of their lines, did not start it."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and LAUNCHED not in os.environ
+
+
+def load_stage(stage: str) -> Run:
+    """Import the `run` of a stage. Other projects use the name `stages` too, so only the one beside this package
+    is accepted."""
+    spec = importlib.util.find_spec("stages")
+    ours = Path(__file__).resolve().parents[2] / "stages" / "__init__.py"
+    other = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if other != ours:
+        raise ConfigError(
+            f"Python finds another package 'stages' ({other}) before rlhf's own ({ours}). "
+            "Uninstall it, or run the command from another directory"
+        )
+    # The import creates several hundred thousand objects that stay. Scanning them again and again would take the
+    # garbage collector a third of the import's time. Frozen objects are not scanned during the run either.
+    gc.disable()
+    try:
+        run: Run = importlib.import_module(f"stages.{stage}").run
+    finally:
+        gc.enable()
+    gc.freeze()
+    return run
 
 
 class _Parser(argparse.ArgumentParser):

@@ -61,6 +61,18 @@ def test_answers_without_importing_torch(name: str) -> None:
     assert f"HEAVY [] {code}" in result.stdout, result.stdout + result.stderr
 
 
+def test_every_command_is_imported_without_torch() -> None:
+    """So its help and a wrong option are answered at once, also what its file imports at the top."""
+    check = (
+        "import sys\nfrom rlhf_cli import cli\n"
+        "for commands in cli.COMMANDS.values():\n"
+        "    for name, lazy in commands.items():\n"
+        "        if lazy:\n            cli.imported(name, lazy)\n"
+        "        assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules), name\n"
+    )
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
+
+
 def test_help_takes_less_than_a_third_of_a_second() -> None:
     """Measured in processor seconds, the best of five runs, because wall time depends on the load of the machine."""
     seconds = []
@@ -259,9 +271,9 @@ def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "stages" / "__init__.py").write_text("")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import rlhf_cli.cli as cli\n"
+        "from rlhf_cli.training.launch import load_stage\n"
         "from rlhf_cli.errors import ConfigError\n"
-        "try:\n    cli._load_stage('sft')\nexcept ConfigError as error:\n    print('REFUSED', error)\n"
+        "try:\n    load_stage('sft')\nexcept ConfigError as error:\n    print('REFUSED', error)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "REFUSED" in result.stdout, result.stderr

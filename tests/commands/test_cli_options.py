@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from rlhf_cli import cli
 from rlhf_cli.cli import app
-from rlhf_cli.commands.config_docs import entries
+from rlhf_cli.commands.config import entries
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.program import program
 
@@ -45,6 +46,14 @@ def test_every_command_is_in_the_list_above() -> None:
         names.add((name,))
         names |= {(name, sub) for sub in getattr(command, "commands", {})}
     assert names == set(COMMANDS)
+
+
+@pytest.mark.parametrize("group", cli.COMMANDS)
+def test_the_list_of_commands_has_the_first_line_of_each(group: str) -> None:
+    """The list is printed without importing the commands."""
+    for name, lazy in cli.COMMANDS[group].items():
+        if lazy is not None:
+            assert lazy.help == cli.imported(name, lazy).help.split("\n\n")[0].replace("\n", " ")
 
 
 # ------------------------------------------------------------------------------- the file of a stage
@@ -217,7 +226,7 @@ def test_a_sources_keys_are_set(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_source_that_was_an_option_is_a_key() -> None:
-    from rlhf_cli.cli_data import SET_INSTEAD
+    from rlhf_cli.commands.options import SET_INSTEAD
     from rlhf_cli.config.data import DataSource
 
     assert {name[2:].replace("-", "_") for name in SET_INSTEAD} <= set(DataSource.model_fields)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import Options, generate
+from rlhf_cli.commands.generate import Options, write_responses
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
@@ -44,7 +44,7 @@ def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(directory: Path, source: Path, out: Path, *, options: Options | None = None, **settings: Any) -> list[Any]:
     options = options or Options(device="cpu", batch_size=3)
-    generate(str(directory), DataSource(path=str(source)), out, options, quiet=True, **settings)
+    write_responses(str(directory), DataSource(path=str(source)), out, options, quiet=True, **settings)
     return read_jsonl(out)
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import generate as module
-from rlhf_cli.commands.generate import Options, generate
+from rlhf_cli.commands.generate import Options, write_responses
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import RunError
 from rlhf_cli.evaluation.generation import Generator
@@ -53,7 +53,7 @@ def write(
     def program(world: World) -> None:
         worlds[threading.get_ident()] = world
         source = DataSource(path=str(prompts))
-        generate(str(run), source, out, options, quiet=True, in_several_processes=size > 1, **settings)
+        write_responses(str(run), source, out, options, quiet=True, in_several_processes=size > 1, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])

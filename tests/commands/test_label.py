@@ -23,8 +23,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from rlhf_cli.commands.label import label
-from rlhf_cli.commands.label_agreement import agreement, labels_in
+from rlhf_cli.commands.label import ask_for_labels
+from rlhf_cli.commands.label_agreement import labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
 from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.output import items
@@ -61,7 +61,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         os.close(writing)
         with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
             patch.setattr("sys.stdin", stdin)
-            label(DataSource(path=str(path)), out, **options)
+            ask_for_labels(DataSource(path=str(path)), out, **options)
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -305,7 +305,7 @@ def test_a_terminal_sends_single_keys_and_is_restored(
         patch.setattr("sys.stdin", stdin)
         typist.start()
         with pytest.raises(SystemExit, match="143") if end == "SIGTERM" else contextlib.nullcontext():
-            label(DataSource(path=str(source)), out)
+            ask_for_labels(DataSource(path=str(source)), out)
     ended.set()
     typist.join()
     assert [row["side"] for row in read_jsonl(out)] == [1]
@@ -337,7 +337,7 @@ def test_the_agreement_of_two_labellers(
         restart=True,
     )
     ask(keys("ben", "yyyyynnnnn" + "tt" + "nnnyy" + "y" + "ys"), source, files["ben"], labeller="ben", restart=True)
-    agreement(files["ada"], files["ben"])
+    show_agreement(files["ada"], files["ben"])
     text = capsys.readouterr().out
     assert text.startswith("18 pairs have an answer in both files\n")
     assert "same answer       12 of 18 (66.7 %, 95 % interval 43.7 % to 83.7 %)" in text
@@ -350,7 +350,9 @@ def test_the_agreement_of_two_labellers(
     chance = sum(a == b for (a, _), (_, b) in itertools.product(both, both)) / len(both) ** 2
     assert f"Cohen's kappa     {(12 / 18 - chance) / (1 - chance):.2f} (95 % interval" in text
     with pytest.raises(DataError, match="no pair has an answer both here and in"):
-        agreement(files["ada"], write_jsonl(tmp_path / "c.jsonl", [{"prompt": "B", "chosen": "1", "rejected": "2"}]))
+        show_agreement(
+            files["ada"], write_jsonl(tmp_path / "c.jsonl", [{"prompt": "B", "chosen": "1", "rejected": "2"}])
+        )
 
 
 def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 from rlhf_cli import artifacts
 from rlhf_cli.commands import pipeline
 from rlhf_cli.commands import sweep as module
-from rlhf_cli.commands.sweep import over_seeds, run_sweep
+from rlhf_cli.commands.sweep import over_seeds, sweep
 from rlhf_cli.config.sweep import load_sweep, members_of
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
 from rlhf_cli.report.frontier import frontier_charts
@@ -57,8 +57,10 @@ class Stages:
 
 
 @pytest.fixture
-def stages() -> Stages:
-    return Stages()
+def stages(monkeypatch) -> Stages:
+    stages = Stages()
+    monkeypatch.setattr(pipeline, "load_stage", stages.load)
+    return stages
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ NAMES = ["kl_coef=0.05_seed=0", "kl_coef=0.05_seed=1", "kl_coef=0.2_seed=0", "kl
 
 def test_stages_that_no_setting_touches_run_once(folder, stages, capsys):
     path = write(folder, GRID)
-    run_sweep(path, stages.load)
+    sweep(path)
     assert stages.ran == [(NAMES[0], "sft"), (NAMES[0], "rm"), *((name, "ppo") for name in NAMES)]
     weights = [folder.parent / "runs" / name / "sft" / "model" / "weights" for name in NAMES]
     assert len({path.stat().st_ino for path in weights}) == 1, "links, not copies"
@@ -93,32 +95,33 @@ def test_stages_that_no_setting_touches_run_once(folder, stages, capsys):
     assert "kl_coef=0.05" in output
     assert "2.45 [-3.90, 8.80]" in output  # 1.95 and 2.95: the mean, and 12.7 standard errors on each side
     stages.ran.clear()
-    run_sweep(path, stages.load)
+    sweep(path)
     assert stages.ran == [], "a second call runs nothing"
 
 
-def test_a_stage_of_an_earlier_version_is_finished_if_only_a_key_without_a_value_is_new(folder, stages, capsys):
+@pytest.mark.usefixtures("stages")
+def test_a_stage_of_an_earlier_version_is_finished_if_only_a_key_without_a_value_is_new(folder, capsys):
     path = write(folder, GRID)
-    run_sweep(path, stages.load, quiet=True)
+    sweep(path, quiet=True)
     manifest = folder.parent / "runs" / NAMES[0] / "ppo" / "manifest.json"
     values = json.loads(manifest.read_text())
     assert values["identity"]["config"]["ppo"].pop("score_clip", "missing") is None
     manifest.write_text(json.dumps(values))
-    run_sweep(path, stages.load)
+    sweep(path)
     assert capsys.readouterr().out.count(": finished") == 4
 
 
 def test_a_seed_for_every_stage_runs_every_stage_once_per_seed(folder, stages):
-    run_sweep(write(folder, {"ppo.kl_coef": [0.05, 0.2], "seed": [0, 1]}), stages.load, quiet=True)
+    sweep(write(folder, {"ppo.kl_coef": [0.05, 0.2], "seed": [0, 1]}), quiet=True)
     assert [stage for _, stage in stages.ran].count("sft") == 2
     assert [stage for _, stage in stages.ran].count("rm") == 2
     assert [stage for _, stage in stages.ran].count("ppo") == 4
 
 
 def test_finished_stages_of_the_folders_own_run_are_shared(folder, stages):
-    pipeline.run_pipeline(folder, [], stages.load, quiet=True)
+    pipeline.pipeline(folder, quiet=True)
     stages.ran.clear()
-    run_sweep(write(folder, GRID), stages.load, quiet=True)
+    sweep(write(folder, GRID), quiet=True)
     assert {stage for _, stage in stages.ran} == {"ppo"}
 
 
@@ -126,13 +129,13 @@ def test_a_run_that_fails_is_named_and_the_others_run(folder, stages, capsys):
     path = write(folder, GRID)
     stages.fails = {NAMES[1]: RunError("ppo: loss is NaN")}
     with pytest.raises(RunError, match=rf"1 of 4 runs failed: {NAMES[1]}\."):
-        run_sweep(path, stages.load, quiet=True)
+        sweep(path, quiet=True)
     assert f"sweep: {NAMES[1]}: error: ppo: loss is NaN" in capsys.readouterr().err
     assert [name for name, stage in stages.ran if stage == "ppo"] == NAMES
     stages.ran.clear()
     stages.fails = {NAMES[1]: ConfigError("a wrong key")}
     with pytest.raises(ConfigError, match="1 of 4 runs failed"):
-        run_sweep(path, stages.load, quiet=True)
+        sweep(path, quiet=True)
     assert stages.ran == [(NAMES[1], "ppo")]
 
 
@@ -140,22 +143,22 @@ def test_a_signal_ends_the_sweep_and_the_same_command_resumes(folder, stages):
     path = write(folder, GRID)
     stages.fails = {NAMES[1]: Interrupted("ppo: SIGINT", 130)}
     with pytest.raises(Interrupted, match=r"To resume the sweep: .*sweep .*sweep\.yaml") as stop:
-        run_sweep(path, stages.load, quiet=True)
+        sweep(path, quiet=True)
     assert stop.value.exit_code == 130
     stages.ran.clear()
     stages.fails = {}
-    run_sweep(path, stages.load, quiet=True)
+    sweep(path, quiet=True)
     assert stages.ran == [(name, "ppo") for name in NAMES[1:]]
 
 
 def test_a_dry_run_lists_what_each_run_would_do(folder, stages, capsys):
     path = write(folder, GRID)
-    run_sweep(path, stages.load, dry_run=True)
+    sweep(path, dry_run=True)
     assert stages.ran == []
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if "kl_coef" in line}
     assert rows == {name: ["shared", "shared", "runs"] for name in NAMES} | {NAMES[0]: ["runs", "runs", "runs"]}
-    run_sweep(path, stages.load, quiet=True)
-    run_sweep(path, stages.load, dry_run=True)
+    sweep(path, quiet=True)
+    sweep(path, dry_run=True)
     assert capsys.readouterr().out.count("finished") == 12
 
 
@@ -172,7 +175,7 @@ def test_a_dry_run_lists_what_each_run_would_do(folder, stages, capsys):
 )
 def test_a_mistake_is_reported_before_the_first_run(folder, stages, grid, more, says):
     with pytest.raises(ConfigError, match=says):
-        run_sweep(write(folder, grid, **more), stages.load)
+        sweep(write(folder, grid, **more))
     assert stages.ran == []
 
 
@@ -186,8 +189,9 @@ def test_a_key_applies_to_the_stages_that_have_it(folder):
     ]
 
 
-def test_the_frontier_has_a_point_per_run_named_by_its_setting(folder, stages):
-    run_sweep(write(folder, GRID), stages.load, quiet=True)
+@pytest.mark.usefixtures("stages")
+def test_the_frontier_has_a_point_per_run_named_by_its_setting(folder):
+    sweep(write(folder, GRID), quiet=True)
     runs = [read_run(folder.parent / "runs" / name, name) for name in NAMES]
     (chart,) = frontier_charts(runs)
     line, points, _ = (layer["data"]["values"] for layer in chart.spec["layer"])

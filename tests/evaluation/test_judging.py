@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rlhf_cli.commands.judge import JudgeOptions, ServerJudge, judge_of
+from rlhf_cli.commands.eval import JudgeOptions, ServerJudge, judge_of
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.judging import judge_replies
 from rlhf_cli.evaluation.tables import Sentences

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import Options, generate
+from rlhf_cli.commands.generate import Options, write_responses
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
@@ -272,7 +272,7 @@ def test_a_tiny_t5_is_talked_to_and_exported_and_refused_by_vllm(make_seq2seq, t
 def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
     path = str(make_seq2seq("t5"))
     options = Options(beams=3, device="cpu", max_new_tokens=8)
-    generate(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
+    write_responses(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
     model, tokenizer = load_policy(path), load_tokenizer(path)
     for row in read_jsonl(tmp_path / "out.jsonl"):
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
@@ -284,7 +284,7 @@ def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
 def test_contrastive_search_is_that_of_the_paper(make_seq2seq, data, tmp_path):
     path = str(make_seq2seq("t5"))
     options = Options(penalty_alpha=ALPHA, top_k=CANDIDATES, max_new_tokens=LENGTH, device="cpu")
-    generate(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
+    write_responses(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
     model, tokenizer = load_policy(path), load_tokenizer(path)
     for row in read_jsonl(tmp_path / "out.jsonl"):
         prompt = tokenizer(row["prompt"], return_tensors="pt").input_ids

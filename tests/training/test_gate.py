@@ -13,15 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_cli import cli
 from rlhf_cli.artifacts import Manifest
 from rlhf_cli.cli import app
+from rlhf_cli.commands import pipeline
 from rlhf_cli.config.loader import load_values
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.rewards.agreement import label_figures, ranking_figures, score_figures
+from rlhf_cli.training import launch
 from rlhf_cli.training.gate import check_requirements
 
 FIGURES = {
@@ -134,8 +135,11 @@ def invoke(*arguments: object):
 def test_ppo_stops_before_it_loads_anything(project, monkeypatch, command):
     monkeypatch.chdir(project)
     shutil.rmtree(project / "run" / "ppo")
-    load = cli._load_stage
-    monkeypatch.setattr(cli, "_load_stage", lambda stage: pytest.fail("loaded") if stage == "ppo" else load(stage))
+    load = launch.load_stage
+    for module in (launch, pipeline):
+        monkeypatch.setattr(
+            module, "load_stage", lambda stage: pytest.fail("loaded") if stage == "ppo" else load(stage)
+        )
     prefix = "ppo:" if command[0] == "pipeline" else ""
     result = invoke(*command, "--set", f"{prefix}require.rm/margin.above=1e9", "--quiet")
     assert result.exit_code == 1, result.output

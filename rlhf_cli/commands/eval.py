@@ -1,13 +1,17 @@
-"""The judge of `rlhf eval --judge`: a language model on a chat server that compares two replies."""
+"""`rlhf eval`, and the judge of its `--judge`: a language model on a chat server that compares two replies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 from rlhf_cli.commands.chat_server import OptionNames, ServerWriter
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Question, Unclear, Verdict, ask, letter_in
+from rlhf_cli.commands.options import Quiet, WhereToRun
 from rlhf_cli.commands.writer import fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.rollout.requests import Drawing, Failure
@@ -30,6 +34,48 @@ class JudgeOptions:
     """Requests until an answer names exactly one of A and B."""
     retries: int = 5
     backoff_s: float = 1.0
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
+    stage: Annotated[
+        Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
+    ] = 64,
+    sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 128,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", help="Also tasks of lm-evaluation-harness: names or YAML files, with commas."),
+    ] = None,
+    rm_bench: Annotated[
+        Path | None, typer.Option("--rm-bench", help="Rows of RewardBench 2 for the reward model.")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option("--judge", metavar="URL", help="A chat server that compares SFT's and PPO's replies.")
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option("--judge-model", help="The model's name on that server.")] = None,
+    judge_key_env: Annotated[
+        str | None, typer.Option("--judge-key-env", help="The environment variable with its API key.")
+    ] = None,
+    judge_template: Annotated[
+        Path | None, typer.Option("--judge-template", help="The question, with {prompt}, {a} and {b}.")
+    ] = None,
+    judge_tokens: Annotated[int, typer.Option("--judge-tokens", min=1, help="Longest answer of the judge.")] = 16,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the replies and of the intervals.")] = 0,
+    device: WhereToRun = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Measure the finished stages of a run on held-out data."""
+
+    from rlhf_cli.evaluation.evaluate import Settings
+    from rlhf_cli.evaluation.evaluate import evaluate as measure
+
+    chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    model = judge_of(JudgeOptions(judge, judge_model, judge_template, judge_key_env, judge_tokens))
+    settings = Settings(stage, samples, sampled_prompts, seed, device, chosen, rm_bench, model)
+    measure(directory, settings, quiet=quiet)
 
 
 def judge_of(options: JudgeOptions) -> ServerJudge | None:

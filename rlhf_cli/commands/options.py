@@ -1,0 +1,151 @@
+"""The options that several commands share, and the source that some of them name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+import typer.core
+
+from rlhf_cli.printing import say
+
+if TYPE_CHECKING:
+    from rlhf_cli.config.data import DataSource
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
+]
+StageOfRun = Annotated[
+    Literal["sft", "rm", "ppo"] | None,
+    typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
+]
+WritingStage = Annotated[
+    Literal["sft", "ppo", "rm"] | None,  # rm has an error of its own: it writes no text
+    typer.Option(
+        "--stage", metavar="[sft|ppo]", help="The stage that responds; ppo by default, or sft.", show_default=False
+    ),
+]
+NumProcesses = Annotated[
+    int, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine, one per GPU.")
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
+TokenEnv = Annotated[
+    str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Return scores without normalisation.")]
+Label = Annotated[str | None, typer.Option("--label", help="For a classifier: the label whose output is the score.")]
+Probability = Annotated[
+    bool, typer.Option("--probability", help="For a classifier: return its probability, not its logit.")
+]
+RewardTemplate = Annotated[
+    str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
+
+For = Literal["sft", "rm", "rm-scores", "ppo"]
+SOURCE_HELP = "A data file, a folder of files, a glob, or the id of a hub dataset."
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)]
+SourceOrNone = Annotated[str | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)]
+SourceSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key of the source, such as limit=100 or split=test (rlhf config docs sft.data.train). Repeatable.",
+    ),
+]
+SourceOrConfigSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key of the source, such as limit=100 or split=test, or of the config. Repeatable.",
+    ),
+]
+Format = Annotated[str | None, typer.Option("--format", help="The format of the rows, if it is not detected.")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option("--key", "--keys", metavar="OURS=THEIRS", help="Rename a column. Repeatable."),
+]
+ForOrNone = Annotated[
+    For | None,
+    typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.", show_default=False),
+]
+ConfigOrNone = Annotated[Path | None, typer.Option("--config", help="A stage's YAML file instead of SOURCE.")]
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", help="A model directory or hub id. Without it, lengths are in words.")
+]
+Out = Annotated[Path, typer.Option("--out", help="The .jsonl file to write or to continue.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Option("--model", help="A model directory or hub id; with --server, a name there.", show_default=False),
+]
+Server = Annotated[str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server.")]
+ApiKeyEnv = Annotated[
+    str | None, typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the server's key.")
+]
+Template = Annotated[Path | None, typer.Option("--template", help="A text file that replaces the built-in prompt.")]
+Num = Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows (with --task prompts: to write).")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", min=0.001, max=1.0, help="Sample from the smallest set of tokens with this probability."),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
+Seed = Annotated[int, typer.Option("--seed", help="Another seed samples other answers.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Answers per batch of a local model.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=1, max=64, help="Concurrent requests to a server.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds without an answer of the server.")]
+Retries = Annotated[int, typer.Option("--retries", min=0, help="Maximum retries of a failed request.")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]
+WhereToRun = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")]
+KeepSpecial = Annotated[
+    bool,
+    typer.Option("--keep-special", help="Read special tokens in rows and in --template as special tokens."),
+]
+OnBadRow = Annotated[
+    Literal["error", "skip"], typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")
+]
+RestartOut = Annotated[bool, typer.Option("--restart", help="Start over and remove the rows in --out.")]
+
+
+SET_INSTEAD = ("--limit", "--name", "--data-dir", "--split", "--revision", "--streaming", "--select")
+
+
+ARGUMENTS = "rlhf.arguments"
+"""The key of a context under which a SourceCommand keeps the words behind its name."""
+
+
+class SourceCommand(typer.core.TyperCommand):
+    """A command that reads a SOURCE. Names the `--set` for a key of the source that is written as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        for argument in args:
+            option = argument.partition("=")[0]
+            instead = ""
+            if option in SET_INSTEAD:
+                instead = f"{option[2:].replace('-', '_')}={'true' if option == '--streaming' else 'VALUE'}"
+            elif option in ("--weight", "--weights"):
+                instead = "weights.NAME=NUMBER"
+            if instead:
+                say(f"error: {option}: is a key of the source. Write --set {instead}", error=True)
+                raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+
+def source_of(path: str, overrides: list[str] | None, format: str | None, keys: list[str] | None) -> DataSource:
+    """A source from the command line; raises ConfigError if it is not valid."""
+    from rlhf_cli.config.data import DataSource
+    from rlhf_cli.config.loader import load_values
+    from rlhf_cli.errors import ConfigError
+
+    pairs = [pair.split("=", 1) for pair in keys or []]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ConfigError("--key: must be OURS=THEIRS, for example response=output.text")
+    values: dict[str, Any] = {"path": path, "keys": dict(pairs)}
+    if format is not None:
+        values["format"] = format
+    return load_values(values, DataSource, overrides or [], "SOURCE")
