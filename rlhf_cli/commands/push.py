@@ -38,6 +38,12 @@ SECRETS = {
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
     "an API key": r"\bsk-[A-Za-z0-9_-]{20,}|\bAIza[\w-]{30,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abp]-[\w-]{10,}",
     "a GitHub token": r"\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}",
+    "a GitLab token": r"\bglpat-[\w-]{20,}",
+    "a JSON web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+",
+    "a bearer token": r"(?i)\bbearer\s+(?=[^\s]*\d)[\w.~+/=-]{16,}",
+    "a variable with a secret": (
+        r"\b[A-Z][A-Z0-9_]*(?:API_?KEY|SECRET|TOKEN|PASSW(?:OR)?D)[A-Z0-9_]*\s*[=:]\s*[\"']?(?=[^\s]*\d)[\w.~+/-]{16,}"
+    ),
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
     "a URL with a password": r"\bhttps?://[^\s/:@\"']+:[^\s/@\"']+@",
 }
@@ -116,14 +122,14 @@ def collect(directory: str, stage: str | None) -> Upload:
     require_intact(folder, thorough=True)
     names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
     files = [name for name in names if any(fnmatch(name, pattern) for pattern in UPLOADED)]
-    files = [name for name in files if not (folder / name).is_symlink() or (folder / name).is_file()]
+    for name in files:
+        _require_own_file(folder / name)
     if not any(name.endswith(WEIGHTS) for name in files):
         raise ArtifactError(f"{folder}: has no weights as *.safetensors. Nothing else is uploaded")
     if is_adapter(folder):
         _require_base_on_hub(folder)
     for name in files:
-        if not name.endswith(WEIGHTS):
-            refuse_secrets(folder / name)
+        (_require_weights if name.endswith(WEIGHTS) else refuse_secrets)(folder / name)
     card = card_data(folder / CARD)
     name = f"{located.root.resolve().name}-{located.name}" if located is not None else folder.resolve().name
     left_out = [name for name in names if name not in files]
@@ -165,6 +171,37 @@ def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
     return added
 
 
+def _require_own_file(path: Path) -> None:
+    """Raise ArtifactError for what is no file of this folder: a link would upload any file of this machine.
+
+    A snapshot in the hub's cache has links to the `blobs` of its repository.
+    """
+    target, folder = path.resolve(), path.parent.resolve()
+    if folder not in target.parents and target.parent != folder.parent.parent / "blobs":
+        raise ArtifactError(f"{path}: is a link to {target}, outside of the model. Replace it by a copy, or remove it")
+    if not path.is_file():
+        raise ArtifactError(f"{path}: is no regular file. Remove it")
+
+
+def _require_weights(path: Path) -> None:
+    """Raise ArtifactError for a file that has the name of weights and other content, or a secret beside them."""
+    from safetensors import SafetensorError, safe_open
+
+    about: Any = None
+    if path.suffix == ".gguf":
+        with path.open("rb") as file:
+            is_weights = file.read(4) == b"GGUF"
+    else:
+        try:
+            with safe_open(path, framework="numpy") as weights:
+                about, is_weights = weights.metadata(), True
+        except (SafetensorError, OSError):
+            is_weights = False
+    if not is_weights:
+        raise ArtifactError(f"{path}: has no weights in it, in spite of its name, and nothing was uploaded. Remove it")
+    _refuse_secrets_in(json.dumps(about), about, path)
+
+
 def _base_without_folder(folder: Path) -> dict[str, bytes]:
     """The file about the base of adapters without the way to its folder on this machine."""
     file = folder / "base_model.json"
@@ -191,13 +228,20 @@ def refuse_secrets(path: Path) -> None:
         text = read_text(path)
     except UnicodeDecodeError:  # such as tokenizer.model
         return
-    found = next((what for what, pattern in SECRETS.items() if re.search(pattern, text)), None)
-    if found is None and path.suffix == ".json":
+    value = None
+    if path.suffix == ".json":
         try:
-            key = secret_key(json.loads(text))
+            value = json.loads(text)
         except (ValueError, RecursionError):
             raise ArtifactError(f"{path}: is not JSON, so it is not uploaded. Correct or remove the file") from None
-        found = f"a secret in the key {key}" if key is not None else None
+    _refuse_secrets_in(text, value, path)
+
+
+def _refuse_secrets_in(text: str, value: Any, path: Path) -> None:
+    """Raise ArtifactError for a secret in a file's text, or in the keys of its JSON."""
+    found = next((what for what, pattern in SECRETS.items() if re.search(pattern, text)), None)
+    if found is None and (key := secret_key(value)) is not None:
+        found = f"a secret in the key {key}"
     if found is not None:
         raise ArtifactError(f"{path}: contains {found}, and nothing was uploaded. Remove it and make a new one")
 

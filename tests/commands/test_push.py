@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from huggingface_hub import _commit_api, constants
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
@@ -181,6 +184,12 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
     [
         ("README.md", f"Download with {TOKEN}.", "a Hugging Face token"),
         ("README.md", "git clone https://me:geheim@host/x", "a URL with a password"),
+        ("README.md", 'curl -H "Authorization: Bearer geheim1234567890abc"', "a bearer token"),
+        ("README.md", "eyJhbGciOiJIUzI1.eyJzdWIiOiJnZWhl.geheim", "a JSON web token"),
+        ("README.md", "glpat-geheim7890123456789012", "a GitLab token"),
+        ("NOTICE", "export WANDB_API_KEY=geheim0123456789abcdef", "a variable with a secret"),
+        ("extra.safetensors", '{"prompt": "geheim"}', "has no weights in it"),
+        ("extra.gguf", '{"prompt": "geheim"}', "has no weights in it"),
         ("LICENSE.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
         ("config.json", '{"a": [{"api_key": "geheim"}]}', "a secret in the key api_key"),
         ("generation_config.json", '{"hub_token": "geheim"}', "a secret in the key hub_token"),
@@ -198,9 +207,52 @@ def test_a_secret_stops_the_upload_and_is_not_shown(model: Path, hub: Hub, file:
     assert TOKEN not in line
 
 
+def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model: Path, hub: Hub) -> None:
+    card = model / "README.md"
+    card.write_text(
+        card.read_text() + "Set HF_TOKEN=<your token>. EOS_TOKEN: <|endoftext|>. Bearer tokens are secret.\n"
+    )
+    assert pushed(model, "me/model").exit_code == 0
+    save_file({"a": np.zeros(1)}, model / "extra.safetensors", metadata={"note": TOKEN})
+    result = pushed(model, "me/model", "--yes")
+    assert (result.exit_code, "contains a Hugging Face token" in result.stderr, hub.calls) == (2, True, [])
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "generation_config.json", "extra.safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [("link", "is a link to"), ("pipe", "is no regular file"), ("link to nothing", "is no regular file")],
+)
+def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(
+    model: Path, hub: Hub, kind: str, rule: str, name: str
+) -> None:
+    (model.parent / "private").write_text("geheim")
+    (model / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(model / name)
+    else:
+        (model / name).symlink_to("../private" if kind == "link" else "gone")
+    result = pushed(model, "me/model", "--yes")
+    assert (result.exit_code, hub.calls) == (2, [])
+    (line,) = result.stderr.splitlines()
+    assert f"{name}: {rule}" in line
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_uploaded(model: Path, hub: Hub) -> None:
+    blobs, snapshot = model.parent / "blobs", model.parent / "snapshots" / "1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for path in list(model.iterdir()):
+        path.rename(blobs / f"{path.name}-digest")
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-digest")
+    result = pushed(snapshot, "me/model", "--yes")
+    assert result.exit_code == 0, result.output
+    assert "model.safetensors" in hub.commits[0]
+
+
 def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/model"}))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    save_file({"a": np.zeros(1)}, tmp_path / "adapter_model.safetensors")
     about = {"path": "someone/model", "relative_path": "../../home/me/hub/models--someone--model/snapshots/1"}
     (tmp_path / "base_model.json").write_text(json.dumps(about))
     sent = push.collect(str(tmp_path), None).contents["base_model.json"]
@@ -214,7 +266,7 @@ def test_what_cannot_be_uploaded_is_one_line(
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
-    (adapters / "adapter_model.safetensors").write_bytes(b"x")
+    save_file({"a": np.zeros(1)}, adapters / "adapter_model.safetensors")
     damaged = tmp_path / "damaged"
     shutil.copytree(finished / "run", damaged)
     (damaged / "ppo" / "model" / "config.json").write_text("{}")
