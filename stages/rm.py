@@ -28,6 +28,7 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,15 +39,16 @@ from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import (
     AnswerEncoder,
-    LabelledPairs,
     RankedIds,
     ScoredIds,
     TargetScale,
     answer_encoder,
+    labelled_pairs,
     require_labels,
 )
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import require_eos
+from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.errors import ConfigError
@@ -81,7 +83,6 @@ from rlhf_cli.rewards.agreement import (
     verdict,
 )
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.seeding import generator
 from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
@@ -111,7 +112,7 @@ class TokenRows:
     """The rows of the stage as tokens, and the encoder that made them."""
 
     train: Items
-    test: Items
+    held_out: HeldOutRows[Any]
     probes: Sequence[RankedIds]
     scale: TargetScale
     encoder: AnswerEncoder
@@ -128,10 +129,10 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         rows = _rows(config, stage.display)
         metric = "eval/mse" if config.loss == "mse" else "eval/accuracy"
         best = Best(metric if config.evaluation.keep_best else None, lower=config.loss == "mse")
-        require_held_out(best, rows.test)
+        require_held_out(best, rows.held_out.watched)
 
         # 2. Samples of the SFT model, while no other model is in memory.
-        samples = samples_of_sft(rows.test or rows.train, config, stage)
+        samples = samples_of_sft(rows.held_out.test or rows.train, config, stage)
 
         # 3. The backbone and its head.
         model = _model(config, stage)
@@ -144,7 +145,8 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
             model,
             passes,
             num_rows=len(rows.train),
-            evaluate=lambda _: _evaluate(model, rows.test, rows.scale, passes.budget, config, world),
+            held_out=rows.held_out,
+            evaluate=lambda test: _evaluate(model, test, rows.scale, passes.budget, config, world),
             save=lambda name: save_of_stage(model, rows.encoder.tokenizer, stage.directory / name, config),
             best=best,
             shown=SHOWN[config.loss],
@@ -154,7 +156,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
                 stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
                 figures = loop.update(step, stats, partial(list, map(asdict, batch)))
             _count(stage.speed, passes.work, _share(batch, world))
-            stage.log(step + 1, figures | stage.speed.row(), SHOWN[config.loss])
+            stage.log(step + 1, figures | stage.speed.row(), loop.shown)
 
         # 5. The model is saved, then measured: on held-out rows, and on each probe.
         round_as_saved(model, config)
@@ -217,18 +219,16 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
     found = tokenise(encoder, longest=longest)
     display.about_rows(found.lines, found.warnings)
     train: Items = found.train
-    test: Items = found.test
+    sides: Any = found
     scale = TargetScale(0.0, 1.0)
     if config.loss == "mse":
         scores = found.train.numbers("score")
         scale = TargetScale(scores.mean().item(), max(scores.std().item(), 1e-8))
     elif config.loss == "bce":
-        require_labels(found.train, found.test)
+        require_labels(found.train, found.validation, found.test)
     elif spec.purpose == "rm scores":
-        train, test = (
-            LabelledPairs(side, generator(config.seed, f"pairs of {name}"))
-            for name, side in (("train", found.train), ("test", found.test))
-        )
+        sides = labelled_pairs(found, config.seed)
+        train = sides.train
         display.note(f"{len(train):,} training pairs of a text with a higher and one with a lower label")
     probes: Sequence[RankedIds] = []
     if (probe_spec := probe_rows(config)) is not None:
@@ -236,7 +236,8 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
         probed = tokenise(answer_encoder(tokenizer, probe_spec, reads_last_token=reads_last), longest=longest)
         display.about_rows(probed.lines, probed.warnings)
         probes = probed.train
-    return TokenRows(train, test[: config.evaluation.max_rows], probes, scale, encoder)
+    held_out = held_out_rows(sides, config.data, config.evaluation.max_rows, config.seed)
+    return TokenRows(train, held_out, probes, scale, encoder)
 
 
 # ----------------------------------------------------------------------------------------- 4. training
@@ -328,36 +329,44 @@ def _loss(
 
 def _evaluate(
     model: PreTrainedModel,
-    test: Items,
+    test: Drawn[Item],
     scale: TargetScale,
     budget: Budget,
     config: RMConfig,
     world: World,
 ) -> dict[str, float]:
-    """Held-out figures over all rows together, never a mean of batch means."""
+    """Held-out figures over all rows together, never a mean of batch means; accuracy or error of each source."""
     if not test:
         return {}
     model.eval()
-    if not config.is_pairwise:
-        rows = [item for item in test if isinstance(item, ScoredIds)]
-        predicted = scores_of_rows(model, [[item.ids] for item in rows], budget, config.precision, world).double()
-        target = torch.tensor([item.score for item in rows], dtype=torch.float64)
-        figures_of = score_figures if config.loss == "mse" else label_figures
-        metrics = figures_of(predicted * scale.std + scale.mean, target, [item.row for item in rows])
-    else:
-        rankings = [item for item in test if isinstance(item, RankedIds)]
-        metrics = figures_of_rankings(model, rankings, budget, config.precision, world)
+    scores = scores_of_rows(model, [item.sequences for item in test], budget, config.precision, world)
+    each = scores.split([len(item.sequences) for item in test])
     model.train()
+
+    def figures_of(numbers: Sequence[int]) -> dict[str, float]:
+        items, found = [test[i] for i in numbers], torch.cat([each[i] for i in numbers])
+        if config.is_pairwise:
+            return figures_of_rankings([item for item in items if isinstance(item, RankedIds)], found)
+        rows = [item for item in items if isinstance(item, ScoredIds)]
+        target = torch.tensor([item.score for item in rows], dtype=torch.float64)
+        figures = score_figures if config.loss == "mse" else label_figures
+        return figures(found.double() * scale.std + scale.mean, target, [item.row for item in rows])
+
+    metrics, main = figures_of(range(len(test))), "eval/mse" if config.loss == "mse" else "eval/accuracy"
+    for name, numbers in test.by_source.items():
+        metrics |= {key.replace(main, f"{main}/{name}"): x for key, x in figures_of(numbers).items() if main in key}
     return metrics
 
 
 def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
     """Print the held-out figures as a table, and what they say about the model."""
     if figures:
-        display.table("RM, held out", ["", "value", "rows"], held_out_lines(figures, rows.test, rows.probes))
-    if not rows.test:
+        display.table("RM, held out", ["", "value", "rows"], held_out_lines(figures, rows.held_out, rows.probes))
+    if not rows.held_out.watched:
         display.note("no held-out rows, so it is unknown whether the model is better than chance")
         return
+    if not rows.held_out.test:
+        figures = {name.replace("validation/", "eval/"): value for name, value in figures.items()}
     sentence, is_better = verdict(figures)
     (display.note if is_better else display.warn)(sentence)
 
@@ -385,7 +394,7 @@ def _normalize(
         # The head predicts (score - target_mean) / target_std.
         facts |= {"target_mean": rows.scale.mean, "target_std": rows.scale.std}
     model.config.update(facts)
-    texts = texts_to_score(model, rows.encoder, rows.test or rows.train, samples, config, stage)
+    texts = texts_to_score(model, rows.encoder, rows.held_out.test or rows.train, samples, config, stage)
 
     mean, std = write_statistics(model, texts, facts, stage.directory / "model", budget, config, stage)
     if best.step is not None:

@@ -40,6 +40,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.data.report import Report
+from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
@@ -93,9 +94,10 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)), longest=positions(model))
         display.about_rows(data.lines, data.warnings)
         _warn_of_unused_tokens(config.model.add_tokens, tokenizer, data.train, display)
-        train, test = data.train, data.test[: config.evaluation.max_rows]
+        train, held_out = data.train, held_out_rows(data, config.data, config.evaluation.max_rows, config.seed)
         require_one_answer(model, train, config.data.loss_on)
-        questions = first_questions(_demonstrations(config, "test"), model, tokenizer, config, display) if test else []
+        shown = _demonstrations(config, "test") if held_out.test else None
+        questions = first_questions(shown, model, tokenizer, config, display) if shown is not None else []
 
         # 3. Training.
         passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"model": model}, world))
@@ -105,14 +107,15 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             answer(questions, model, tokenizer, config, stage, step, num_shown=num_shown)
 
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
-        require_held_out(best, test)
+        require_held_out(best, held_out.watched)
         loop: Loop[Example] = Loop(
             stage,
             config,
             model,
             passes,
             num_rows=len(train),
-            evaluate=lambda _: _evaluate(model, test, passes.budget, config.precision, world),
+            held_out=held_out,
+            evaluate=lambda rows: _evaluate(model, rows, passes.budget, config.precision, world),
             after_evaluation=show_samples,
             save=lambda name: save_of_stage(model, tokenizer, stage.directory / name, config),
             best=best,
@@ -124,7 +127,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 loss = _accumulate(model, batch, passes.budget, config.precision, stage)
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
             _count(stage.speed, passes.work, _share(batch, world))
-            stage.log(step + 1, {**figures, **stage.speed.row()}, SHOWN)
+            stage.log(step + 1, {**figures, **stage.speed.row()}, loop.shown)
             _warn_of_loss(figures, config, model, stage, step)
 
         # 4. The product, then held-out figures.
@@ -132,8 +135,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         final = loop.finish()
         if final:
             stage.log(loop.num_steps, final)
-            num_tokens = sum(sum(example.loss_mask) for example in test)
-            title = f"SFT on {len(test):,} held-out rows, {num_tokens:,} target tokens"
+            rows = held_out.test or held_out.validation
+            num_tokens = sum(sum(example.loss_mask) for example in rows)
+            title = f"SFT on {rows} held-out rows, {num_tokens:,} target tokens"
             display.table(title, ["", "value"], [[key, f"{value:.4g}"] for key, value in final.items()])
         else:
             display.note("no held-out rows, so no figures")
@@ -209,17 +213,25 @@ def _warn_of_loss(
 
 @torch.no_grad()
 def _evaluate(
-    model: PreTrainedModel, test: list[Example], budget: Budget, precision: str, world: World
+    model: PreTrainedModel, rows: Drawn[Example], budget: Budget, precision: str, world: World
 ) -> dict[str, float]:
-    """Loss, perplexity and token accuracy over all target tokens of the held-out rows."""
-    if not test:
+    """Loss, perplexity and token accuracy over all target tokens of held-out rows, and the loss of each source."""
+    if not rows:
         return {}
     model.eval()
     sums = {"nll": 0.0, "correct": 0.0, "tokens": 0.0}
-    for _, logprobs, is_likeliest in scored_targets(model, world.shard(test), budget, precision):
+    source_of = {i: name for name, numbers in rows.by_source.items() for i in numbers}
+    sums |= {f"{kind} of {name}": 0.0 for name in rows.by_source for kind in ("nll", "tokens")}
+    own = world.shard(range(len(rows)))
+    for part, logprobs, is_likeliest in scored_targets(model, [rows[i] for i in own], budget, precision):
         sums["nll"] -= logprobs.sum().item()
         sums["correct"] += is_likeliest.sum().item()
         sums["tokens"] += len(logprobs)
+        if source_of:
+            numbers = [own[i] for i in part]
+            for i, one in zip(numbers, logprobs.split([sum(rows[i].loss_mask) for i in numbers]), strict=True):
+                sums[f"nll of {source_of[i]}"] -= one.sum().item()
+                sums[f"tokens of {source_of[i]}"] += len(one)
     sums = world.sum_floats(sums)
     model.train()
     loss = sums["nll"] / sums["tokens"]
@@ -227,6 +239,7 @@ def _evaluate(
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, 700.0)),  # exp overflows a float above 709
         "eval/token_accuracy": sums["correct"] / sums["tokens"],
+        **{f"eval/loss/{name}": sums[f"nll of {name}"] / sums[f"tokens of {name}"] for name in rows.by_source},
     }
 
 

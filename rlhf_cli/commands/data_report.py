@@ -16,6 +16,7 @@ from rlhf_cli.algorithms.rates import wilson_interval
 from rlhf_cli.commands.data_count import MAX_EXAMPLES, Check, Side
 from rlhf_cli.console import Console
 from rlhf_cli.data.report import MANY_SKIPPED
+from rlhf_cli.data.tokens import SIDES
 from rlhf_cli.data.views import StageRows
 from rlhf_cli.printing import printable
 
@@ -32,7 +33,7 @@ WIDTH = 80
 
 def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, Any]:
     """Everything that was found, as `--json` prints it."""
-    by_side = {"train": specs[0], "test": specs[0], **{spec.role.removeprefix("data."): spec for spec in specs[1:]}}
+    by_side = {**dict.fromkeys(SIDES, specs[0]), **{spec.role.removeprefix("data."): spec for spec in specs[1:]}}
     names = [name for name in by_side if name in {*check.sides, *check.num_bad, *check.skipped}]
     warnings = [check.warning(name, name, by_side[name].length_key) for name in names]
     warnings += [_glue_warning(name, check.side(name), by_side[name], check.kept[name]) for name in names]
@@ -44,8 +45,9 @@ def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, An
         "warnings": [line for line in warnings if line is not None],
         "sides": {name: _side_figures(check, name, by_side[name]) for name in names},
     }
-    if "train" in check.sides and "test" in check.sides:
-        found["leaks"] = _leaks(check, check.sides["train"], check.sides["test"])
+    for side, key in (("validation", "validation_leaks"), ("test", "leaks")):
+        if "train" in check.sides and side in check.sides:
+            found[key] = _leaks(check, check.sides["train"], check.sides[side])
     return found
 
 
@@ -178,10 +180,12 @@ def print_figures(console: Console, found: dict[str, Any]) -> None:
                 _print_length_bias(console, f"Length bias{of}", side, unit)
             if "scores" in side:
                 _print_scores(console, f"Scores{of}", side["scores"])
-    if "leaks" in found:
-        leaks = found["leaks"]
-        text = f"{leaks['prompts']:,}, in {leaks['rows']:,} test rows" if leaks["rows"] else "none"
-        console.print(Text.assemble(("\nPrompts on both sides: ", "bold"), (text, "yellow" if leaks["rows"] else "")))
+    for side, key in (("test", "leaks"), ("validation", "validation_leaks")):
+        if (leaks := found.get(key)) is None:
+            continue
+        text = f"{leaks['prompts']:,}, in {leaks['rows']:,} {side} rows" if leaks["rows"] else "none"
+        title = "Prompts on both sides" if side == "test" else "Prompts of training and validation"
+        console.print(Text.assemble((f"\n{title}: ", "bold"), (text, "yellow" if leaks["rows"] else "")))
         if leaks["rows"]:
             console.print(Text(f"    {_examples(leaks['first'], leaks['rows'])}"))
     for line in found["warnings"]:

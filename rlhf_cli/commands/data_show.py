@@ -104,7 +104,7 @@ def data_show(
 
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
-    for source in [*part.rows.train, *(part.rows.test or [])]:
+    for source in [*part.rows.train, *(part.rows.validation or []), *(part.rows.test or [])]:
         format_ = None
         for row in read_rows(source):
             if format_ is None and isinstance(row, Row):

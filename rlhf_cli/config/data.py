@@ -111,6 +111,9 @@ class Rows(Section):
 
     train: Sources
     """The rows to train on: a path, a mapping, or a list of them (a mixture)."""
+    validation: Sources | None = None
+    """Held-out rows to measure while the stage trains: `evaluation.keep_best`, `best_metric` and PPO's `require` read
+    their figures, and `test` is measured at the end only. Null uses the test rows for both."""
     test: Sources | None = None
     """The held-out rows. Null holds out `test_fraction` of the training rows instead."""
     test_fraction: BelowOne = 0.05

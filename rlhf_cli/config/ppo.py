@@ -183,7 +183,7 @@ class PPOEvaluation(Section):
     """Save the policy with the highest value of this metric as `best_model`: score_mean, or a number that your judge
     (gold) returns. A minus sign takes the lowest: -kl. Needs every_iterations."""
     num_prompts: PositiveInt = 256
-    """Maximum number of held-out prompts to use."""
+    """Maximum number of held-out prompts to use, drawn by a hash of their content and the seed."""
     num_examples: NonNegativeInt = 5
     """Number of prompts to show with both replies."""
     gold: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), EXPANDED] | None = None
@@ -354,8 +354,8 @@ class PPOConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        ptx = self.ptx.train if self.ptx is not None else None
-        return numbered({"train": self.data.train, "test": self.data.test, "ptx": ptx})
+        data, ptx = self.data, self.ptx.train if self.ptx is not None else None
+        return numbered({"train": data.train, "validation": data.validation, "test": data.test, "ptx": ptx})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:

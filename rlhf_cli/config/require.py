@@ -17,7 +17,8 @@ FIGURES = {
         *("base_rate", "brier", "brier_baseline", "calibration_error", "num_rows"),
     ),
 }
-"""The held-out figures of the manifests, without `eval/`. A reward model has those of its loss, and `probe/NAME`."""
+"""The held-out figures of the manifests, without `eval/`. A reward model has those of its loss, and `probe/NAME`.
+With several sources of held-out rows `loss/NAME`, `accuracy/NAME` and `mse/NAME` are those of a source."""
 ENDS = {"lower": "_low95", "upper": "_high95"}
 """What a manifest appends to the name of a figure for each end of its 95 % interval."""
 
@@ -27,7 +28,7 @@ def _figure_name(name: str) -> str:
     if stage not in FIGURES or not figure:
         raise ValueError("must be sft/ or rm/ and the name of a held-out figure, for example rm/accuracy")
     known, short = FIGURES[stage], figure.removeprefix("eval/").removesuffix(ENDS["lower"]).removesuffix(ENDS["upper"])
-    if short not in known and not (stage == "rm" and figure.startswith("probe/")):
+    if short.partition("/")[0] not in known and not (stage == "rm" and figure.startswith("probe/")):
         raise ValueError(f"no such figure; {stage} has {', '.join(known)}{did_you_mean(short, known)}")
     return name
 

@@ -61,7 +61,7 @@ class SFTEvaluation(Section):
     keep_best: bool = False
     """Also save the model with the lowest held-out loss, as `best_model`. Needs every_steps."""
     max_rows: PositiveInt = 1000
-    """Maximum number of held-out rows to use."""
+    """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
     num_samples: NonNegativeInt = 4
     """Number of held-out prompts to complete at each evaluation, for you to read (samples.jsonl)."""
     max_new_tokens: PositiveInt = 64
@@ -99,7 +99,8 @@ class SFTConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        return numbered({"train": self.data.train, "test": self.data.test})
+        data = self.data
+        return numbered({"train": data.train, "validation": data.validation, "test": data.test})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
@@ -133,7 +134,7 @@ class RMEvaluation(Section):
     """Also save the model with the highest held-out accuracy (with `loss: mse`, the lowest error), as `best_model`.
     Needs every_steps."""
     max_rows: PositiveInt = 1000
-    """Maximum number of held-out rows to use."""
+    """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
     num_normalization_samples: NonNegativeInt = 192
     """Number of new samples from the SFT model whose scores give the mean and standard deviation by which PPO
     normalises. 0 leaves the score unnormalised."""
@@ -193,7 +194,9 @@ class RMConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        return numbered({"train": self.data.train, "test": self.data.test, "probes": self.data.probes})
+        data = self.data
+        held_out = {"validation": data.validation, "test": data.test, "probes": data.probes}
+        return numbered({"train": data.train, **held_out})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:

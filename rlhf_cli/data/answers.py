@@ -23,9 +23,11 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
 from rlhf_cli.data.table import Table
+from rlhf_cli.data.tokens import SIDES, Tokenised
 from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
 from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix
+from rlhf_cli.seeding import generator
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -198,12 +200,20 @@ def answer_encoder(
     return kind(tokenizer, stage_rows, reads_last_token=reads_last_token)
 
 
-def require_labels(train: Table[ScoredIds], test: Table[ScoredIds]) -> None:
+def labelled_pairs(found: Tokenised[ScoredIds], seed: int) -> Any:
+    """The sides of tokenised rows with one label each, as `LabelledPairs`."""
+    pairs: dict[str, Any] = {
+        name: LabelledPairs(getattr(found, name), generator(seed, f"pairs of {name}")) for name in SIDES
+    }
+    return replace(found, **pairs)
+
+
+def require_labels(train: Table[ScoredIds], *held_out: Table[ScoredIds]) -> None:
     """Check the scores for `loss: bce`: labels from 0 (bad) to 1 (good), and training rows of more than one label.
 
     Raises DataError with the first row that has another score.
     """
-    for side in (train, test):
+    for side in (train, *held_out):
         for number, score in enumerate(side.numbers("score").tolist()):
             if not 0 <= score <= 1:
                 raise DataError(

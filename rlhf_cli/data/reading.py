@@ -28,21 +28,23 @@ def records(
     role: str = "data",
     only: str | None = None,
 ) -> Iterator[tuple[str, Record]]:
-    """The rows of a stage with their side, "train" or "test", one by one as they are read.
+    """The rows of a stage with their side, "train", "validation" or "test", one by one as they are read.
 
     `only` limits them to one side. In a mixture, a source of weight 2 gives each training row twice, and one of
     weight 0.5 half of its rows, chosen by a hash. `role` names the data in messages. Raises DataError for a row that
     cannot be read, unless such rows are skipped, and if no row is left to train on or to hold out.
     """
-    for source_side, sources in (("train", data.train), ("test", data.test or [])):
-        if only is not None and source_side != only and data.test is not None:
+    by_side = {"train": data.train, "validation": data.validation or [], "test": data.test or []}
+    for source_side, sources in by_side.items():
+        splits = source_side == "train" and data.test is None  # training rows may be held out
+        if only not in (None, source_side) and not (splits and only == "test"):
             continue
         seen: set[bytes] = set()
         for source in sources:
             for record in _source_records(source, purpose, data, report, source_side, prompt_words):
                 if not in_part(source.select, record.key) or not in_share(data, purpose, record.key):
                     continue
-                side = "test" if is_held_out(data, record.key) else source_side
+                side = "test" if splits and is_held_out(data, record.key) else source_side
                 if only is not None and side != only:
                     continue
                 if data.deduplicate:
@@ -52,7 +54,7 @@ def records(
                         report.skip(side, DUPLICATE)
                         continue
                     seen.add(digest)
-                for _ in range(1 if side == "test" else num_copies(source.weight, record.key)):
+                for _ in range(1 if side != "train" else num_copies(source.weight, record.key)):
                     report.rows[source.path] += 1
                     report.rows[side] += 1
                     yield side, record
@@ -61,17 +63,18 @@ def records(
 
 def _require_rows(data: Rows, report: Report, role: str, only: str | None) -> None:
     """Raise DataError if a side that was read has no rows."""
-    if only != "test" and not report.rows["train"]:
+    if only in (None, "train") and not report.rows["train"]:
         paths = ", ".join(source.path for source in data.train)
         raise DataError(
             f"{role}.train: {paths}: no row is left to train on. Widen `select`, `split` or `weight`, or lower "
             f"test_fraction{_reasons(report)}"
         )
-    if only != "train" and data.test is not None and not report.rows["test"]:
-        paths = ", ".join(source.path for source in data.test)
-        raise DataError(
-            f"{role}.test: {paths}: no row is left to hold out. Widen `select` or `split`{_reasons(report)}"
-        )
+    for side, sources in (("validation", data.validation), ("test", data.test)):
+        if only in (None, side) and sources is not None and not report.rows[side]:
+            paths = ", ".join(source.path for source in sources)
+            raise DataError(
+                f"{role}.{side}: {paths}: no row is left to hold out. Widen `select` or `split`{_reasons(report)}"
+            )
 
 
 def first_format(source: DataSource, purpose: Purpose) -> Format:

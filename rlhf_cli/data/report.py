@@ -21,12 +21,12 @@ DUPLICATE = "the same prompt and answers came before"
 
 @dataclass
 class Report:
-    """Counts of rows by side ("train" or "test"), filled while the rows are read and encoded."""
+    """Counts of rows by side ("train", "validation" or "test"), filled while the rows are read and encoded."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """The format of each source's rows."""
     rows: Counter[str] = field(default_factory=Counter)
-    """Rows read from each source, and under `train` and `test` those of each side."""
+    """Rows read from each source, and under the name of each side those of that side."""
     kept: Counter[str] = field(default_factory=Counter)
     """Items that the stage uses on each side. A row of several scored answers is one item per answer."""
     skipped: dict[str, Counter[str]] = field(default_factory=dict)

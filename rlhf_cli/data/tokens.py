@@ -40,7 +40,7 @@ from rlhf_cli.files import cache_root, digest_file
 T = TypeVar("T")
 V = TypeVar("V")
 
-SIDES = ("train", "test")
+SIDES = ("train", "validation", "test")
 CHUNK = 1000
 """Rows encoded at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30
@@ -57,6 +57,7 @@ class Tokenised(Generic[T]):
     """The token items of a stage's rows, and what the user should read about them."""
 
     train: Table[T]
+    validation: Table[T]
     test: Table[T]
     lines: list[str]
     warnings: list[str]
@@ -77,10 +78,10 @@ def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokeni
                 lines.append(f"{entry}: the cached tokens are damaged, the rows are tokenised again")
             report = _build(entry, encoder, longest)
         os.utime(entry)
-        tables = [Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES]
+        train, validation, test = (Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES)
     spec = encoder.stage_rows
     warnings = report.warnings(spec.role, spec.length_key, longest)
-    return Tokenised(tables[0], tables[1], [*lines, *report.lines(spec.role)], warnings)
+    return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings)
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -234,7 +235,7 @@ def _remove_old(root: Path) -> None:
 
 def _key(encoder: RowEncoder[V, T]) -> str:
     spec = encoder.stage_rows
-    sources = [*spec.rows.train, *(spec.rows.test or [])]
+    sources = [*spec.rows.train, *(spec.rows.validation or []), *(spec.rows.test or [])]
     facts = {
         "data": [_digest_source(source) for source in sources],
         "rows": spec.rows.model_dump(mode="json"),

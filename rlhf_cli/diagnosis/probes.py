@@ -21,6 +21,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder, answer_encoder
 from rlhf_cli.data.encode import Example, encode_prompts, prompt_text
 from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
@@ -75,7 +76,7 @@ def _sft(run: Run) -> dict[str, float]:
     eos = int(tokenizer.eos_token_id)
     found = {"sft.pad_is_eos": float(tokenizer.pad_token_id == eos)}
     data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft)), longest=positions(model))
-    rows = data.test[: min(ROWS, run.sft.evaluation.max_rows)]
+    rows = Drawn(data.test, min(ROWS, run.sft.evaluation.max_rows), run.seed)
     if not rows:
         return found
     sums = row_sums(model, rows, run.budget(model, run.sft.precision), run.sft.precision)
@@ -156,7 +157,7 @@ def _pairs(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if not isinstance(encoder, RankingEncoder):
         return []
     table = tokenise(encoder, longest=longest_input(model, tokenizer)).test
-    return table[: min(PAIRS, run.rm.evaluation.max_rows)]
+    return Drawn(table, min(PAIRS, run.rm.evaluation.max_rows), run.seed)
 
 
 def _scores(model: PreTrainedModel, pairs: Sequence[list[list[int]]], run: Run) -> tuple[torch.Tensor, torch.Tensor]:

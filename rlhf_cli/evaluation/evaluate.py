@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import language_model, policy
 from rlhf_cli.evaluation.benchmark import read_bench
-from rlhf_cli.evaluation.figures import Figure, Figures
+from rlhf_cli.evaluation.figures import Figure, Figures, ratio_figure
 from rlhf_cli.evaluation.harness import Harness
 from rlhf_cli.evaluation.judging import Judge, judge_replies
 from rlhf_cli.evaluation.replies import Arena, Replies
@@ -120,16 +121,26 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
         difference = {"loss": language_model.loss_difference(sums, base_sums, seed=run.seed)}
         columns = {"before": before, **columns, "difference": difference}
         report |= {"before": as_json(before), "difference": as_json(difference)}
-    show(display, f"SFT, {len(rows):,} held-out rows; replies to {len(replies):,} of them", columns)
+    show(display, f"SFT, {rows} held-out rows; replies to {len(replies):,} of them", columns)
+    if rows.by_source:
+        loss = {name: _loss(sums, numbers, seed=run.seed) for name, numbers in rows.by_source.items()}
+        show(display, "SFT, held-out loss by source of the data", {"loss": loss}, counts=True)
+        report["by_source"] = {"loss": as_json(loss)}
     return report
+
+
+def _loss(sums: language_model.RowSums, rows: Sequence[int], *, seed: int) -> Figure:
+    """The loss per target token on the rows with these numbers."""
+    return ratio_figure(sums.nll[list(rows)], sums.tokens[list(rows)], seed=seed)
 
 
 def _replies(
     run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]
 ) -> tuple[list[dict[str, str]], Figures]:
-    """A sampled reply to each of the first prompts, and the figures of their form; both empty without prompts."""
+    """A sampled reply to each of some prompts, and the figures of their form; both empty without prompts."""
     assert run.sft is not None
-    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, rows[:REPLIES], run.sft, run.device)
+    drawn = Drawn(rows, REPLIES, run.seed)
+    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, drawn, run.sft, run.device)
     if not texts:
         return [], {}
     found = [{"prompt": prompt, "reply": text} for prompt, text in zip(prompts, texts, strict=True)]
@@ -154,7 +165,13 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
         "PPO": policy.side_figures(after, seed=seed) | harness.figures(run.model_path("ppo")),
         "difference": policy.differences(before, after, seed=seed),
     }
-    show(display, f"SFT and PPO, {len(arena.prompts)} held-out prompts, one reply each", columns)
+    show(display, f"SFT and PPO, {arena.prompts} held-out prompts, one reply each", columns)
+    by_source = {}
+    for name, numbers in arena.prompts.by_source.items():
+        some = {"SFT": before.of(numbers), "PPO": after.of(numbers)}
+        sides = {side: policy.side_figures(replies, seed=seed) for side, replies in some.items()}
+        show(display, f"SFT and PPO, the {len(numbers):,} prompts of {name}", sides)
+        by_source[name] = {side.lower(): as_json(figures) for side, figures in sides.items()}
     rates = policy.win_rates(before, after)
     show(display, "PPO against SFT: how often PPO's reply is better", {"win rate": rates})
     report: dict[str, Any] = {name: as_json(figures) for name, figures in columns.items()}
@@ -163,6 +180,7 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
         "ppo": report["PPO"],
         "difference": report["difference"],
         "win_rate": as_json(rates),
+        **({"by_source": by_source} if by_source else {}),
     }
     if (tax := _alignment_tax(run, reference, trained, tokenizer)) is not None:
         report["alignment_tax"] = tax.as_json()

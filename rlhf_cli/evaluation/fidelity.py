@@ -23,12 +23,13 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.evaluation.figures import Figure, Figures, difference_figure, mean_figure, ratio_figure, share_figure
 from rlhf_cli.evaluation.language_model import MAX_LOGITS, loss_difference, row_sums
 from rlhf_cli.evaluation.locate import StageModel
-from rlhf_cli.evaluation.reward_model import Scorer, held_out_rows, scorer_of
+from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.trained import samples_of
 from rlhf_cli.models.forward import target_logits, vocabulary_rows
@@ -114,7 +115,7 @@ class PolicyCheck(Check):
         if not rewards and run.rm is not None:
             rewards = [ModelReward(type="reward_model")]
         self.rewards = load_rewards(rewards, str(run.root), self.tokenizer, run.device, PRECISION)[0]
-        rows = [f"{len(self.rows):,} held-out rows"] if self.rows else []
+        rows = [f"{self.rows} held-out rows"] if self.rows else []
         prompts = [f"responses to {len(self.prompts):,} held-out prompts"] if self.prompts else []
         self.about = ", ".join(rows + prompts)
 
@@ -195,13 +196,13 @@ def _prompts(
         rollout = run.ppo.rollout
         room = positions(model) - rollout.max_new_tokens
         table = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo)), longest=room).test
-        return rollout, list(table[:PROMPTS])
+        return rollout, Drawn(table, PROMPTS, run.seed)
     if run.sft is None:
         return Rollout(), []
     evaluation = run.sft.evaluation
     rollout = Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
     found = []
-    for row in rows[:PROMPTS]:
+    for row in Drawn(rows, PROMPTS, run.seed):
         ids = row.ids[: row.loss_mask.index(True)]
         if ids and len(ids) + rollout.max_new_tokens <= positions(model):
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -221,8 +222,8 @@ class RewardModelCheck(Check):
         self.model = load_reward_model(path)
         self.tokenizer = load_tokenizer(path)
         self.scorer = self._scorer(self.model)
-        self.rows = list(held_out_rows(self.scorer))
-        self.about = f"{len(self.rows):,} held-out {'pairs' if self.config.is_pairwise else 'answers'}"
+        self.rows = rows_of_stage(run, self.scorer)
+        self.about = f"{self.rows} held-out {'pairs' if self.config.is_pairwise else 'answers'}"
         if not self.rows:
             self.about = ""
 

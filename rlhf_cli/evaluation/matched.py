@@ -33,7 +33,7 @@ def at_same_kl(samples: Replies, after: Replies, *, seed: int) -> Matched | None
 
     Args:
         samples: of the SFT model, [P, K].
-        after: PPO's replies to at least these P prompts, of which the first P are used.
+        after: PPO's replies to these prompts.
         seed: of the resampling.
     """
     prompts, most = samples.score.shape
@@ -43,7 +43,7 @@ def at_same_kl(samples: Replies, after: Replies, *, seed: int) -> Matched | None
     rows = [best_of_n(samples.score, n, best_of_n_kl(samples.logprob, n), *columns[1:]) for n in range(1, most + 1)]
     score, kl, *gold = (torch.stack(column, dim=1) for column in zip(*rows, strict=True))  # [P, K] each, by n
     curves = torch.stack([kl, score, *gold])
-    points = torch.stack([column[:prompts, 0].double() for column in (after.kl, *own)])
+    points = torch.stack([column[:, 0].double() for column in (after.kl, *own)])
     if points[0].mean() > curves[0].mean(0).max() or most < 2:
         return None
 

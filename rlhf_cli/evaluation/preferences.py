@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ from rlhf_cli.rewards import agreement
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
 MOST_GROUPS = 40
+SOURCE = "source of the data"
+"""The group of the figures by source of `data.test`."""
 TEMPERATURE_RESAMPLES, TEMPERATURE_STEPS = 1000, 30
 """Of the interval of the best temperature: 30 steps give its inverse to 1e-6."""
 WORST = 20
@@ -147,10 +149,15 @@ def longer_wins(pairs: Pairs) -> Tensor:
     return wins(longer, torch.zeros_like(longer))
 
 
-def groups(pairs: Pairs, right: Tensor) -> dict[str, Figures]:
-    """The share of pairs with `right`, [n], in groups: by columns that name one, by length difference, by margin."""
+def groups(pairs: Pairs, right: Tensor, by_source: Mapping[str, Sequence[int]] = {}) -> dict[str, Figures]:
+    """The share of pairs with `right`, [n], in groups: by columns that name one, by length difference, by margin.
+
+    `by_source` has the numbers of the pairs from each source of the data, if there are several.
+    """
     longer, size = pairs.longer_by, pairs.margin.abs()
     tables: dict[str, Figures] = {}
+    if by_source:
+        tables[SOURCE] = {name: share_figure(right[list(rows)]) for name, rows in by_source.items()}
     for column in GROUP_COLUMNS:
         names = [row.row.columns.get(column) for row in pairs.rows]
         known = sorted({name for name in names if isinstance(name, str)})

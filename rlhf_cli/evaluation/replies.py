@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
+from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.errors import ConfigError
@@ -56,6 +58,17 @@ class Replies:
     ended: Tensor
     """1 if a stop token or stop string ended the reply, else 0."""
 
+    def of(self, prompts: Sequence[int]) -> Replies:
+        """The replies to the prompts with these numbers."""
+        rows = list(prompts)
+
+        def some(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: values[rows] for name, values in value.items()}
+            return value[rows] if isinstance(value, Tensor) else [value[i] for i in rows]
+
+        return Replies(**{name: some(value) for name, value in vars(self).items()})
+
     @property
     def gold_name(self) -> str | None:
         """The judge's main number: `gold`, or else its first. None without a judge."""
@@ -69,7 +82,7 @@ class Arena:
         self.run, self.config, self.reference, self.tokenizer = run, config, reference, tokenizer
         room = positions(reference) - config.rollout.max_new_tokens
         rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
-        self.prompts: list[PromptRow] = list(rows.test[: config.evaluation.num_prompts])
+        self.prompts: Drawn[PromptRow] = held_out_rows(rows, config.data, config.evaluation.num_prompts, run.seed).test
         if not self.prompts:
             raise ConfigError(f"{run.root}/ppo: the stage has no held-out prompts. Set data.test or data.test_fraction")
         self.rewards: list[RewardSource] = load_rewards(

@@ -12,15 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, ScoreEncoder, answer_encoder
+from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences, scores
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
-from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, share_figure
+from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import sequences_of
 from rlhf_cli.evaluation.run import Run
@@ -32,7 +33,6 @@ from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.rewards.agreement import longer_wins, margins_of, scores_of_rows
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
-from rlhf_cli.seeding import generator
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.progress import Display
 
@@ -65,15 +65,15 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
     assert config is not None
     path = run.model_path("rm")
     scorer = scorer_of(run, config, load_reward_model(path), load_tokenizer(path))
-    rows = held_out_rows(scorer)
+    rows = rows_of_stage(run, scorer)
     report: dict[str, Any] = {}
     sentences = Sentences(display)
     if not rows:
         display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
     elif config.is_pairwise:
-        report = _of_pairs(run, scorer, [row for row in rows if isinstance(row, RankedIds)], sentences)
+        report = _of_pairs(run, scorer, rows, sentences)
     else:
-        report = _of_scores(run, scorer, [row for row in rows if isinstance(row, ScoredIds)], sentences)
+        report = _of_scores(run, scorer, rows, sentences)
     if bench is not None:
         report["bench"] = _of_benchmark(run, scorer, bench, sentences)
     return report | {"sentences": sentences.texts} if report else {}
@@ -86,17 +86,16 @@ def scorer_of(run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: Pre
     return Scorer(config, model, tokenizer, encoder, run.budget(model, config.precision), World(0, 1, run.device))
 
 
-def held_out_rows(scorer: Scorer) -> Sequence[Any]:
+def rows_of_stage(run: Run, scorer: Scorer) -> Drawn[Any]:
     """The held-out rankings, pairs of labelled texts, or scored answers, as the stage evaluated them."""
     config, encoder = scorer.config, scorer.encoder
-    table = tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer)).test
-    rows: Sequence[Any] = table
+    found = tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer))
     if config.is_pairwise and isinstance(encoder, ScoreEncoder):  # Pairs of a higher and a lower label, as in training.
-        rows = LabelledPairs(table, generator(config.seed, "pairs of test"))
-    return rows[: config.evaluation.max_rows]
+        found = labelled_pairs(found, config.seed)
+    return held_out_rows(found, config.data, config.evaluation.max_rows, run.seed).test
 
 
-def _of_scores(run: Run, scorer: Scorer, items: list[ScoredIds], sentences: Sentences) -> dict[str, Any]:
+def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sentences) -> dict[str, Any]:
     """Error, correlations or calibration of predicted scores or labels."""
     display = sentences.display
     predicted = scorer.score([[row.ids] for row in items])
@@ -107,9 +106,14 @@ def _of_scores(run: Run, scorer: Scorer, items: list[ScoredIds], sentences: Sent
     found = predicted * std + mean
     figures = (scores.score_figures if is_mse else scores.label_figures)(found, target, seed=run.seed)
     figures["score_length_correlation"] = correlation_figure(found, length, seed=run.seed)
-    show(display, f"RM, {len(items):,} held-out answers", {"value": figures})
+    show(display, f"RM, {items} held-out answers", {"value": figures})
     stated = found if is_mse else found.sigmoid()
     tables = scores.error_groups(stated, target, length, seed=run.seed)
+    if items.by_source:
+        error = (stated.double() - target.double()).abs()
+        tables[preferences.SOURCE] = {
+            name: mean_figure(error[rows], seed=run.seed) for name, rows in items.by_source.items()
+        }
     for title, by_name in tables.items():
         show(display, f"RM absolute error by {title}", {"error": by_name}, counts=True)
     sides = policy_scores(run, scorer, [Prompt(r.row.prompt, r.row.where, {}, r.row.messages) for r in items])
@@ -123,7 +127,7 @@ def _of_scores(run: Run, scorer: Scorer, items: list[ScoredIds], sentences: Sent
     }
 
 
-def _of_pairs(run: Run, scorer: Scorer, ranked: list[RankedIds], sentences: Sentences) -> dict[str, Any]:
+def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) -> dict[str, Any]:
     """Accuracy, calibration, length, invariance, and scores beside those of the policies' samples."""
     display = sentences.display
     found = scorer.score([[r.answers[0], r.answers[-1]] for r in ranked])
@@ -132,10 +136,10 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: list[RankedIds], sentences: Sent
     if not isinstance(scorer.encoder, ScoreEncoder):  # Pairs of labelled texts have no prompt.
         figures |= position_figures(ranked, pairs.better, pairs.worse, scorer.score)
         figures |= prefix_figures(ranked, pairs.margin, scorer.encoder, scorer.score, seed=run.seed)
-    tables = preferences.groups(pairs, wins(pairs.better, pairs.worse))
+    tables = preferences.groups(pairs, wins(pairs.better, pairs.worse), ranked.by_source)
     chance = {name: preferences.CHANCE for name in preferences.AGAINST_CHANCE if name in figures}
-    show(display, f"RM, {len(ranked):,} held-out pairs", {"value": figures, "chance": chance})
-    longer = preferences.groups(pairs, preferences.longer_wins(pairs))
+    show(display, f"RM, {ranked} held-out pairs", {"value": figures, "chance": chance})
+    longer = preferences.groups(pairs, preferences.longer_wins(pairs), ranked.by_source)
     if probed := _of_probes(scorer):
         tables[PROBES], longer[PROBES] = probed
     for title, by_name in tables.items():
@@ -193,13 +197,13 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
 
 
 def policy_scores(run: Run, scorer: Scorer, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """Raw scores of a sample of SFT and of PPO for each of the first prompts, for the stages that are finished.
+    """Raw scores of a sample of SFT and of PPO for each of some prompts, for the stages that are finished.
 
     Both draw with the same random numbers. {} if rows have no prompt, or no prompt leaves room for a sample.
     """
     settings, template = scorer.config.evaluation, scorer.config.data.prompt_template
     keep_special = scorer.config.data.special_tokens == "keep"
-    prompts = [prompt for prompt in prompts[:SAMPLED_ROWS] if prompt.prompt.strip()]
+    prompts = Drawn([prompt for prompt in prompts if prompt.prompt.strip()], SAMPLED_ROWS, run.seed)
     found = {}
     for stage in ("sft", "ppo"):
         if not run.is_finished(stage) or not prompts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
@@ -34,7 +34,7 @@ class Run:
     root: Path
     device: torch.device
     seed: int
-    """Of samples and of intervals."""
+    """Of the held-out rows that are drawn, of samples and of intervals."""
     sft: SFTConfig | None
     rm: RMConfig | None
     ppo: PPOConfig | None
@@ -64,12 +64,12 @@ class Run:
         """How many tokens the model takes in one pass without gradients."""
         return Budget(forward_tokens(model, self.device, precision), padded=not is_packed(model))
 
-    def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
+    def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Drawn[Example]:
         """The held-out rows of the sft stage, encoded for a model; empty without that stage."""
         if self.sft is None:
-            return []
-        data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(self.sft)), longest=positions(model))
-        return data.test[: self.sft.evaluation.max_rows]
+            return Drawn([], 0, 0)
+        found = tokenise(DemonstrationEncoder(tokenizer, sft_rows(self.sft)), longest=positions(model))
+        return held_out_rows(found, self.sft.data, self.sft.evaluation.max_rows, self.seed).test
 
 
 def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from rlhf_cli.artifacts import stage_directory
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import policy
 from rlhf_cli.evaluation.figures import Figure
 from rlhf_cli.evaluation.matched import at_same_kl
@@ -22,13 +23,14 @@ def best_of_n_report(
     arena: Arena, after: Replies, num_samples: int, num_prompts: int, sentences: Sentences, *, seed: int
 ) -> dict[str, Any]:
     """Best-of-n of the SFT model on some of the prompts, beside PPO on the same prompts."""
-    every, number = len(arena.prompts), min(num_prompts, len(arena.prompts))
-    arena.prompts = arena.prompts[:number]
+    every, drawn = len(arena.prompts), Drawn(arena.prompts, num_prompts, seed)
+    number = len(drawn)
+    arena.prompts, after = drawn, after.of(drawn.numbers)
     samples = arena.replies(arena.reference, num_samples)
     rows = policy.yardsticks(samples, seed=seed)
-    score, kl = after.score[:number, 0].mean().item(), after.kl[:number, 0].mean().item()
+    score, kl = after.score[:, 0].mean().item(), after.kl[:, 0].mean().item()
     gold_name = after.gold_name
-    gold = after.gold[gold_name][:number, 0].mean().item() if gold_name is not None else None
+    gold = after.gold[gold_name][:, 0].mean().item() if gold_name is not None else None
     with_bound = any(f"{row.kl:.2f}" != f"{row.kl_bound:.2f}" for row in rows)
     lines = [
         [
@@ -49,12 +51,11 @@ def best_of_n_report(
             *([""] if with_bound else []),
         ]
     )
-    which = f"the first {number} of the {every} prompts" if number < every else f"{number} prompts"
     heads = ["", "score", *(["gold"] if gold is not None else []), "KL", *(["KL at most"] if with_bound else [])]
-    sentences.display.table(f"Best-of-n of the SFT model, {which}", heads, lines)
+    sentences.display.table(f"Best-of-n of the SFT model, {drawn} prompts", heads, lines)
     needed = policy.samples_needed(samples, score)
     says = f"n = {needed}" if needed is not None else f"more than n = {num_samples}"
-    low, high = policy.samples_needed_interval(samples, after.score[:number, 0], seed=seed)
+    low, high = policy.samples_needed_interval(samples, after.score[:, 0], seed=seed)
     if number > 1:
         most = f"{high:.0f}" if high <= num_samples else f"more than {num_samples}"
         says += f" (95 % interval {low:.0f} to {most})"
@@ -96,7 +97,7 @@ def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sen
     PPO's KL.
     """
     prompts, num_samples = samples.score.shape
-    own, start = after.score[:prompts, 0], samples.score.mean(1)
+    own, start = after.score[:, 0], samples.score.mean(1)
     best, tilt = policy.best_of_n_at(samples, kl), policy.tilted(samples, kl)
     found: dict[str, Any] = {}
     is_too_low = tilt is None or tilt.score.mean() < best.mean()
@@ -138,7 +139,8 @@ def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict
         )
         return {}
     rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-    first = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["sft"]
+    own = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    first = own.get("validation", own)["sft"]
     points = rows if rows and rows[0]["step"] == 0 else [{"step": 0, **first}, *rows]
     names = ["score_mean", "kl", *([gold_name] if gold_name is not None else [])]
     shown = [points[i] for i in sorted({round(j * (len(points) - 1) / MOST_SHOWN) for j in range(MOST_SHOWN + 1)})]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.scores import sampled_and_scored
 from rlhf_cli.ppo.setup import Setup
@@ -19,8 +21,8 @@ from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.training.distributed import World, gather_texts
 
-GoldJudge = Callable[[list[str], list[bool]], list[dict[str, float]]]
-"""The user's judge (`evaluation.gold`): replies to the held-out prompts, and whether each ended, to named numbers."""
+GoldJudge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
+"""The user's judge (`evaluation.gold`): prompts, a reply to each, and whether each ended, to named numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,31 +82,32 @@ def load_gold(setup: Setup) -> GoldJudge | None:
         return None
     function = load_function(name)
 
-    def judge(replies: list[str], ended: list[bool]) -> list[dict[str, float]]:
-        rows, where = [p.row.columns for p in setup.test], [p.row.where for p in setup.test]
-        samples = Samples([p.text for p in setup.test], replies, [], [], ended, rows, where=where)
+    def judge(prompts: Sequence[PromptRow], replies: list[str], ended: list[bool]) -> list[dict[str, float]]:
+        rows, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
+        samples = Samples([p.text for p in prompts], replies, [], [], ended, rows, where=where)
         return call(f"evaluation.gold ({name})", function, samples, named_numbers, GOLD_ADVICE)
 
     return judge
 
 
-def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
-    """Sample one reply to each held-out prompt and measure it; the uniforms are the same at every call.
+def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: GoldJudge | None) -> Evaluation:
+    """Sample one reply to each of the prompts and measure it; the uniforms are the same at every call.
 
     ``kl`` is the mean over replies of the sum over tokens of log policy - log ref_policy, in nats. It estimates
     KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself. ``distinct_2`` counts pairs of words
-    (Li et al. 2016), so it does not depend on the tokenizer.
+    (Li et al. 2016), so it does not depend on the tokenizer. With several sources, score, judge and kl are also given
+    for each: ``score_mean/<source>``.
 
     Raises RewardError if a reward or the judge fails on any process.
     """
     start = time.monotonic()
     world = setup.world
-    own = or_failure(world, lambda: _own_replies(setup))
+    own = or_failure(world, lambda: _own_replies(setup, prompts))
     replies = world.interleave(_from_all_processes(own, world))
     texts, scores = [reply.text for reply in replies], [reply.score for reply in replies]
     # The judge may be a large model or a paid service: only the first process asks it.
     asks = gold if world.is_main else None
-    own_rows = or_failure(world, lambda: asks(texts, [r.ended for r in replies]) if asks else [])
+    own_rows = or_failure(world, lambda: asks(prompts, texts, [r.ended for r in replies]) if asks else [])
     gold_rows = _of_main(own_rows, world)
     metrics = {
         "score_mean": statistics.fmean(scores),
@@ -116,7 +119,13 @@ def evaluate(setup: Setup, gold: GoldJudge | None) -> Evaluation:
         "distinct_2": distinct_n([text.split() for text in texts], 2),
         "seconds": time.monotonic() - start,
     }
-    return Evaluation(metrics, texts, scores, gold_rows, [reply.kl for reply in replies])
+    columns: dict[str, list[float]] = {"score_mean": scores, "kl": [reply.kl for reply in replies]}
+    columns |= {name: [row[name] for row in gold_rows] for name in (gold_rows[0] if gold_rows else ())}
+    for source, numbers in prompts.by_source.items():
+        metrics |= {
+            f"{name}/{source}": statistics.fmean(values[i] for i in numbers) for name, values in columns.items()
+        }
+    return Evaluation(metrics, texts, scores, gold_rows, columns["kl"])
 
 
 def _from_all_processes(own: Sequence[Reply], world: World) -> list[list[Reply]]:
@@ -142,9 +151,9 @@ def _of_main(rows: list[dict[str, float]], world: World) -> list[dict[str, float
     return [dict(zip(names, row, strict=True)) for row in table.tolist()]
 
 
-def _own_replies(setup: Setup) -> list[Reply]:
+def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[Reply]:
     """This process's replies, with their figures."""
-    config, prompts = setup.config, setup.test
+    config = setup.config
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
     replies: list[Reply] = []
     if setup.engine is not None:

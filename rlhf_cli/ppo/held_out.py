@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.ppo.evaluation import Evaluation, evaluate, load_gold
 from rlhf_cli.ppo.saving import save_policy
@@ -16,13 +18,17 @@ from rlhf_cli.training.health import Health
 class HeldOut:
     """The held-out figures of a run. Without held-out prompts it does nothing.
 
-    Creating it measures the policy before PPO, so that a judge that fails does so before training.
+    Along the run and for the best policy they are those of the validation prompts, if there are some; at the end SFT
+    and PPO are compared on the test prompts. Creating it measures the policy before PPO, so that a judge that fails
+    does so before training.
     """
 
     def __init__(self, setup: Setup, health: Health):
         self.setup, self.health = setup, health
         self.gold = load_gold(setup)
-        self.before = self._measure(0) if setup.test else None
+        rows = setup.held_out
+        self.before = self._measure(0, rows.watched) if rows.watched else None
+        self.before_test = self._measure(0, rows.test) if rows.validation and rows.test else self.before
         if self.before is None:
             setup.stage.display.note("no held-out prompts, so SFT and PPO are not compared")
         else:
@@ -45,18 +51,25 @@ class HeldOut:
 
     def compare(self) -> dict[str, float]:
         """Measure the final policy, show it beside SFT, write evaluation.json; returns the figures of both."""
-        if self.before is None:
+        if self.before is None or self.before_test is None:
             return {}
         setup, config, stage = self.setup, self.setup.config, self.setup.stage
-        after = self._measure_and_report(config.ppo.num_iterations)
-        self._keep_if_best(config.ppo.num_iterations, after)
-        sides = {"sft": self.before, "ppo": after}
+        watched, prompts = setup.held_out.watched, setup.held_out.test or setup.held_out.watched
+        last = after = self._measure_and_report(config.ppo.num_iterations)
+        self._keep_if_best(config.ppo.num_iterations, last)
+        if prompts is not watched:
+            after = self._measure(config.ppo.num_iterations, prompts)
+        sides = {"sft": self.before_test, "ppo": after}
         examples = [
-            {"prompt": setup.test[i].text, **{name: side.example(i) for name, side in sides.items()}}
-            for i in range(min(config.evaluation.num_examples, len(setup.test)))
+            {"prompt": prompts[i].text, **{name: side.example(i) for name, side in sides.items()}}
+            for i in range(min(config.evaluation.num_examples, len(prompts)))
         ]
-        report: dict[str, Any] = {"num_prompts": len(setup.test)}
-        report |= {"sft": self.before.metrics, "ppo": after.metrics, "examples": examples}
+        report: dict[str, Any] = {"num_prompts": len(prompts)}
+        if len(prompts) < prompts.total:
+            report["of_prompts"] = prompts.total
+        report |= {"sft": self.before_test.metrics, "ppo": after.metrics, "examples": examples}
+        if prompts is not watched:
+            report["validation"] = {"sft": self.before.metrics, "ppo": last.metrics}
         if self.best.metric is not None:
             metric = config.evaluation.best_metric
             report["best"] = {"step": self.best.step, "metric": metric, "value": self.best.value}
@@ -67,18 +80,18 @@ class HeldOut:
             (stage.directory / "evaluation.json").write_text(text, encoding="utf-8")
         return {f"{name}/{key}": v for name, side in sides.items() for key, v in side.metrics.items()}
 
-    def _measure(self, step: int) -> Evaluation:
+    def _measure(self, step: int, prompts: Drawn[PromptRow]) -> Evaluation:
         """The figures after `step` iterations. If a reward fails, save a checkpoint of that step before raising."""
         try:
             with self.setup.stage.speed.phase("evaluation"):
-                return evaluate(self.setup, self.gold)
+                return evaluate(self.setup, prompts, self.gold)
         except RewardError:
             self.setup.stage.save_now(step)
             raise
 
     def _measure_and_report(self, step: int) -> Evaluation:
         """Measure and check the health; print the main figures, and write a row of evaluations.jsonl if requested."""
-        now, stage = self._measure(step), self.setup.stage
+        now, stage = self._measure(step, self.setup.held_out.watched), self.setup.stage
         if self.setup.config.evaluation.every_iterations is not None:
             self._record(step, now)
         if step < self.setup.config.ppo.num_iterations:  # the last figures are shown as a table
@@ -108,7 +121,7 @@ def best_of(key: str | None, before: Evaluation | None) -> Best:
     if key is None:
         return Best(None, lower=False)
     if before is None:
-        raise ConfigError("evaluation.best_metric: no held-out prompts. Set data.test or data.test_fraction")
+        raise ConfigError("evaluation.best_metric: no held-out prompts. Set data.validation or data.test")
     metric = key.removeprefix("-")
     if metric not in before.metrics:
         raise ConfigError(f"evaluation.best_metric: found {key}, the figures are {', '.join(before.metrics)}")

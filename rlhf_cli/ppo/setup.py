@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +16,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
+from rlhf_cli.data.splits import HeldOutRows, held_out_rows
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
@@ -72,7 +72,7 @@ class Setup:
     sampling: Sampling
     train: Sequence[PromptRow]
     """Training prompts."""
-    test: Sequence[PromptRow]
+    held_out: HeldOutRows[PromptRow]
     """Held-out prompts."""
     ptx: Sequence[Example]
     """Rows of the language-model loss; empty without `ptx`."""
@@ -177,9 +177,11 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     models = replace(models, sampler=sampler.model if sampler is not None else None)
     _note(stage, [*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config)])
 
-    train, test = _load_prompts(config, policy, tokenizer, stage)
-    check_rows(rewards, ((p.row.where, p.row.columns) for side in (train, test) for p in side))
-    longest = _check_lengths(models, rewards, train, test, config, stage)
+    train, held_out = _load_prompts(config, policy, tokenizer, stage)
+    sides: tuple[Sequence[PromptRow], ...] = (train, held_out.validation, held_out.test)
+    check_rows(rewards, ((p.row.where, p.row.columns) for side in sides for p in side))
+    lengths = [int(train.lengths("ids").max()), *(len(p.ids) for side in sides[1:] for p in side)]
+    longest = _check_lengths(models, rewards, max(lengths), config, stage)
     budget = _budget(config, stage, models, rewards)
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
@@ -199,7 +201,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         rewards=rewards,
         sampling=sampling_of(config.rollout, policy, tokenizer),
         train=train,
-        test=test[: config.evaluation.num_prompts],
+        held_out=held_out,
         ptx=_load_ptx_rows(config, policy, tokenizer, stage),
         policy_stepper=policy_stepper,
         value_stepper=value_stepper,
@@ -215,12 +217,15 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
 
 def _load_prompts(
     config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> tuple[Table[PromptRow], Table[PromptRow]]:
+) -> tuple[Table[PromptRow], HeldOutRows[PromptRow]]:
     """The training prompts and the held-out prompts."""
     room = positions(policy) - config.rollout.max_new_tokens
     rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
     stage.display.about_rows(rows.lines, rows.warnings)
-    return rows.train, rows.test
+    held_out = held_out_rows(rows, config.data, config.evaluation.num_prompts, config.seed)
+    choice = "evaluation.best_metric" if config.evaluation.best_metric is not None else None
+    _note(stage, held_out.notes("evaluation.num_prompts", choice))
+    return rows.train, held_out
 
 
 def _load_ptx_rows(
@@ -314,14 +319,12 @@ def _note(stage: StageRun, lines: Iterable[str | None]) -> None:
 def _check_lengths(
     models: Models,
     rewards: Sequence[RewardSource],
-    train: Table[PromptRow],
-    test: Table[PromptRow],
+    longest_prompt: int,
     config: PPOConfig,
     stage: StageRun,
 ) -> int:
     """Check that the longest sequence fits every model, and note if sampling will be slow; returns its length."""
-    lengths = np.concatenate([train.lengths("ids"), test.lengths("ids")])
-    longest = int(lengths.max()) + config.rollout.max_new_tokens
+    longest = longest_prompt + config.rollout.max_new_tokens
     readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
     for model in (models.policy, models.ref_policy, models.value_model, *readers):
         if model is not None:

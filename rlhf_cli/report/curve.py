@@ -36,5 +36,6 @@ CURVES = (
     Curve("ppo", "Clipped ratios", {"policy/clip_fraction": "training"}, "share of tokens"),
     Curve("ppo", "Explained variance", {"value/explained_variance": "training"}, "of the returns, by the value model"),
 )
-METRICS = tuple(dict.fromkeys(name for curve in CURVES for name in curve.metrics if ":" not in name))
-"""Their metrics. The others of a long run would only take time to read."""
+_METRICS = dict.fromkeys(name for curve in CURVES for name in curve.metrics if ":" not in name)
+METRICS = (*_METRICS, *(name.replace("eval/", "validation/") for name in _METRICS if name.startswith("eval/")))
+"""Their metrics, of validation rows too. The others of a long run would only take time to read."""

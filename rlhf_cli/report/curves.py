@@ -75,10 +75,11 @@ def same_stage(one: StageData, other: StageData) -> bool:
 
 def _points(stage: StageData, metric: str) -> tuple[list[float], list[float]]:
     if metric != "eval:gold":
-        return stage.metrics.get(metric, ([], []))
+        watched = metric.replace("eval/", "validation/")  # a run with validation rows has one point of the test rows
+        return stage.metrics.get(watched, stage.metrics.get(metric, ([], [])))
     rows = [row for row in stage.evaluations if isinstance(row.get("gold"), int | float)]
     points = [(row["step"], row["gold"]) for row in rows]
-    own = stage.own_evaluation
+    own = stage.own_evaluation.get("validation", stage.own_evaluation)  # the prompts that the run watches
     if points and isinstance(own.get("sft", {}).get("gold"), int | float):
         points.insert(0, (0, own["sft"]["gold"]))
     return [x for x, _ in points], [y for _, y in points]

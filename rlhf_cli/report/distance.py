@@ -61,7 +61,8 @@ def path_points(run: RunData, figure: str) -> list[dict[str, Any]]:
     stage = run.stages.get("ppo")
     if stage is None:
         return []
-    key, first = KEYS[figure], stage.own_evaluation.get("sft")
+    key, own = KEYS[figure], stage.own_evaluation
+    first = own.get("validation", own).get("sft")
     rows = [*([{**first, "step": 0}] if first else []), *stage.evaluations]
     return [
         {"run": run.name, "step": row.get("step", 0), "kl": max(0.0, row["kl"]), "value": row[key]}

@@ -26,8 +26,18 @@ from rlhf_cli.training.health_recap import HEALTHY
 from rlhf_cli.training.progress import clock
 
 SHOWN = {
-    "sft": {"loss/sft": "loss", "eval/loss": "held-out loss", "sft/grad_norm": "grad norm"},
-    "rm": {"loss/rm": "loss", "rm/accuracy": "accuracy", "eval/accuracy": "held-out accuracy"},
+    "sft": {
+        "loss/sft": "loss",
+        "eval/loss": "held-out loss",
+        "validation/loss": "validation loss",
+        "sft/grad_norm": "grad norm",
+    },
+    "rm": {
+        "loss/rm": "loss",
+        "rm/accuracy": "accuracy",
+        "eval/accuracy": "held-out accuracy",
+        "validation/accuracy": "validation",
+    },
     "ppo": {
         "objective/score": "score",
         "objective/kl": "KL",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,20 +13,13 @@ from rlhf_cli.algorithms.bootstrap import mean_interval
 from rlhf_cli.algorithms.calibration import brier_score, expected_calibration_error, reliability
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
-from rlhf_cli.data.answers import RankedIds, ScoredIds
+from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking, Scored
+from rlhf_cli.data.splits import HeldOutRows
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.health_start import Baseline, baselines
-
-
-def margins(
-    model: PreTrainedModel, rankings: list[RankedIds], budget: Budget, precision: str, world: World
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(margin, accuracy) of each ranking, both [n]: see `margins_of`."""
-    scores = scores_of_rows(model, [item.answers for item in rankings], budget, precision, world)
-    return margins_of(scores, [len(item.answers) for item in rankings])
 
 
 def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,12 +50,10 @@ def scores_of_rows(
     return torch.tensor([score for row in world.interleave(shards) for score in row.tolist()])
 
 
-def figures_of_rankings(
-    model: PreTrainedModel, rankings: list[RankedIds], budget: Budget, precision: str, world: World
-) -> dict[str, float]:
-    """The `ranking_figures` of a model on held-out rankings."""
+def figures_of_rankings(rankings: Sequence[RankedIds], scores: torch.Tensor) -> dict[str, float]:
+    """The `ranking_figures` of rankings, from the scores of their answers, ranking by ranking."""
     longer, gold = [longer_wins(item.answers) for item in rankings], [gold_gap(item.row) for item in rankings]
-    return ranking_figures(*margins(model, rankings, budget, precision, world), longer, gold)
+    return ranking_figures(*margins_of(scores, [len(item.answers) for item in rankings]), longer, gold)
 
 
 def ranking_figures(
@@ -196,28 +188,31 @@ def probe_figures(
     """Accuracy on each named probe: an accuracy over all pairs can hide a defect that the model never sees."""
     if not probes:
         return {}
-    rankings = list(probes)
-    _, accuracy = margins(model, rankings, budget, precision, world)
+    scores = scores_of_rows(model, [item.answers for item in probes], budget, precision, world)
+    accuracy = margins_of(scores, [len(item.answers) for item in probes])[1]
     by_name: dict[str, list[float]] = {}
-    for item, value in zip(rankings, accuracy.tolist(), strict=True):
+    for item, value in zip(probes, accuracy.tolist(), strict=True):
         by_name.setdefault(item.row.columns["probe"], []).append(value)
     return {f"probe/{name}": sum(values) / len(values) for name, values in by_name.items()}
 
 
 def held_out_lines(
-    figures: Mapping[str, float], test: Sequence[RankedIds] | Sequence[ScoredIds], probes: Sequence[RankedIds]
+    figures: Mapping[str, float], held_out: HeldOutRows[Any], probes: Sequence[RankedIds]
 ) -> list[list[str]]:
     """The rows of a table of held-out figures, each with the number of rows that it was computed from."""
     of_probes = Counter(str(item.row.columns["probe"]) for item in probes)
-    counts = {f"probe/{name}": number for name, number in of_probes.items()}
-    if "eval/gold_accuracy" in figures:
-        # Pairs of equal gold scores do not count.
-        counts["eval/gold_accuracy"] = sum(bool(gold_gap(i.row)) for i in test if isinstance(i, RankedIds))
-    return [
-        [key, f"{value:.4g}", f"{counts.get(key, len(test)):,}"]
-        for key, value in figures.items()
-        if key != "eval/num_rows"
-    ]
+    counts = {f"probe/{name}": f"{number:,}" for name, number in of_probes.items()}
+    lines = []
+    for key, value in figures.items():
+        section, _, name = key.partition("/")
+        rows = held_out.validation if section == "validation" else held_out.test
+        source = name.partition("/")[2].removesuffix("_low95").removesuffix("_high95")
+        count = f"{len(rows.by_source[source]):,}" if source in rows.by_source else str(rows)
+        if name == "gold_accuracy":  # Pairs of equal gold scores do not count.
+            count = f"{sum(bool(gold_gap(i.row)) for i in rows if isinstance(i, RankedIds)):,}"
+        if name != "num_rows":
+            lines.append([key, f"{value:.4g}", counts.get(key, count)])
+    return lines
 
 
 def longer_wins(answers: Sequence[Sequence[int]]) -> float:

@@ -44,7 +44,7 @@ class Best:
         self.step, self.value = numbers["step"], numbers["value"]
 
 
-def require_held_out(best: Best, test: Sequence[Any]) -> None:
+def require_held_out(best: Best, rows: Sequence[Any]) -> None:
     """Raise ConfigError if the best model is to be kept but no held-out rows exist to choose it by."""
-    if best.metric is not None and not test:
-        raise ConfigError("evaluation.keep_best: no held-out rows. Set data.test or data.test_fraction")
+    if best.metric is not None and not rows:
+        raise ConfigError("evaluation.keep_best: no held-out rows. Set data.validation or data.test")

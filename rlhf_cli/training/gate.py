@@ -11,8 +11,9 @@ from rlhf_cli.config.require import ENDS, Requirement
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError, RunError
 
-SECTIONS = ("eval/", "probe/")
-"""The keys of a manifest's metrics that are held-out figures begin with one of these."""
+SECTIONS = ("validation/", "eval/", "probe/")
+"""The keys of a manifest's metrics that are held-out figures begin with one of these, figures of validation rows first:
+what decides whether PPO starts is then not what the last figures are measured on."""
 
 
 def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]:
@@ -52,7 +53,7 @@ def _check(
     name: str, requirement: Requirement, figure: str, path: str, figures: Mapping[str, float], *, is_finished: bool
 ) -> str:
     """A line that says that the figure is within its limits; raises as `check_requirements` does."""
-    key = next((section + figure for section in ("eval/", "") if section + figure in figures), None)
+    key = next((section + figure for section in ("validation/", "eval/", "") if section + figure in figures), None)
     stage = name.partition("/")[0]
     if key is None or not key.startswith(SECTIONS):
         known = _names(stage, figures)
@@ -88,10 +89,11 @@ def _check(
 def _names(stage: str, figures: Mapping[str, float], *, interval: bool = False) -> list[str]:
     """The held-out figures of a manifest as `require` names them; with `interval`, those that have one."""
     ends = tuple(ENDS.values())
-    return [
-        f"{stage}/{key.removeprefix('eval/')}"
+    found = [
+        f"{stage}/{key.removeprefix('validation/').removeprefix('eval/')}"
         for key in figures
         if key.startswith(SECTIONS)
         and not key.endswith((*ends, "/num_rows"))
         and (not interval or all(key + end in figures for end in ends))
     ]
+    return list(dict.fromkeys(found))

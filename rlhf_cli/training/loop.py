@@ -5,6 +5,7 @@ A stage computes the loss and its gradient. The loop around it is here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.metrics import parsed
 from rlhf_cli.sharding import is_sharded
 from rlhf_cli.tensor_ops import num_weights
@@ -58,7 +60,8 @@ class Loop(Generic[T]):
         model: the model that is trained.
         passes: how its forward and backward passes are computed.
         num_rows: training rows, for the number of steps.
-        evaluate: computes held-out figures after a number of steps; `{}` without held-out rows.
+        held_out: the held-out rows.
+        evaluate: computes the figures of held-out rows; `{}` without rows.
         save: writes the model as the folder of this name in the stage's directory.
         best: which model to keep as `best_model`.
         shown: the figures beside the progress, the most important first.
@@ -74,7 +77,8 @@ class Loop(Generic[T]):
         passes: Passes,
         *,
         num_rows: int,
-        evaluate: Callable[[int], dict[str, float]],
+        held_out: HeldOutRows[Any],
+        evaluate: Callable[[Drawn[Any]], dict[str, float]],
         save: Callable[[str], None],
         best: Best,
         shown: tuple[str, ...],
@@ -84,11 +88,15 @@ class Loop(Generic[T]):
         self.stage, self.config, self.model, self.passes, self.best = stage, config, model, passes, best
         self.num_steps = config.training.total_steps(num_rows)
         self.stepper = build_stepper(model, config.optimizer, self.num_steps, seed=config.seed, scale=stage.loss_scale)
-        self._evaluate, self._save, self._shown = evaluate, save, shown
+        self.held_out, self._evaluate, self._save = held_out, evaluate, save
+        self.shown = tuple(map(self._named, shown))
         self._after_evaluation = after_evaluation
         stage.tokens_per_microbatch = passes.budget.tokens
         stage.speed.peak_flops = passes.peak_flops
         for line in [self._plan(num_rows, mean_length), *passes.lines]:
+            stage.display.note(line)
+        choice = "evaluation.keep_best" if best.metric is not None else None
+        for line in held_out.notes("evaluation.max_rows", choice):
             stage.display.note(line)
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
@@ -123,7 +131,7 @@ class Loop(Generic[T]):
             if every is not None and done % every == 0 and done < total:
                 figures = self.evaluate(done)
                 if figures:
-                    stage.log(done, figures, self._shown)
+                    stage.log(done, figures, self.shown)
             stage.finish_step(done, total)
         stage.display.end()
 
@@ -156,24 +164,28 @@ class Loop(Generic[T]):
         }
 
     def evaluate(self, done: int) -> dict[str, float]:
-        """Held-out figures after `done` steps. Saves the model as `best_model` if they are the best so far."""
+        """Held-out figures after `done` steps: of the validation rows if there are some, else of the test rows.
+
+        Saves the model as `best_model` if they are the best so far.
+        """
         with self.stage.speed.phase("evaluation"):
-            figures = self._evaluate(done)
-            main = [f"{name.removeprefix('eval/')} {figures[name]:.4g}" for name in self._shown if name in figures]
+            found = self._evaluate(self.held_out.watched)
+            figures = {self._named(name): value for name, value in found.items()}
+            main = [f"{name.partition('/')[2]} {figures[name]:.4g}" for name in self.shown if name in figures]
             if main and done < self.num_steps:  # the last figures are shown as a table
                 self.stage.display.note(f"step {done:,}: held-out {', '.join(main)}")
             self._after_evaluation(done)
             self.stage.world.barrier("the samples")
         if self.stage.world.is_main:
             self._warn_if_memorised(done, figures)
-        if self.best.is_better(done, figures):
+        if self.best.is_better(done, found):
             self.save("best_model")
         return figures
 
     def _warn_if_memorised(self, done: int, figures: Mapping[str, float]) -> None:
         """Warn once of a held-out loss that rises while the training loss falls."""
         directory = self.stage.directory
-        key = next((key for key in HELD_OUT_LOSSES if key in figures), None)
+        key = next((key for key in map(self._named, HELD_OUT_LOSSES) if key in figures), None)
         if key is None or any(one.name == MEMORISES for one in findings_of(directory)):
             return
         with (directory / "metrics.jsonl").open("rb") as file:
@@ -188,15 +200,23 @@ class Loop(Generic[T]):
             self.stage.report(done, [Finding(MEMORISES, "warning", message, advice)], None)
 
     def finish(self) -> dict[str, float]:
-        """Save the trained model before anything else can fail, then compute the final held-out figures."""
+        """Save the trained model before anything else can fail, then compute the final held-out figures.
+
+        Those of the test rows are `eval/...`, those of the validation rows `validation/...`.
+        """
         self.stepper.release()  # what follows may load a second model
         self.save("model")
         figures = self.evaluate(self.num_steps)
+        if self.held_out.validation:
+            figures |= self._evaluate(self.held_out.test)
         if self.best.step is not None:
-            self.stage.display.note(
-                f"best_model is the model of step {self.best.step}: {self.best.metric} {self.best.value:.4g}"
-            )
+            metric = self._named(str(self.best.metric))
+            self.stage.display.note(f"best_model is the model of step {self.best.step}: {metric} {self.best.value:.4g}")
         return figures
+
+    def _named(self, name: str) -> str:
+        """The name of a figure of the rows that are watched."""
+        return re.sub("^eval/", "validation/", name) if self.held_out.validation else name
 
     def save(self, name: str) -> None:
         """Write the model to a folder of the stage's directory, from one process. A sharded one is written by all."""

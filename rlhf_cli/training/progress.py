@@ -32,6 +32,9 @@ LABELS = {
     "eval/loss": "held-out",
     "eval/accuracy": "held-out",
     "eval/mse": "held-out",
+    "validation/loss": "validation",
+    "validation/accuracy": "validation",
+    "validation/mse": "validation",
 }
 """What the screen calls a metric, by its name or the last part of it."""
 
@@ -236,8 +239,9 @@ class Display:
     def before_and_after(self, evaluation: dict[str, Any]) -> None:
         """Print the comparison of SFT and PPO from `evaluation.json`: figures and example replies."""
         sft, ppo = evaluation["sft"], evaluation["ppo"]
+        of = f" of {evaluation['of_prompts']}" if "of_prompts" in evaluation else ""
         self.table(
-            f"SFT against PPO, {evaluation['num_prompts']} held-out prompts, one reply each",
+            f"SFT against PPO, {evaluation['num_prompts']}{of} held-out prompts, one reply each",
             ["", "SFT", "PPO"],
             [[key, three_places(sft[key]), three_places(ppo[key])] for key in sft if key != "seconds"],
         )

@@ -69,7 +69,9 @@ class StageFiles:
             "digests": digests,
             "folders": [folder.name for folder in folders],
             "seconds": self.seconds(),
-            "held_out": {name: value for name, value in self.latest.items() if name.startswith("eval/")},
+            "held_out": {
+                name: value for name, value in self.latest.items() if name.startswith(("eval/", "validation/"))
+            },
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002

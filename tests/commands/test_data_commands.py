@@ -846,3 +846,16 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
 
 def test_docs_are_short() -> None:
     assert len((ROOT / "docs" / "data.md").read_text(encoding="utf-8").splitlines()) < 300
+
+
+def test_validation_rows_are_checked_beside_the_others(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {n}", "response": "yes"} for n in range(6)]
+    names = {"train": rows[:4], "validation": rows[3:5], "test": rows[5:]}
+    data = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in names.items()}
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(sft_config(data)), encoding="utf-8")
+    found = checked("--config", config)
+    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 4, "validation": 2, "test": 1}
+    assert found["validation_leaks"] == {"rows": 1, "prompts": 1, "first": [f"{data['validation']}:1"]}
+    assert found["leaks"]["rows"] == 0
+    assert "Prompts of training and validation: 1, in 1 validation rows" in rlhf("check", "--config", config).stdout

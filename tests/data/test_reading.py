@@ -21,11 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import table, tokens
+from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example, Limits, Skipped, encode_demonstrations, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
 from rlhf_cli.data.reading import first_format, records
-from rlhf_cli.data.records import Demonstration, Message
+from rlhf_cli.data.records import Demonstration, Message, Ranking
 from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import StageRows
@@ -547,3 +549,57 @@ def test_table_lengths_equal_those_of_the_rows(tmp_path: Path, cached: Any) -> N
     encoded_rows, _ = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(30)), test_fraction=0))
     assert encoded_rows.train.lengths("ids").tolist() == [len(e.ids) for e in encoded_rows.train]
     assert isinstance(encoded_rows.train.lengths("ids"), np.ndarray)
+
+
+# --------------------------------------------------------------------------------------- rows that are measured
+
+
+def pair(number: int, where: str, *, swapped: bool) -> RankedIds:
+    answers = ("bad", "good") if swapped else ("good", "bad")
+    return RankedIds([[1], [2]], Ranking(f"question {number}", answers, where))
+
+
+def test_the_rows_that_are_measured_are_drawn_from_the_whole_file() -> None:
+    """A test set of right pairs, then swapped ones: the first half would say that all of them are right."""
+    rows = [pair(i, f"test.jsonl:{i + 1}", swapped=i >= 100) for i in range(200)]
+    drawn = Drawn(rows, 100, seed=0)
+    swapped = sum(row.row.answers[0] == "bad" for row in drawn)
+    assert 35 <= swapped <= 65
+    assert str(drawn) == "100 of 200"
+    assert drawn == [rows[i] for i in drawn.numbers]
+    assert drawn.numbers == sorted(drawn.numbers), "in the order of the file"
+    elsewhere = [pair(i, f"other.jsonl row {i}", swapped=i >= 100) for i in reversed(range(200))]
+    same = Drawn(elsewhere, 100, seed=0)
+    assert {(r.row.prompt, r.row.answers) for r in same} == {(r.row.prompt, r.row.answers) for r in drawn}
+    assert Drawn(rows, 100, seed=1).numbers != drawn.numbers
+    assert Drawn(rows, 200, seed=0) == rows
+    assert str(Drawn(rows, 1000, seed=0)) == "200"
+
+
+def test_measured_rows_are_grouped_by_source(tmp_path: Path) -> None:
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.jsonl").touch()
+    sources = [DataSource(path=f"{tmp_path}/{name}") for name in ("a", "b/test.jsonl", "c/*.jsonl")]
+    sources.append(DataSource(path="org/set", split="test"))
+    where = [f"{tmp_path}/a/test.jsonl:3", f"{tmp_path}/b/test.jsonl row 2", "org/set[test] row 5"]
+    rows = [pair(i, where[i % 3], swapped=False) for i in range(6)]
+    assert Drawn(rows, 6, 0, sources).by_source == {"a": [0, 3], "test": [1, 4], "set": [2, 5]}
+    assert Drawn(rows, 6, 0, sources[:1]).by_source == {}
+
+
+def test_validation_rows_are_a_side_of_their_own(tmp_path: Path) -> None:
+    """They are read whole, whatever `test_fraction` holds out of the training rows."""
+    rows = [{"prompt": f"question {i}", "response": "yes"} for i in range(100)]
+    train = write(tmp_path / "train.jsonl", rows)
+    other = write(tmp_path / "other.jsonl", rows[:40])
+    data = Rows(train=[train], validation=[{"path": other, "weight": 3}], test_fraction=0.3)
+    found = [side for side, _ in records(data, "sft", Report())]
+    assert found.count("validation") == 40
+    assert found.count("test") + found.count("train") == 100
+    assert 15 < found.count("test") < 45
+    for side in ("train", "validation", "test"):
+        assert [side for side, _ in records(data, "sft", Report(), only=side)] == [side] * found.count(side)
+    empty = data.model_copy(update={"validation": [DataSource(path=other, select="7/10000")]})
+    with pytest.raises(DataError, match=r"data.validation: .*: no row is left to hold out"):
+        list(records(empty, "sft", Report()))

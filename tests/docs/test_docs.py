@@ -85,7 +85,7 @@ def test_every_key_of_a_stage_is_documented(stage: str) -> None:
     for key in KEYS[stage]:
         last = key.split(".")[-1]
         in_mapping = re.search(rf"\b{last}: ", text) is not None
-        source_or_reward = re.match(r"(data\.(train|test|probes)|ptx\.train|rewards)\.", key) is not None
+        source_or_reward = re.match(r"(data\.(train|validation|test|probes)|ptx\.train|rewards)\.", key) is not None
         lora = ".lora." in key
         if f"`{key}`" in text or ((source_or_reward or lora) and (f"`{last}`" in text or in_mapping)):
             continue

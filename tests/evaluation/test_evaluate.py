@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import language_model, policy
 from rlhf_cli.evaluation.figures import Figure, correlation_figure, ratio_figure
 from rlhf_cli.evaluation.matched import at_same_kl
@@ -31,6 +33,7 @@ from rlhf_cli.evaluation.preferences import (
     worst_mistakes,
 )
 from rlhf_cli.evaluation.replies import Arena, Replies
+from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answers
 from rlhf_cli.evaluation.tables import Sentences, show
@@ -582,3 +585,37 @@ def test_the_first_reply_is_the_same_whatever_their_number(evaluated):
     one, three = arena.replies(reference, 1), arena.replies(reference, 3)
     assert [row[0] for row in one.texts] == [row[0] for row in three.texts]
     assert [row[0] for row in three.texts] != [row[1] for row in three.texts]
+
+
+def test_eval_measures_the_rows_that_the_stages_draw(evaluated, tmp_path):
+    """`evaluation.max_rows` and `num_prompts` cut to the rows of the seed, not to the first ones."""
+    root = tmp_path / "run"
+    shutil.copytree(evaluated[0], root)
+    for stage, key, number in (("sft", "max_rows", 3), ("rm", "max_rows", 3), ("ppo", "num_prompts", 3)):
+        path = root / stage / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["evaluation"][key] = number
+        path.write_text(yaml.safe_dump(config))
+    cut, whole = (open_run(one, stage=None, device=CPU, seed=4) for one in (root, evaluated[0]))
+    drawn = []
+    for run in (cut, whole):
+        model, tokenizer = run.load(run.model_path("sft"))
+        scorer = scorer_of(run, run.rm, load_reward_model(run.model_path("rm")), tokenizer)
+        prompts = Arena(run, run.ppo, model, tokenizer).prompts
+        drawn.append((run.demonstrations(model, tokenizer), rows_of_stage(run, scorer), prompts))
+    for some, every in zip(*drawn, strict=True):
+        assert str(some) == f"3 of {len(every)}"
+        assert some == Drawn(every, 3, seed=4)
+        assert some != every[:3]
+
+
+def test_replies_to_some_of_the_prompts(evaluated):
+    """Best-of-n on fewer prompts compares them with PPO's replies to the same ones."""
+    run = open_run(evaluated[0], stage=None, device=CPU, seed=0)
+    model, tokenizer = run.load(run.model_path("sft"))
+    arena = Arena(run, run.ppo, model, tokenizer)
+    replies = arena.replies(model, 2)
+    some = replies.of([2, 0])
+    assert some.texts == [replies.texts[2], replies.texts[0]]
+    assert some.score.tolist() == [replies.score[2].tolist(), replies.score[0].tolist()]
+    assert some.each.keys() == replies.each.keys()

@@ -42,14 +42,41 @@ def test_replies_are_to_held_out_prompts_and_training_never_sees_these(watch, sp
     assert [example["prompt"] for example in evaluation_of(run)["examples"]] == test[:5]
 
 
+def test_validation_prompts_are_watched_and_test_prompts_drawn(watch, data, tmp_path):
+    """SFT and PPO are compared on test prompts; evaluations of the run, and the best one, are of validation prompts."""
+    rows = read_jsonl(data["prompts"])
+    parts = {"train": rows[:12], "one": rows[12:16], "two": rows[16:19], "other": rows[19:]}
+    paths = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in parts.items()}
+    changes = {"train": paths["train"], "test": [paths["one"], paths["two"]], "validation": paths["other"]}
+    run = watch(data=changes, evaluation={"num_prompts": 5, "every_iterations": 1, "best_metric": "score_mean"})
+    found, evaluations = evaluation_of(run), read_jsonl(run.stage_dir / "evaluations.jsonl")
+    calls = [call for call in reward_calls(run.setup) if len(call["prompts"]) == 5]
+    test, other = ([row["prompt"] for row in part] for part in (rows[12:19], rows[19:]))
+    is_other = [set(call["prompts"]) <= set(other) for call in calls]
+    assert is_other == [True, False, *[True] * len(evaluations), False]
+    drawn = calls[-1]["prompts"]
+    assert set(drawn) <= set(test)
+    assert drawn != test[:5], "not the first ones"
+    assert (found["num_prompts"], found["of_prompts"]) == (5, 7)
+    assert [example["prompt"] for example in found["examples"]] == drawn
+    assert found["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-1]["values"]), abs=1e-5)
+    assert found["validation"]["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-2]["values"]), abs=1e-5)
+    assert evaluations[-1]["score_mean"] == found["validation"]["ppo"]["score_mean"]
+    assert found["best"]["value"] == max(row["score_mean"] for row in evaluations)
+    for name, part in (("one", rows[12:16]), ("two", rows[16:19])):
+        own = {row["prompt"] for row in part}
+        values = [v for v, prompt in zip(calls[-1]["values"], drawn, strict=True) if prompt in own]
+        assert found["ppo"][f"score_mean/{name}"] == pytest.approx(statistics.fmean(values), abs=1e-5)
+
+
 @torch.no_grad()
 def kl_by_hand(setup, models):
     """Mean over held-out replies of log policy - log ref_policy, summed over each reply, from plain forward passes."""
-    uniforms = draw_uniforms(0, "ppo evaluation", 0, len(setup.test), setup.config.rollout.max_new_tokens)
-    replies = sample(models.policy, [prompt.ids for prompt in setup.test], uniforms, setup.sampling)
+    uniforms = draw_uniforms(0, "ppo evaluation", 0, len(setup.held_out.test), setup.config.rollout.max_new_tokens)
+    replies = sample(models.policy, [prompt.ids for prompt in setup.held_out.test], uniforms, setup.sampling)
     sums = []
     for model in (models.policy, models.ref_policy):
-        rows = chosen(distributions(plain_copy(model), setup.test, replies, setup.sampling))
+        rows = chosen(distributions(plain_copy(model), setup.held_out.test, replies, setup.sampling))
         sums.append([float(sum(row)) for row in rows])
     return statistics.fmean(a - b for a, b in zip(*sums, strict=True))
 

@@ -546,12 +546,12 @@ def test_evaluations_during_the_run(watch, judged):
     assert calls[0]["responses"] != calls[3]["responses"] != calls[5]["responses"]
 
     uniforms = draw_uniforms(0, "ppo evaluation", 0, 4, 8)
-    replies = sample(run.models[2].policy, [p.ids for p in run.setup.test], uniforms, run.setup.sampling)
+    replies = sample(run.models[2].policy, [p.ids for p in run.setup.held_out.test], uniforms, run.setup.sampling)
     texts = [run.setup.tokenizer.decode(r.ids, skip_special_tokens=True) for r in replies]
     assert calls[3]["responses"] == texts, "the replies of the policy after two iterations"
     assert rows[0]["length"] == statistics.fmean(len(r.ids) for r in replies)
     assert rows[0]["eos_fraction"] == statistics.fmean(r.ended for r in replies)
-    held_out = SimpleNamespace(prompts=run.setup.test, responses=replies)
+    held_out = SimpleNamespace(prompts=run.setup.held_out.test, responses=replies)
     expected = [
         logprobs_by(model, held_out, run.setup.sampling).sum(1)
         for model in (run.models[2].policy, run.models[0].policy)

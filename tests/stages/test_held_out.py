@@ -11,11 +11,15 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import encode_demonstrations, encode_pairs
 from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.load import load_policy, load_tokenizer, save
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from stages import sft
 from support.tiny import STOP, read_jsonl, write_jsonl
 
 
@@ -110,3 +114,89 @@ def test_score_statistics_are_those_of_fresh_samples_read_at_their_last_token(ma
     assert model.config.score_std == pytest.approx(statistics.pstdev(scores), abs=1e-5)
     shown = [row["response"] for row in read_jsonl(tmp_path / "rm/samples.jsonl")]
     assert shown == [tokenizer.decode(response.ids, skip_special_tokens=True) for response in responses[:8]]
+
+
+# ------------------------------------------------------------------------- rows that are drawn, and validation rows
+
+
+@pytest.fixture
+def sources(data, tmp_path):
+    """A function: kind of rows -> (config changes, rows of the two test files, validation rows)."""
+
+    def make(kind):
+        rows = read_jsonl(data[kind])
+        parts = {"train": rows[:8], "one": rows[8:14], "two": rows[14:19], "other": rows[19:]}
+        paths = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in parts.items()}
+        changes = {"train": paths["train"], "test": [paths["one"], paths["two"]], "validation": paths["other"]}
+        return changes, (parts["one"], parts["two"]), parts["other"]
+
+    return make
+
+
+def test_sft_measures_drawn_test_rows_at_the_end_and_validation_rows_on_the_way(
+    make_model, run_stage, sources, tmp_path
+):
+    changes, (one, two), other = sources("demonstrations")
+    path = str(make_model("llama"))
+    settings = {"num_samples": 0, "max_rows": 6, "every_steps": 1, "keep_best": True}
+    write_jsonl(tmp_path / "more.jsonl", other)
+    changes["validation"] = [changes["validation"], str(tmp_path / "more.jsonl")]
+    run_stage("sft", tmp_path, model={"path": path}, data=changes, evaluation=settings)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "sft/model"), load_tokenizer(path)
+    figures = read_manifest(tmp_path / "sft").metrics
+
+    def drawn(rows):
+        demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
+        examples = encode_demonstrations(tokenizer, demonstrations, None, learn_all=False)
+        return [rows[i] for i in Drawn(examples, 6, seed=0).numbers]
+
+    rows = drawn(one + two)
+    assert rows != (one + two)[:6]
+    assert figures["eval/loss"] == pytest.approx(sft_figures(model, tokenizer, rows)[0], abs=1e-5)
+    for name, part in (("one", one), ("two", two)):
+        loss = sft_figures(model, tokenizer, [row for row in rows if row in part])[0]
+        assert figures[f"eval/loss/{name}"] == pytest.approx(loss, abs=1e-5)
+    watched = sft_figures(model, tokenizer, drawn(other * 2))[0]
+    assert figures["validation/loss"] == pytest.approx(watched, abs=1e-5)
+    metrics = [row for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "validation/loss" in row]
+    assert ["eval/loss" in row for row in metrics] == [False] * (len(metrics) - 1) + [True]
+    lowest = min(metrics, key=lambda row: row["validation/loss"])
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "sft/best_model")
+    assert sft_figures(best, tokenizer, drawn(other * 2))[0] == pytest.approx(lowest["validation/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["preferences", "scored"])
+def test_rm_reports_each_source_and_validation_rows(make_model, run_stage, sources, tmp_path, kind):
+    changes, (one, two), other = sources(kind)
+    loss = {"preferences": "logsigmoid", "scored": "mse"}[kind]
+    settings = {"num_normalization_samples": 0}
+    run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=changes, evaluation=settings, loss=loss)
+    figures = read_manifest(tmp_path / "rm").metrics
+    main = {"preferences": "accuracy", "scored": "mse"}[kind]
+    sizes = {"one": len(one), "two": len(two)}
+    mean = sum(figures[f"eval/{main}/{name}"] * size for name, size in sizes.items()) / sum(sizes.values())
+    assert mean == pytest.approx(figures[f"eval/{main}"])
+    assert figures[f"eval/{main}/one_low95"] <= figures[f"eval/{main}/one"] <= figures[f"eval/{main}/one_high95"]
+    assert figures["eval/num_rows"] == sum(sizes.values())
+    assert figures["validation/num_rows"] == len(other)
+
+
+def test_one_set_that_chooses_and_reports_is_named(make_model, write_config, split, tmp_path, capsys):
+    _, changes, test = split("demonstrations")
+    changes |= {"validation": changes["train"]}
+    settings = {"num_samples": 0, "every_steps": 1, "keep_best": True, "max_rows": 3}
+    words = "evaluation.keep_best chooses by the test rows"
+    for data, is_named in ((changes, False), (changes | {"validation": None}, True)):
+        path = write_config(
+            "sft",
+            tmp_path / str(is_named),
+            model={"path": str(make_model("llama"))},
+            data=data,
+            evaluation=settings,
+            training={"num_steps": 1},
+        )
+        sft.run(load_config(path, SFTConfig))
+        output = " ".join(capsys.readouterr().out.split())
+        assert (words in output) is is_named
+        assert f"data.test: 3 of {len(test)} rows are measured, drawn by a hash" in output
+        assert f"SFT on 3 of {len(test)} held-out rows" in output

@@ -174,3 +174,14 @@ def test_the_known_figures_are_those_that_the_stages_write(finished):
     assert short == set(FIGURE_NAMES["rm"])
     manifest = json.loads((finished / "run" / "sft" / "manifest.json").read_text())
     assert {f"eval/{name}" for name in FIGURE_NAMES["sft"]} == {k for k in manifest["metrics"] if k.startswith("eval/")}
+
+
+def test_figures_of_validation_rows_decide_where_a_stage_has_some(tmp_path, config):
+    shutil.rmtree(tmp_path / "run" / "rm")
+    finish(tmp_path / "run" / "rm", "rm", FIGURES | {"validation/accuracy": 0.55, "eval/accuracy/hard": 0.4})
+    with pytest.raises(RunError, match=r"rm/accuracy of .* is 0.55"):
+        check_requirements(config({"rm/accuracy": {"above": 0.6}}))
+    (line,) = check_requirements(config({"rm/accuracy/hard": {"above": 0.3}}))
+    assert "is 0.4" in line
+    with pytest.raises(ConfigError, match=r"has rm/accuracy, rm/margin, rm/probe/rude, rm/accuracy/hard$"):
+        check_requirements(config({"rm/nothing": {"above": 0.6}}))
