@@ -12,7 +12,7 @@ from rlhf_cli.config.explain import did_you_mean
 FIGURES = {
     "sft": ("loss", "perplexity", "token_accuracy"),
     "rm": (
-        *("accuracy", "margin", "gold_accuracy", "length_baseline", "shorter_baseline", "pair_accuracy"),
+        *("accuracy", "loss", "margin", "gold_accuracy", "length_baseline", "shorter_baseline", "pair_accuracy"),
         *("mse", "target_variance", "pearson", "spearman"),
         *("base_rate", "brier", "brier_baseline", "calibration_error", "num_rows"),
     ),
