@@ -21,7 +21,7 @@ from rich.cells import cell_len
 from rich.live import Live
 from rich.table import Table
 
-from rlhf_cli.commands.options import WhereToRun, WritingStage
+from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
 from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
@@ -59,6 +59,7 @@ def chat(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the replies.")] = 0,
     device: WhereToRun = "auto",
+    quantize: Quantized = None,
 ) -> None:
     """Talk to a model that you trained. /help lists the commands of the conversation."""
     from rlhf_cli.evaluation.conversation import Drawing, open_comparison, open_models
@@ -69,9 +70,9 @@ def chat(
         check_temperature(temperature)
     sources, notes = None, list[str]()
     if compare:
-        models, sources, notes = open_comparison(directory, device)
+        models, sources, notes = open_comparison(directory, device, quantize)
     else:
-        models = open_models(directory, stage, device)
+        models = open_models(directory, stage, device, quantize)
     for note in notes:
         say(note, error=True)
     interactive = sys.stdin.isatty()

@@ -26,6 +26,7 @@ from rlhf_cli.commands.options import (
     NumProcesses,
     OnBadRow,
     Out,
+    Quantized,
     Quiet,
     RestartOut,
     Seed,
@@ -45,7 +46,7 @@ from rlhf_cli.training.progress import Display
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
     from rlhf_cli.evaluation.generation import Answer, Decoding, Generator, Refused
-    from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
+    from rlhf_cli.evaluation.trained import Quantize, RewardSet, TrainedModel
     from rlhf_cli.training.distributed import World
 
 Temperature = Annotated[
@@ -94,6 +95,7 @@ class Options:
     seed: int = 0
     batch_size: int = 64
     device: str = "auto"
+    quantization: Quantize | None = None
 
     def check(self) -> None:
         """Raise ConfigError for options that exclude each other."""
@@ -168,6 +170,7 @@ class _Plan:
             "models": models,
             "rollout": decoding.rollout.model_dump(mode="json"),
             **({"takes_what_fits": True} if decoding.takes_what_fits else {}),
+            **({"quantize": decoding.quantization} if decoding.quantization is not None else {}),
             "greedy": decoding.greedy,
             "best_of": decoding.num_samples,
             "beams": decoding.num_beams,
@@ -201,6 +204,7 @@ def generate(
     nproc: NumProcesses = 1,
     num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
     device: Device = "auto",
+    quantize: Quantized = None,
     overrides: SourceSet = None,
     format: Format = None,
     keys: Keys = None,
@@ -218,7 +222,7 @@ def generate(
         directory,
         source_of(prompts, overrides, format, keys),
         out,
-        Options(*sampling, best_of, reward_model, beams, penalty_alpha, seed, batch_size, device),
+        Options(*sampling, best_of, reward_model, beams, penalty_alpha, seed, batch_size, device, quantize),
         stage=stage,
         compare=compared,
         shard=shard,
@@ -358,6 +362,7 @@ def _plan(directory: str, stage: str | None, compare: str | None, options: Optio
         num_candidates=options.top_k or 4,
         seed=options.seed,
         batch_size=options.batch_size,
+        quantization=options.quantization,
     )
     return _Plan(models, decoding, rewards, options.device)
 

@@ -42,6 +42,10 @@ Probability = Annotated[
 RewardTemplate = Annotated[
     str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
 ]
+Quantized = Annotated[
+    Literal["nf4", "nf4_double", "int8"] | None,
+    typer.Option("--quantize", help="Hold the linear layers in 4 or 8 bits.", show_default=False),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
 
 For = Literal["sft", "rm", "rm-scores", "ppo"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlhf_cli.artifacts import is_adapter
-from rlhf_cli.commands.options import Device, Host, StageOfRun, TokenEnv
+from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
 from rlhf_cli.commands.serve_token import VARIABLE, RequireToken
 from rlhf_cli.commands.serving import address, bind, required_token
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -26,7 +26,7 @@ from rlhf_cli.program import command, install_extra
 
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.conversation import PromptForm
-    from rlhf_cli.evaluation.trained import TrainedModel
+    from rlhf_cli.evaluation.trained import Quantize, TrainedModel
     from rlhf_cli.models.adapter_files import AdapterDirectory
 
 Engine = Literal["auto", "transformers", "vllm"]
@@ -49,6 +49,7 @@ class ServeOptions:
     device: str = "auto"
     dry_run: bool = False
     """Print vLLM's command line and start nothing."""
+    quantization: Quantize | None = None
 
 
 def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
@@ -70,7 +71,7 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
     from rlhf_cli.commands.chat_api import ChatServer
     from rlhf_cli.evaluation.conversation import open_models
 
-    (model,) = open_models(directory, stage, options.device)
+    (model,) = open_models(directory, stage, options.device, options.quantization)
     name = options.name or name_of(directory, located)
     say_prompts(model.form, model.sampling.stop_strings)
     listener = bind(options.host, options.port)
@@ -80,10 +81,10 @@ def serve(directory: str, stage: str | None, options: ServeOptions) -> None:
 
 def _serve_reward_model(path: str, options: ServeOptions) -> None:
     """Serve a reward model as `rlhf rm serve` does."""
-    if options.engine != "auto" or options.dry_run or options.name is not None:
+    if options.engine != "auto" or options.dry_run or options.name is not None or options.quantization is not None:
         raise ConfigError(
-            "--stage rm: a reward model is served as `rlhf rm serve` does, without --engine, --name and --dry-run. "
-            "Remove the option (docs/use.md has the line for vLLM)"
+            "--stage rm: a reward model is served as `rlhf rm serve` does, without --engine, --name, --quantize and "
+            "--dry-run. Remove the option (docs/use.md has the line for vLLM)"
         )
     from rlhf_cli.commands import serve as rm_serve
 
@@ -134,6 +135,8 @@ def say_prompts(form: PromptForm, stops: tuple[str, ...]) -> None:
 
 def _start_vllm(directory: str, stage: str | None, options: ServeOptions, token: str | None) -> None:
     """Replace this process by vLLM's server, or print its command line."""
+    if options.quantization is not None:
+        raise ConfigError("--quantize: vLLM reads a quantized export. Remove the option, or give --engine transformers")
     if options.device != "auto":
         raise ConfigError("--device: vLLM chooses its device. Remove the option, or give --engine transformers")
 
@@ -251,10 +254,11 @@ def serve_command(
         str | None, typer.Option("--name", help="The model's name in requests; RUN-STAGE by default.")
     ] = None,
     device: Device = "auto",
+    quantize: Quantized = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command line of vLLM and start nothing.")
     ] = False,
 ) -> None:
     """Serve a trained model with OpenAI's API: chat and completions."""
 
-    serve(directory, stage, ServeOptions(engine, host, port, token_env, name, device, dry_run))
+    serve(directory, stage, ServeOptions(engine, host, port, token_env, name, device, dry_run, quantize))

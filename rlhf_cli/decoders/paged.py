@@ -37,7 +37,7 @@ from rlhf_cli.decoders.base import (
 from rlhf_cli.decoders.network import Map, are_linear, joined, read_network, side_by_side
 from rlhf_cli.decoders.paged_cache import PagedCache
 from rlhf_cli.kernels.linear import fixed_linear, rounded_up
-from rlhf_cli.models.forward import TOLERANCE
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision
 from rlhf_cli.packing import pack
 
 READ_TOKENS = 1024
@@ -66,7 +66,8 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
 def _why_not(model: PreTrainedModel) -> str:
     gap = difference(*compare_with_forward(model, lambda longest: PagedDecoder(model, longest)))
     # "not <=" is also true of a NaN gap.
-    return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= TOLERANCE else ""
+    tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
+    return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
 
 
 class PagedDecoder:

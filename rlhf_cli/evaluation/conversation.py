@@ -17,7 +17,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Message, Prompt, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError, RewardError
-from rlhf_cli.evaluation.trained import TrainedModel, find_model, samples_of
+from rlhf_cli.evaluation.trained import Quantize, TrainedModel, find_model, samples_of
 from rlhf_cli.files import read_text
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
@@ -297,16 +297,20 @@ def reply_scores(
 # ------------------------------------------------------------------------------------------- opening
 
 
-def open_models(directory: str, stage: str | None, device: str) -> list[ChatModel]:
+def open_models(
+    directory: str, stage: str | None, device: str, quantization: Quantize | None = None
+) -> list[ChatModel]:
     """The model at `directory`: of a run its `stage`, or by default the last finished one of sft and ppo.
 
     Raises ArtifactError if the stage is not finished or there is no language model, ConfigError for a stage of a
-    directory that is no run.
+    directory that is no run and for a model that cannot be quantized.
     """
-    return [_chat_model(find_model(directory, stage), start(device).device)]
+    return [_chat_model(find_model(directory, stage), start(device).device, quantization)]
 
 
-def open_comparison(directory: str, device: str) -> tuple[list[ChatModel], list[RewardSource], list[str]]:
+def open_comparison(
+    directory: str, device: str, quantization: Quantize | None = None
+) -> tuple[list[ChatModel], list[RewardSource], list[str]]:
     """The models of sft and ppo of a run, the reward sources of ppo, and notes of the sources for the user.
 
     Raises ArtifactError if one of the stages is not finished, ConfigError for a directory that is no run.
@@ -315,14 +319,14 @@ def open_comparison(directory: str, device: str) -> tuple[list[ChatModel], list[
     both = [trained.compared(stage) for stage in ("sft", "ppo")]
     world, rewards = start(device), trained.rewards()
     assert rewards is not None
-    models = [_chat_model(model, world.device) for model in both]
+    models = [_chat_model(model, world.device, quantization) for model in both]
     sources, notes = rewards.load(models[1].tokenizer, world.device, models[1].precision)
     return models, sources, notes
 
 
-def _chat_model(trained: TrainedModel, device: torch.device) -> ChatModel:
+def _chat_model(trained: TrainedModel, device: torch.device, quantization: Quantize | None) -> ChatModel:
     """The loaded model, prompted and sampled as in its run."""
-    model, tokenizer = trained.load(device)
+    model, tokenizer = trained.load(device, quantization)
     rollout = trained.rollout()
     sampling = sampling_of(rollout, model, tokenizer)
     form = form_of(trained, tokenizer)

@@ -18,7 +18,7 @@ from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.evaluation.contrastive import contrastive_search
 from rlhf_cli.evaluation.conversation import form_of
-from rlhf_cli.evaluation.trained import RewardSet, TrainedModel, samples_of
+from rlhf_cli.evaluation.trained import Quantize, RewardSet, TrainedModel, samples_of
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.seq2seq import encoder_inputs, is_seq2seq, start_of_response
@@ -50,6 +50,7 @@ class Decoding:
     seed: int = 0
     batch_size: int = 64
     """Maximum responses decoded at the same time."""
+    quantization: Quantize | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Generator:
 
     def __init__(self, source: TrainedModel, decoding: Decoding, rewards: RewardSet | None, device: torch.device):
         self.source, self.decoding, self.device = source, decoding, device
-        self.model, self.tokenizer = source.load(device)
+        self.model, self.tokenizer = source.load(device, decoding.quantization)
         if decoding.penalty_alpha is not None and self.model._is_stateful:
             raise ConfigError(f"--penalty-alpha: a {type(self.model).__name__} has no keys and values. Use --beams")
         self.template = "chat" if form_of(source, self.tokenizer).kind == "chat" else source.template

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +32,8 @@ from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import response_text
 
+Quantize = Literal["nf4", "nf4_double", "int8"]
+"""How `rlhf chat`, `generate` and `serve` hold the linear layers of a language model with --quantize."""
 NEW_TOKENS = 256
 """Longest response of a model that belongs to no run, if the model has as many positions left."""
 
@@ -71,15 +73,17 @@ class TrainedModel:
         """What the forward passes compute in."""
         return self.config.precision if self.config is not None else "auto"
 
-    def load(self, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model on the device, with merged adapters and held for its passes, and its tokenizer.
+    def load(
+        self, device: torch.device, quantization: Quantize | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model on the device, with merged adapters and held for its passes or quantized, and its tokenizer.
 
-        Raises ArtifactError for a directory without a language model, and for a tokenizer of another model or without
-        EOS.
+        Raises ConfigError for a model that cannot be quantized here, ArtifactError for a directory without a language
+        model and for a tokenizer of another model or without EOS.
         """
         tokenizer = load_tokenizer(self.path, self.revision)
         require_eos(tokenizer, self.path)
-        model = frozen_policy(self.path, self.revision, device, self.precision)
+        model = frozen_policy(self.path, self.revision, device, self.precision, quantization)
         check_vocabulary(model, tokenizer, self.path)
         prepare(model, device)
         return model, tokenizer

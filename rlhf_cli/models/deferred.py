@@ -26,6 +26,8 @@ from rlhf_cli.models.heads import reads_last_token
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
 """The number formats of weights that can be deferred, as safetensors names them."""
+INTEGERS, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_zero_point"
+"""The names of torchao's 8-bit tensors, behind that of their layer. The zero points of ours are 0."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Place:
 
     file: str
     name: str
+    scale: Place | None = None
+    """Where the scales of its rows are, if the file has it as 8-bit integers: torchao's format of `rlhf export`."""
     changes: tuple[Callable[[Tensor], Tensor], ...] = ()
     """Functions that turn the tensor of the file, in float32, into the weight, one after the other."""
 
@@ -42,7 +46,7 @@ class Place:
         return self.as_stored(first, count).float()
 
     def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
-        """The same rows in the number format of the file; of a weight with changes as float32."""
+        """The same rows in the number format of the file; of integers and of a weight with changes as float32."""
         end = None if count is None else first + count
         if self.changes:
             values = replace(self, changes=()).read()
@@ -54,7 +58,7 @@ class Place:
             if count == 0:
                 return torch.empty(0, *rows.get_shape()[1:])
             tensor: Tensor = rows[first:end]
-        return tensor
+        return tensor if self.scale is None else tensor.float() * self.scale.read(first, count)
 
 
 _places: Any = WeakTensorKeyDictionary()
@@ -94,6 +98,16 @@ def take(weight: Tensor) -> Tensor:
             "a model whose weights are finite"
         )
     return values
+
+
+def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`take` for a weight that its file has as integers: [out, in] int8 and the scales of its rows; None for others."""
+    place = place_of(weight)
+    if place is None or place.scale is None or place.changes:
+        return None
+    del _places[weight]
+    weight.data = weight.new_empty(0)
+    return replace(place, scale=None).as_stored(), place.scale.read()
 
 
 def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
@@ -173,7 +187,17 @@ def _places_in(path: str, revision: str | None) -> dict[str, tuple[Place, list[i
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 rows = opened.get_slice(name)
-                if rows.get_dtype() not in DTYPES or not rows.get_shape():
+                if not rows.get_shape() or rows.get_dtype() not in {*DTYPES, "I8"}:
                     return None
                 places[name] = (Place(file, name), rows.get_shape())
+                if rows.get_dtype() == "I8" and not name.endswith((INTEGERS, ZERO_POINTS)):
+                    return None
+                if name.endswith(ZERO_POINTS) and opened.get_tensor(name).any():
+                    return None
+    for name in [name for name in places if name.endswith(INTEGERS)]:
+        layer = name.removesuffix(INTEGERS)
+        place, shape = places.pop(name)
+        scale, _ = places.pop(layer + SCALES)
+        places.pop(layer + ZERO_POINTS, None)
+        places[f"{layer}.weight"] = (replace(place, scale=scale), shape)
     return places or None

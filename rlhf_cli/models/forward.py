@@ -301,11 +301,11 @@ def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
 
 
 def held_precision(model: PreTrainedModel) -> str | None:
-    """The 16-bit format in which some weights of the model are held, or in which the blocks of a divided one compute;
-    None if there is none."""
+    """The 16-bit format in which some weights of the model are held, or in which quantized layers or the blocks of a
+    divided model compute; None if there is none."""
     if (precision := vars(model).get("block_precision")) is not None:
         return str(precision)
-    dtypes = {p.dtype for p in model.parameters()}
+    dtypes = {p.dtype for p in model.parameters()} | {vars(m).get("compute_dtype") for m in model.modules()}
     return next((name for name, dtype in PRECISIONS.items() if dtype in dtypes and dtype != torch.float32), None)
 
 

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.config.models import Lora
+from rlhf_cli.config.models import Lora, Quantization
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.checks import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.load import load_policy
-from rlhf_cli.models.nf4 import quantize, quantized_layers
+from rlhf_cli.models.int8 import quantize_int8
+from rlhf_cli.models.load import load_policy, stores_int8
+from rlhf_cli.models.nf4 import quantize, quantized_layers, use_inference_kernel
 from rlhf_cli.sharding import is_sharded
 
 
-def frozen_policy(path: str, revision: str | None, device: torch.device, precision: str) -> PreTrainedModel:
+def frozen_policy(
+    path: str,
+    revision: str | None,
+    device: torch.device,
+    precision: str,
+    quantization: Quantization | Literal["int8"] | None = None,
+) -> PreTrainedModel:
     """A language model that is not trained, on the CPU: its weights are held as `hold_frozen` says.
 
-    If the passes on `device` compute in 16 bits, the model is never in memory in float32.
+    With a quantization, or if its files have integers, its linear layers are held in 4 or 8 bits. If so, or if the
+    passes on `device` compute in 16 bits, the model is never in memory in float32.
     """
-    model = load_policy(path, revision, deferred=is_held(device, precision))
+    if quantization is None and stores_int8(path, revision):
+        quantization = "int8"
+    model = load_policy(path, revision, deferred=quantization is not None or is_held(device, precision))
     model.requires_grad_(False)
+    if quantization is not None and model.config.is_encoder_decoder:
+        raise ConfigError(f"--quantize: is not offered for an encoder-decoder ({type(model).__name__}). Remove it")
+    if quantization == "int8":
+        quantize_int8(model, device, "--quantize int8")
+    elif quantization is not None:
+        quantize(model, quantization, f"--quantize {quantization}")
+        use_inference_kernel(model, device)
     hold_frozen(model, device, precision, exact=False)
     return model
 

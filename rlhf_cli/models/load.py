@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -192,6 +193,22 @@ def load_value_model(path: str, *, deferred: bool = False) -> PreTrainedModel:
     return model
 
 
+def stores_int8(path: str, revision: str | None = None) -> bool:
+    """Whether a model's files have integers of torchao, as `rlhf export --quantize int8` writes them."""
+    check_directory(path, revision, weights=False)
+    if is_adapter(path):
+        return False
+    try:
+        return _is_torchao(AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False))
+    except (OSError, ValueError):  # `load_policy` says what is wrong
+        return False
+
+
+def _is_torchao(config: PreTrainedConfig) -> bool:
+    quantization = getattr(config, "quantization_config", None)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "torchao"
+
+
 def is_language_model(path: str, revision: str | None = None) -> bool:
     """Whether the model at `path` was saved as a language model."""
     adapter = read_adapter(path)
@@ -332,8 +349,16 @@ def _load(
             auto = value_class(config)
         else:
             offer_classifier(type(config))
+        in_int8 = _is_torchao(config)
+        if in_int8:
+            del config.quantization_config
         with no_conversion(), no_progress_bar():
-            later = load_deferred(auto._model_mapping, path, revision, config) if deferred else None
+            later = load_deferred(auto._model_mapping, path, revision, config) if deferred or in_int8 else None
+            if in_int8 and later is None:
+                raise ArtifactError(
+                    f"{path}: its weights are quantized, and this kind is not read here. Export the model again with "
+                    "--dtype bfloat16 or --quantize int8"
+                )
             model, info = later or auto.from_pretrained(
                 path,
                 config=config,
@@ -350,6 +375,8 @@ def _load(
         raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
     new = check_weights(model, info, path, new_head=new_head)
     set_dropout_off(model)
+    if not deferred:
+        read_deferred(model)
     if model.config.is_encoder_decoder:
         check_tokens(model, path)
     elif not is_deferred(model):

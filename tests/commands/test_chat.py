@@ -23,6 +23,7 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.evaluation import conversation
 from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
 from rlhf_cli.evaluation.trained import find_model
+from rlhf_cli.models.int8 import Int8Linear
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.printing import printable
 from rlhf_cli.rollout.sampling import sample
@@ -380,3 +381,15 @@ def test_a_reward_without_a_score_is_named_and_the_replies_stay(finished: Path, 
     assert "solution" in result.stderr
     assert len(re.findall(r"length_1 [+-]", result.stdout)) == 2
     assert result.stdout.count("assistant: ") == 2
+
+
+def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) -> None:
+    result = chat(chat_model, "--quantize", "int8", "--max-new-tokens", "3", "--temperature", "0", lines="hi\n")
+    assert result.exit_code == 0, result.output
+    (model,) = open_models(str(chat_model), None, "cpu", "int8")
+    layers = [m for m in model.model.modules() if isinstance(m, Int8Linear)]
+    assert len(layers) == 14
+    reply = model.reply([Message("user", "hi")], Drawing(0, 0.0, 3), 0, ignore)
+    assert result.stdout.strip() == reply.text
+    error = one_error(chat(chat_model, "--quantize", "nf4", lines="hi\n"))
+    assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error

@@ -26,7 +26,7 @@ from rlhf_cli.models import frozen
 from rlhf_cli.models.load import load_tokenizer
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.paths import ROOT
-from support.tiny import read_jsonl, write_jsonl
+from support.tiny import CPU, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, nine_prompts
 
 
@@ -332,6 +332,23 @@ def test_the_command_says_what_it_wrote(run: Path, prompts: Path, tmp_path: Path
     assert "1 dropped (1 prompt too long)" in " ".join(result.output.split())
     result = CliRunner().invoke(app, [*arguments, "--stage", "rm"])
     assert result.exit_code == 2
+
+
+def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
+    run: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out, options = tmp_path / "out.jsonl", Options(device="cpu", batch_size=3, quantization="int8")
+    rows = write(run, prompts, out, options=options)
+    model, tokenizer = find_model(str(run)).load(torch.device("cpu"), "int8")
+    generator = Generator(find_model(str(run)), Decoding(find_model(str(run)).rollout(), batch_size=3), None, CPU)
+    generator.model, generator.tokenizer = model, tokenizer
+    numbered = [(n, Prompt(row["prompt"], "")) for n, row in enumerate(read_jsonl(prompts)) if n != 4]
+    assert [row["response"] for row in rows] == [getattr(a, "text", None) for a in generator.respond(numbered)]
+    arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--batch-size", "3"])
+    assert "other settings" in result.output or "--restart" in result.output, result.output
+    result = CliRunner().invoke(app, [*arguments, "--batch-size", "3", "--quantize", "int8"])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path: Path) -> None:

@@ -297,6 +297,10 @@ def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp
     assert "NOPE is not set or is empty. Set it to the token" in one_error(run, "--token-env", "NOPE")
     assert "vLLM chooses its device" in one_error(run, "--dry-run", "--device", "cpu")
     assert "without --engine" in one_error(run, "--stage", "rm", "--engine", "vllm")
+    assert "--dry-run. Remove the option" in one_error(run, "--stage", "rm", "--quantize", "int8")
+    assert "--quantize: vLLM reads" in one_error(run, "--dry-run", "--quantize", "int8")
+    error = one_error(run, "--engine", "transformers", "--quantize", "nf4", "--port", "0")
+    assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
     assert "no stage is finished" in one_error(tmp_path)
     assert "is a model and not a run" in one_error(chat_model, "--stage", "sft", "--port", 0)
     assert "prints the command line of vLLM" in one_error(run, "--engine", "transformers", "--dry-run")

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 
 from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.models import nf4
 from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, prepare, save
 from rlhf_cli.models.nf4 import dequantize, quantize, quantized_layers
 from rlhf_cli.models.scratch import new_model
@@ -153,6 +155,20 @@ def test_layers_that_cannot_be_quantized_and_a_missing_package_are_refused(base,
         quantize(load_policy(str(base)), "nf4", "lora.quantize")
 
 
+def test_large_weights_are_within_what_each_kind_can_be_off():
+    """Quantized scales are off by more beside one that is 30 times as large. Without them NF4 is off by 0.152."""
+    weight = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2)) * 0.02
+    weight[0, :64] *= 30
+    layer = torch.nn.Linear(256, 1024)
+    layer.weight.data, errors = weight, {}
+    for kind in ("nf4", "nf4_double"):
+        rounded = nf4._weight_of(nf4._quantized(layer, kind, bnb, "lora.quantize"))
+        ratio = (rounded - weight).reshape(-1, 64).abs().amax(1) / weight.reshape(-1, 64).abs().amax(1)
+        errors[kind] = ratio.max().item()
+    assert errors["nf4"] < 0.1525
+    assert 0.16 < errors["nf4_double"] < 0.25
+
+
 @pytest.mark.slow
 def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
     """SFT merges, the reward model stays an adapter, PPO shares its backbone; every loaded model is the trained one."""
@@ -217,3 +233,25 @@ def test_a_resumed_run_gives_the_same_bytes(run_stage, base, tmp_path, monkeypat
     cut = run_stage("sft", tmp_path / "cut", model=model)
     for name in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
         assert (whole / name).read_bytes() == (cut / name).read_bytes()
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "nf4_double"])
+def test_a_model_that_only_answers_computes_with_its_rounded_weights(base, quantization):
+    """Also through the product in bfloat16, and in any batch; the head is exact."""
+    model = frozen_policy(str(base), None, CPU, "float32", quantization)
+    rounded = load_policy(str(base))
+    quantize(rounded, quantization, "lora.quantize")
+    dequantize(rounded)
+    expected = logits(rounded)
+    for _ in range(2):  # the first pass may repack the weights
+        with torch.no_grad():
+            close(logits(model), expected, 2e-2)
+    assert logits(load_policy(str(base))).sub(expected).abs().max() > 0.1 * expected.abs().max()
+    kinds = {type(module).__name__ for module in model.model.modules()}
+    assert "Linear4bit" in kinds
+    assert torch.equal(model.lm_head.weight, load_policy(str(base)).lm_head.weight)
+    decoder = choose_decoder(model, 20)
+    prompts = [[5, 9, 13], [6, 8]]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=torch.tensor([prompt])).logits[:, -1] for prompt in prompts])
+        close(decoder.admit(prompts), alone, 2e-2)

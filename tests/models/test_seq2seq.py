@@ -27,6 +27,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_cli.models.forward import target_logprobs
+from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import (
     load_policy,
     load_tokenizer,
@@ -126,6 +127,11 @@ def plain_logits(model, prompt, response):
 
 def rows_of(prompts):
     return [PromptRow("", ids, Prompt("", "", {})) for ids in prompts]
+
+
+def test_an_encoder_decoder_is_not_quantized(make_seq2seq):
+    with pytest.raises(ConfigError, match="--quantize: is not offered for an encoder-decoder"):
+        frozen_policy(str(make_seq2seq("t5")), None, CPU, "float32", "int8")
 
 
 def test_logprobs_and_gradients_are_those_of_one_forward_pass_per_text(policy):
