@@ -184,4 +184,4 @@ def test_figures_of_validation_rows_decide_where_a_stage_has_some(tmp_path, conf
     (line,) = check_requirements(config({"rm/accuracy/hard": {"above": 0.3}}))
     assert "is 0.4" in line
     with pytest.raises(ConfigError, match=r"has rm/accuracy, rm/margin, rm/probe/rude, rm/accuracy/hard$"):
-        check_requirements(config({"rm/nothing": {"above": 0.6}}))
+        check_requirements(config({"rm/accuracy/none": {"above": 0.6}}))
