@@ -17,7 +17,17 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.reading import first_format
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, number
+from rlhf_cli.data.records import (
+    ASSISTANT,
+    SPEAKERS,
+    Demonstration,
+    Message,
+    Prompt,
+    Ranking,
+    Record,
+    Scored,
+    number,
+)
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,6 +63,13 @@ class StageRows:
     def view(self, record: Record, side: str) -> Viewed | Skipped:
         """What the stage sees of a record. Raises DataError for a bad row."""
         if self.purpose == "ppo":
+            if not record.prompt and record.key.strip() and self.prompt_words:
+                return Skipped(f"a text of at most {self.prompt_words} words (data.prompt_words)")
+            if not record.prompt and record.key.strip():
+                raise DataError(
+                    f"{record.where}: plain text has no prompt, and the policy would answer nothing. Set "
+                    "data.prompt_words to take its first words, or give prompts in a column"
+                )
             return prompt(record)
         if self.purpose == "sft":
             found: Viewed | None = demonstration(record)
@@ -230,11 +247,12 @@ def scored(record: Record) -> list[Scored]:
 
 
 def prompt(record: Record) -> Prompt:
-    """The prompt of a record, for PPO. Raises DataError for a blank prompt.
+    """The prompt of a record. Raises DataError if it is blank, or the user's last turn in it is.
 
     Plain text may have an empty prompt: the model then writes from nothing.
     """
-    if not record.key.strip():
+    last_turn = record.prompt.removesuffix(ASSISTANT).rpartition(f"\n\n{SPEAKERS['user']}:")[2]
+    if not record.key.strip() or (record.prompt and not last_turn.strip()):
         raise DataError(f"{record.where}: the prompt is empty, there is nothing to answer. Remove the row")
     return Prompt(record.prompt, record.where, record.columns, record.messages)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.artifacts import read_manifest, stage_directory
+from rlhf_cli.config.base import Section
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -25,6 +27,10 @@ from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.loaded import forward_tokens
+from rlhf_cli.training.identity import working_directory
+
+PATHS = {"path", "function", "gold"}
+"""Keys whose values are files, folders, `file.py:function` or hub ids."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,23 @@ class Run:
         return held_out_rows(found, self.sft.data, self.sft.evaluation.max_rows, self.seed).test
 
 
+def _seen_from(base: Path, value: Any) -> Any:
+    """A section of a config whose files are found wherever the command is called: relative paths begin at `base`."""
+    if isinstance(value, list | tuple):
+        return type(value)(_seen_from(base, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _seen_from(base, item) for key, item in value.items()}
+    if not isinstance(value, Section):
+        return value
+    found = {name: _seen_from(base, getattr(value, name)) for name in type(value).model_fields}
+    for name in PATHS & found.keys():
+        text = found[name]
+        # Else it is a hub id.
+        if text and (set(text) & set("*?[") or (base / text).exists() or (base / text.rpartition(":")[0]).is_file()):
+            found[name] = str(base / text)
+    return value.model_copy(update=found)
+
+
 def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:
     """The run at `root`, of which `stage` alone is measured, or every finished stage.
 
@@ -84,10 +107,11 @@ def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) 
     if not finished or (stage is not None and stage not in finished):
         what = f"stage {stage} is not finished" if stage else "no stage is finished"
         raise ArtifactError(f"{root}: {what}. `rlhf status {root}` shows what is there")
-    configs = {
-        # The directory may have been moved since.
-        name: load_stage_config(name, stage_directory(root, name) / "config.yaml", [f"artifacts={root}"])
-        for name in finished
-    }
+    configs = {}
+    for name in finished:
+        path = stage_directory(root, name) / "config.yaml"
+        base = working_directory(load_stage_config(name, path).artifacts, root)
+        config = load_stage_config(name, path, [f"artifacts={root}"])  # the directory may have been moved since
+        configs[name] = config if base is None else _seen_from(base, config)
     measured = STAGES if stage is None else (stage,)
     return Run(root, device, seed, configs.get("sft"), configs.get("rm"), configs.get("ppo"), measured)  # type: ignore[arg-type]

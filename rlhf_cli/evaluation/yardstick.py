@@ -91,7 +91,8 @@ def _beside_ppo(samples: Replies, after: Replies, kl: float, sentences: Sentence
 
 
 def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sentences, *, seed: int) -> dict[str, Any]:
-    """PPO's share of the gain that its KL allows: `yardstick`, and `tilt` if the samples can express the KL.
+    """PPO's share of the gain that its KL allows: `yardstick`, and `tilt` if the samples can express the KL. {} if it
+    allows none.
 
     The yardstick is the exponential tilt or best-of-n, whichever has the higher score: both are policies with at most
     PPO's KL.
@@ -100,6 +101,14 @@ def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sen
     own, start = after.score[:, 0], samples.score.mean(1)
     best, tilt = policy.best_of_n_at(samples, kl), policy.tilted(samples, kl)
     found: dict[str, Any] = {}
+    if kl <= 0 or not best.mean() > start.mean():
+        why = (
+            "the samples of each prompt have the same score"
+            if kl > 0
+            else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
+        )
+        sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
+        return found
     is_too_low = tilt is None or tilt.score.mean() < best.mean()
     if tilt is None:
         sentences.say(

@@ -15,13 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_cli.config.data import DataSource, Format
+from rlhf_cli.config.data import DataSource, Format, Rows
+from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.formats_graded import end_of_prompt
 from rlhf_cli.data.formats_plain import first_words
-from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Record, Scored, transcript
+from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Prompt, Record, Scored, transcript
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import demonstration, pairs_of_labels, prompt, ranking, scored
+from rlhf_cli.data.views import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 
@@ -342,6 +343,28 @@ def test_the_keys_that_split_rows() -> None:
     assert read({"messages": turns[:1]}, "messages").key == key
     assert read({"conversations": [{"value": "Hé?", "from": "human"}], "system": None}, "messages").key == key
     assert read({"prompt": turns[:1], "completion": turns[1:], "label": True}, "kto").key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("messages", {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " "}]}),
+        ("messages", {"conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": "Yes."}]}),
+        ("prompt", {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: \n\nAssistant:"}),
+        ("text", {"text": "one two three"}),
+    ],
+)
+def test_ppo_refuses_a_row_that_asks_nothing(name: str, values: dict[str, Any]) -> None:
+    """Also one whose template hides it: the policy would be trained on answers to nothing."""
+    spec = StageRows(Rows(train=[SOURCE], test_fraction=0), "ppo")
+    with pytest.raises(DataError, match=r"^file:3: (the prompt is empty|plain text has no prompt)"):
+        spec.view(read(values, name), "train")
+
+
+def test_ppo_skips_a_text_without_more_words_than_its_prompt() -> None:
+    spec = StageRows(Rows(train=[SOURCE], test_fraction=0), "ppo", prompt_words=2)
+    seen = [spec.view(read({"text": text}, "text", prompt_words=2), "train") for text in ("one two", "one two three")]
+    assert [type(row) for row in seen] == [Skipped, Prompt]
 
 
 def test_a_conversation_keeps_its_turns() -> None:

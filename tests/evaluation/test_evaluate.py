@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rlhf_cli.algorithms.statistics import kendall, pair_accuracy
 from rlhf_cli.cli import app
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
@@ -34,7 +36,7 @@ from rlhf_cli.evaluation.preferences import (
 )
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
-from rlhf_cli.evaluation.run import Run, open_run
+from rlhf_cli.evaluation.run import Run, _seen_from, open_run
 from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answers
 from rlhf_cli.evaluation.tables import Sentences, show
 from rlhf_cli.evaluation.yardstick import _beside_the_best, along_the_run
@@ -481,6 +483,44 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     assert 5 < len(curve) < policy.TILT_POINTS
     for point in curve:
         assert point["score"] >= policy.best_of_n_at(samples, point["kl"]).mean().item()
+
+
+def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
+    """Its share of a gain of 0 would be infinite, and a KL of -0.0 is not beyond the samples but below them."""
+    scores = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).tolist()
+    sentences, ppo = Sentences(Display("eval", quiet=True)), replies([[0.5]] * 8)
+    for samples, kl, says in ((scores, -1e-9, "PPO's KL of 0.0 nats is not above 0"), ([[1.0] * 16] * 8, 0.3, "same")):
+        assert _beside_the_best(replies(samples), ppo, kl, sentences, seed=0) == {}
+        assert says in sentences.texts[-1]
+    assert not any(sign in text for text in sentences.texts for sign in ("-0.0", "inf", "%"))
+
+
+def test_a_run_is_evaluated_from_any_folder(evaluated, tmp_path, monkeypatch):
+    """Relative paths in its configs begin where it was started; hub ids stay."""
+    root, _ = evaluated
+    home = tmp_path / "home"
+    shutil.copytree(root, home / "runs" / "a")
+    (home / "data").mkdir()
+    (home / "judge.py").write_text("def judge(prompts, responses, rows):\n    return [1.0 for _ in rows]\n")
+    for path in (home / "runs/a").glob("*/config.yaml"):
+        config = yaml.safe_load(path.read_text())
+        config["artifacts"] = "runs/a"
+        for sources in config["data"].values():
+            for source in sources if isinstance(sources, list) else []:
+                source["path"] = f"data/{Path(shutil.copy(source['path'], home / 'data')).name}"
+        if path.parent.name == "ppo":
+            config["evaluation"]["gold"] = "judge.py:judge"
+        if path.parent.name == "sft":
+            config["model"]["path"] = shutil.copytree(config["model"]["path"], home / "base").name
+        path.write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    run = open_run(Path("home/runs/a"), stage=None, device=CPU, seed=0)
+    assert run.ppo.evaluation.gold == f"{home}/judge.py:judge"
+    assert run.sft.model.path == f"{home}/base"
+    assert _seen_from(home, SFTModel(path="organisation/model")).path == "organisation/model"
+    assert run.ppo.data.test[0].path.startswith(f"{home}/data/")
+    result = evaluate(home / "runs/a", "--samples", 0)
+    assert result.exit_code == 0, result.output
 
 
 def test_ppo_beside_best_of_n_at_the_same_kl():

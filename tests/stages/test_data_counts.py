@@ -50,7 +50,14 @@ def awkward(stage: str) -> list[dict[str, Any]]:
         ]
     if stage == "ppo":
         good = [{"prompt": f"question {n}"} for n in range(30)]
-        return [*good, *good[:4], {"prompt": f"long {long}"}, {"prompt": " "}, {"prompt": 7}]
+        return [
+            *good,
+            *good[:4],
+            {"prompt": f"long {long}"},
+            {"prompt": " "},
+            {"prompt": 7},
+            {"prompt": "\n\nHuman: \n\nAssistant:"},
+        ]
     if stage == "rm mse":
         good = [{"prompt": f"question {n}", "answers": [" yes", f" no {long}"], "scores": [1, n]} for n in range(20)]
         none = {"prompt": "none", "answers": [" a", " b"], "scores": [None, None]}
