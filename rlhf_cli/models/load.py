@@ -56,13 +56,19 @@ from rlhf_cli.sharding import is_sharded
 
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A folder without any of them has no tokenizer."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
 """Keys that we add to a reward model's config.json: how long texts were cut during its training."""
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id."""
+    """The tokenizer of a model directory or hub id; that of the base for adapters without one, as PEFT writes them."""
     check_directory(path, revision, weights=False)
+    if is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        adapter = read_adapter(path)
+        assert adapter is not None
+        return load_tokenizer(adapter.base.path, adapter.base.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=False

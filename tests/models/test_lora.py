@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.merge import merge
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_cli.models import deferred, exporting, frozen
 from rlhf_cli.models.adapter_files import BaseModel
@@ -31,10 +32,12 @@ from rlhf_cli.models.load import (
     new_value_model,
     save,
 )
+from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.training.stage_run import StageRun
 from stages import rm, sft
 from support import crash
 from support.resume import stopping_after
+from support.setup import config_of
 from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
@@ -386,6 +389,12 @@ def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
         plain = auto.from_pretrained(out)
         close(logits(plain), logits(model))
     assert plain.config.score_std > 0
+    result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "half"), "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    weights, half = load_file(out / "model.safetensors"), load_file(tmp_path / "half/model.safetensors")
+    assert torch.equal(half.pop("score.weight"), weights["score.weight"]), "the head keeps its float32 numbers"
+    assert not torch.equal(weights["score.weight"], weights["score.weight"].to(BF16).float())
+    assert all(torch.equal(weight, weights[name].to(BF16)) for name, weight in half.items())
     for arguments, message in (([folder, out], "exists"), ([base, tmp_path / "new"], "has no adapters")):
         result = CliRunner().invoke(app, ["merge", *map(str, arguments)])
         assert result.exit_code == 2
@@ -402,6 +411,31 @@ def adapters(run_stage, make_model, tmp_path_factory) -> Path:
 @pytest.fixture
 def adapter_copy(adapters, tmp_path) -> Path:
     return Path(shutil.copytree(adapters, tmp_path / "adapter"))
+
+
+def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeline, write_config, tmp_path):
+    """A folder of PEFT, and `model/adapter` of our own stages, in `rlhf merge`, `rlhf chat` and as PPO's policy."""
+    base, folder = make_model("llama"), tmp_path / "peft"
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(folder)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors", ".md"}
+    result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(model.base_model.model))
+    assert load_tokenizer(str(tmp_path / "merged")).get_vocab() == load_tokenizer(str(base)).get_vocab()
+    said = CliRunner().invoke(app, ["chat", str(folder), "--max-new-tokens", "4"], input="the tent\n")
+    assert said.exit_code == 0, said.output
+    keys = {
+        "policy": {"path": str(folder)},
+        "rewards": [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}],
+    }
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path / "run", **keys)
+    with StageRun("ppo", config, quiet=True) as stage:
+        setup = load_setup(config, stage)
+    close(logits(setup.models.policy), logits(model.base_model.model))
 
 
 def test_chat_answers_with_adapters(adapters):
