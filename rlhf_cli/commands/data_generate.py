@@ -324,7 +324,7 @@ def _write_prompts(
         raise DataError("the source has no readable prompt; at least one is needed as a seed")
     if output.num_rows >= num:
         return
-    last = max((line["round"] for line in output.last_lines()), default=-1)
+    last = output.last("round")
     start = (last // options.chunk + (1 if options.server else 0)) * options.chunk if last >= 0 else 0
     output.cut_from("round", start)
     known = KnownPrompts(similarity)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from hashlib import sha256
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlhf_cli.algorithms.rates import cohen_kappa
 from rlhf_cli.commands.labelling import SKIPPED, TIE, pair_digest, rate
 from rlhf_cli.commands.output import items
-from rlhf_cli.commands.output_files import Dropped
+from rlhf_cli.commands.output_files import Dropped, read_lines
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import say
@@ -72,9 +71,8 @@ def _answers(path: Path) -> Iterator[tuple[str, str]]:
     """(digest of the pair, its label) of the rows, and of the ties and skipped pairs beside them."""
     dropped = path.with_name(path.name + ".dropped")
     if dropped.is_file():
-        for line in dropped.read_text(encoding="utf-8").splitlines():
-            drop = json.loads(line)
-            if "pair" in drop and drop["reason"] in (TIE, SKIPPED):
+        for drop in read_lines(dropped):
+            if isinstance(drop.get("pair"), str) and drop["reason"] in (TIE, SKIPPED):
                 yield drop["pair"], drop["reason"]
         if path.is_file() and path.stat().st_size == 0:
             return

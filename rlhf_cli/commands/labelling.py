@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.commands.data_score import text_of
 from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.commands.output import items, prompt_column
-from rlhf_cli.commands.output_files import Dropped, Output
+from rlhf_cli.commands.output_files import Dropped, Line, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ArtifactError, DataError
 
@@ -143,8 +143,9 @@ class Labelling:
         self.pairs = [pairs[n] for n in order]
         self.swapped = [_digest("side", seed, labeller, n)[0] % 2 == 1 for n in order]
         self.output, self.labeller = output, labeller
-        last = max((line.get("number", -1) for line in output.last_lines()), default=-1)
-        if last + 1 != self.done:
+        numbers = [line.number("number") for lines in (output.rows(), output.drops()) for line in map(_checked, lines)]
+        last = max(numbers, default=-1)
+        if last + 1 != self.done or len(set(numbers)) != self.done:
             raise ArtifactError(
                 f"{output.path}: {self.done} answers are in it and in {output.dropped_path.name}, but the last one is "
                 f"number {last + 1}. Restore the missing lines, give another --out, or pass --restart to start over"
@@ -227,6 +228,21 @@ class Labelling:
             halves = ", a tie counts as half" if ties else ""
             lines.append(f"`{name}` was better than `{other}` in {rate(won, len(rows) + len(ties))}{halves}")
         return lines
+
+
+def _checked(line: Line) -> Line:
+    """A line of an earlier run. Raises ArtifactError for one that was changed so that it is no answer."""
+    if "reason" in line:
+        names = line["columns"]
+        if line["reason"] not in (TIE, SKIPPED) or not isinstance(names, list) or len(names) != 2:
+            raise line.error(f"`reason` must be {TIE} or {SKIPPED}, and `columns` two names")
+    else:
+        names = [line["chosen_column"], line["rejected_column"]]
+        if line["side"] not in (1, 2):
+            raise line.error("`side` must be 1 or 2")
+    if not all(isinstance(name, str) for name in names):
+        raise line.error("the names of the columns must be text")
+    return line
 
 
 def counted(counts: dict[str, int]) -> str:

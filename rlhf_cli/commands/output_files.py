@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +132,7 @@ class Output:
     def _settings_before(self) -> dict[str, Any] | None:
         try:
             values = json.loads(read_text(self.settings_path))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
         return values if isinstance(values, dict) else None
 
@@ -170,25 +170,27 @@ class Output:
         if self.num_rows + self.num_dropped == 0 and failures and len(failures) == len(outcomes):
             raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Line]:
         """The rows written so far."""
-        return _read(self.path) if self._is_started else iter(())
+        return read_lines(self.path) if self._is_started else iter(())
 
-    def drops(self) -> Iterator[dict[str, Any]]:
+    def drops(self) -> Iterator[Line]:
         """The dropped items written so far."""
-        return _read(self.dropped_path) if self._is_started else iter(())
+        return read_lines(self.dropped_path) if self._is_started else iter(())
 
-    def last_lines(self) -> list[dict[str, Any]]:
-        """The last row and the last dropped item, as far as they exist."""
-        return [*_last(self.rows()), *_last(self.drops())]
+    def last(self, key: str) -> int:
+        """The largest whole number under `key` in the last row and the last dropped item; -1 without lines."""
+        lasts = (line for lines in (self.rows(), self.drops()) for line in deque(lines, maxlen=1))
+        return max((line.number(key) for line in lasts), default=-1)
 
     def cut_from(self, key: str, value: int) -> None:
         """Remove all lines from the first one whose `key` is `value` or more. The values of `key` never decrease."""
-        for file in self._files if self._is_started else ():
+        paths = (self.path, self.dropped_path)
+        for path, file in zip(paths, self._files, strict=True) if self._is_started else ():
             file.seek(0)
             end = 0
-            for line in file:
-                if json.loads(line)[key] >= value:
+            for number, line in enumerate(file, 1):
+                if parsed(line, path, number).number(key) >= value:
                     break
                 end += len(line)
             file.truncate(end)
@@ -264,17 +266,46 @@ def cut_incomplete_line(file: BinaryIO) -> int:
     return count
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+class Line(dict[str, Any]):
+    """A row or a dropped item, which may have been edited by hand. Raises ArtifactError for a key that it lacks."""
+
+    where = ""
+
+    def __missing__(self, key: str) -> Any:
+        raise self.error(f"has no `{key}`")
+
+    def error(self, problem: str) -> ArtifactError:
+        """The error to raise for a line that this program did not write so."""
+        return ArtifactError(
+            f"{self.where}: {problem}. Restore the line as it was written, give another --out, or pass --restart"
+        )
+
+    def number(self, key: str) -> int:
+        """The whole number under a key. Raises ArtifactError if it is none."""
+        value = self[key]
+        if type(value) is not int:
+            raise self.error(f"`{key}` is not a whole number")
+        return value
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file. Raises ArtifactError for one that is not a JSON object."""
     with path.open("rb") as file:
-        for line in file:
-            yield json.loads(line)
+        for number, line in enumerate(file, 1):
+            yield parsed(line, path, number)
 
 
-def _last(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    last: list[dict[str, Any]] = []
-    for line in lines:
-        last = [line]
-    return last
+def parsed(line: bytes, path: Path, number: int) -> Line:
+    """A line as the object that it holds. Raises ArtifactError if it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    parsed = Line(value) if isinstance(value, dict) else Line()
+    parsed.where = f"{path}:{number}"
+    if not isinstance(value, dict):
+        raise parsed.error("is not a JSON object")
+    return parsed
 
 
 def _at(values: dict[str, Any], dotted: str) -> Any:

@@ -202,6 +202,63 @@ def test_answers_to_other_pairs_are_not_continued(
     assert out.read_bytes() == before
 
 
+EDITED: list[Any] = [
+    b"{",
+    b"[" * 100_000,
+    b'{"prompt": "\xff"}',
+    [],
+    None,
+    {},
+    {"number": None},
+    {"number": "0"},
+    {"number": True},
+    {"number": 1},
+    {"number": 7},
+    {"side": 3},
+    {"side": []},
+    {"chosen_column": None},
+    {"chosen_column": ["x"]},
+    {"rejected_column": {}},
+    {"reason": None},
+    {"reason": []},
+    {"columns": None},
+    {"columns": [1, 2]},
+    {"columns": ["response"]},
+    {"pair": ["x"]},
+]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.dropped", "out.jsonl.settings"])
+@pytest.mark.parametrize("edit", EDITED, ids=lambda edit: str(edit)[:30])
+def test_an_answer_edited_by_hand_is_one_line_or_does_no_harm(
+    source: Path, ask: Ask, tmp_path: Path, name: str, edit: Any
+) -> None:
+    out, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    ask("1t", source, out, num=3)
+    ask("2t1", source, other, num=3)
+    path = tmp_path / name
+    if name != "out.jsonl.settings" and isinstance(edit, dict):
+        (line,) = read_jsonl(path)
+        edit = {**line, **edit} if edit else {key: line[key] for key in line if key != "number"}
+    content = edit if isinstance(edit, bytes) else json.dumps(edit).encode()
+    path.write_bytes(content + b"\n")
+    for keys in ("", "b", "bb", "1"):
+        with contextlib.suppress(ArtifactError, ConfigError, DataError):
+            ask(keys, source, out, num=3)
+    path.write_bytes(content + b"\n")
+    with contextlib.suppress(ArtifactError, DataError):
+        show_agreement(other, out)
+
+
+def test_a_line_without_its_number_is_named(source: Path, ask: Ask, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    ask("12", source, out)
+    first, second = read_jsonl(out)
+    write_jsonl(out, [first, {key: second[key] for key in second if key != "side"}])
+    with pytest.raises(ArtifactError, match=r"out.jsonl:2: has no `side`\. Restore the line as it was written"):
+        ask("1", source, out)
+
+
 def test_a_full_disk_loses_no_answer(source: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
 
