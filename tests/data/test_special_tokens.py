@@ -28,7 +28,7 @@ from rlhf_cli.data.encode import (
 )
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Demonstration, Message, Prompt
-from rlhf_cli.data.special_tokens import BOUNDARY, SpecialTokens, special_tokens_of
+from rlhf_cli.data.special_tokens import BOUNDARY, MARK, SpecialTokens, special_tokens_of
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError, DataError
@@ -220,6 +220,25 @@ def test_two_halves_of_a_special_token_do_not_meet(tokenizers: Any) -> None:
     assert ids.count(eos) == 1
     assert encode_prompts(tokenizer, ["eos"], "say <{prompt}> now")[0].count(eos) == 0
     assert encode_prompts(tokenizer, ["please"], "say <eos> {prompt}")[0].count(eos) == 1
+
+
+def test_a_plain_prompt_in_the_chat_template_ends_where_the_answer_begins(tokenizers: Any) -> None:
+    tokenizer = tokenizers["chatml"]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text("hi", "chat", tokenizer).endswith(text)
+    (ids,) = encode_prompts(tokenizer, ["hi"], "chat")
+    assert tokenizer.decode(ids).endswith(text)
+    (row,) = encode_rows(tokenizer, [Prompt("hi", "f:1")], "chat")
+    assert row == ids
+    assert whole_text(Demonstration("hi", "yes", "f:1"), "chat", tokenizer).endswith(f"{text}yes")
+
+
+def test_a_token_that_begins_with_another_is_marked_as_a_whole(tokenizers: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizers["byte_level"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<eos", "<eos>!"]})
+    special = special_tokens_of(tokenizer)
+    assert [MARK.sub("", special.protect(text)) for text in ("a<eos>!b", "a<eos>b", "a<eosb")] == ["ab"] * 3
+    assert [len(MARK.findall(special.protect(text))) for text in ("a<eos>!b", "<eos><eos")] == [1, 2]
 
 
 def test_a_message_cannot_forge_another(tokenizers: Any) -> None:

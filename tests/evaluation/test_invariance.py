@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from rlhf_cli.data.answers import RankingEncoder
 from rlhf_cli.data.encode import Limits
 from rlhf_cli.data.records import Message, Ranking, transcript
 from rlhf_cli.data.views import StageRows
+from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.invariance import PREFIXES, position_figures, prefix_figures, with_prefix
 
 
@@ -30,6 +34,21 @@ def by_length(rows):
     return torch.tensor([float(len(ids)) for row in rows for ids in row])
 
 
+def test_scores_are_normalised_over_better_and_worse_answers_alike(encoder):
+    config = SimpleNamespace(evaluation=SimpleNamespace(num_normalization_samples=5))
+    found = normalization._rows(ranked(encoder, 3), config)
+    better, worse = " the tent is late today", " the tent is"
+    assert [answer for _, answer in found] == [better, worse, better, worse, better]
+    assert [row.prompt for row, _ in found] == ["Q 0", "Q 1", "Q 2", "Q 0", "Q 1"]
+
+
+def test_a_ranking_without_its_equal_answer_has_the_texts_of_those_that_are_left(encoder):
+    row = Ranking("Q", (" the tent", " the tent", " is late"), "f:1")
+    ((item,),) = [encoder.items(row, tokens) for tokens in encoder.sequences([row])]
+    assert item.row.answers == (" the tent", " is late")
+    assert len(item.answers) == 2
+
+
 def test_a_scorer_of_single_answers_ignores_their_position(encoder):
     rows = ranked(encoder, 6)
     scores = by_length([[r.answers[0], r.answers[-1]] for r in rows])
@@ -43,7 +62,9 @@ def test_a_scorer_that_sees_the_position_is_found(encoder):
 
     rows = ranked(encoder, 6)
     scores = by_place([[r.answers[0], r.answers[-1]] for r in rows])
-    assert position_figures(rows, scores[0::2], scores[1::2], by_place)["position_shift"].value > 1
+    assert position_figures(rows, scores[0::2], scores[1::2], by_place)["position_shift"].value == pytest.approx(
+        11 / math.sqrt(143 / 12)
+    ), "the first score moves from 0 to 11, in standard deviations of 0 to 11"
 
 
 def test_words_before_the_prompt_change_nothing_for_a_scorer_of_answers(encoder):

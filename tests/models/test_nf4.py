@@ -155,6 +155,18 @@ def test_layers_that_cannot_be_quantized_and_a_missing_package_are_refused(base,
         quantize(load_policy(str(base)), "nf4", "lora.quantize")
 
 
+def test_a_bias_stays_beside_rounded_weights():
+    layer = torch.nn.Linear(64, 128)
+    bias = layer.bias.detach().clone()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    quantized = nf4._quantized(layer, "nf4", bnb, "lora.quantize")
+    expected = x @ nf4._weight_of(quantized).t() + bias
+    close(quantized(x), expected)
+    holder = torch.nn.Sequential(quantized)
+    dequantize(holder)
+    close(holder(x), expected)
+
+
 def test_large_weights_are_within_what_each_kind_can_be_off():
     """Quantized scales are off by more beside one that is 30 times as large. Without them NF4 is off by 0.152."""
     weight = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2)) * 0.02

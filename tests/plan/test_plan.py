@@ -173,6 +173,25 @@ def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring
     assert saved == pytest.approx(before["rollout"]["optimizer"] + frozen)
 
 
+def test_the_update_holds_the_moving_average_and_the_models_of_a_full_kl(shapes):
+    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
+    offload = ["--set", "ppo:offload=[optimizer, frozen]", "--set", "ppo:ppo.kl_in=loss"]
+
+    def update(*more):
+        (phase,) = [p for p in plan("configs/hh", *machine, *offload, *more)[2]["phases"] if p["name"] == "update"]
+        return phase["parts"]
+
+    assert not update().get("frozen models")
+    assert update("--set", "ppo:ppo.kl_estimator=full")["frozen models"] > 2 * 2 * 7.5e9, "reference and reward model"
+    parts = [
+        {phase["name"]: phase["parts"] for phase in plan("configs/support", *more)[2]["phases"]}
+        for more in ([], ["--set", "ppo:ppo.ema_decay=0.9"])
+    ]
+    for phase in ("rollout", "scoring", "update"):
+        assert not parts[0][phase].get("moving average")
+        assert parts[1][phase]["moving average"] == parts[1]["update"]["moving average"] > 1e6
+
+
 def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(shapes):
     """The plan offers it where the parts of the model do not fit, and counts what it moves."""
     options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]

@@ -55,7 +55,8 @@ def test_weights_and_moments_move_and_keep_their_bits(make_model):
         p.grad = torch.ones_like(p)
     optimizer.step()
     before = [p.detach().clone() for p in frozen.parameters()]
-    moments = copy.deepcopy([state["exp_avg"] for state in optimizer.state.values()])
+    both = ("exp_avg", "exp_avg_sq")
+    moments = copy.deepcopy([state[name] for state in optimizer.state.values() for name in both])
     own = [p for p in frozen.parameters() if p is not policy.model.embed_tokens.weight]
     offload = Offload(CPU, [frozen], [optimizer], shared=[policy])
     shared = policy.model.embed_tokens.weight.data_ptr()
@@ -63,7 +64,7 @@ def test_weights_and_moments_move_and_keep_their_bits(make_model):
     alive = []  # The address of a tensor that was freed could be given to another.
 
     def places():
-        moved = own, [state["exp_avg"] for state in optimizer.state.values()]
+        moved = own, [state[name] for state in optimizer.state.values() for name in both]
         alive.extend(tensor.detach() for tensors in moved for tensor in tensors)
         return tuple(map(addresses, moved))
 
@@ -83,7 +84,8 @@ def test_weights_and_moments_move_and_keep_their_bits(make_model):
     assert policy.model.embed_tokens.weight.data_ptr() == shared
     offload.scoring()
     assert all(torch.equal(p, old) for p, old in zip(frozen.parameters(), before, strict=True))
-    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizer.state.values(), moments, strict=True))
+    kept = [state[name] for state in optimizer.state.values() for name in both]
+    assert all(torch.equal(moment, old) for moment, old in zip(kept, moments, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_cli.config.models import Lora
 from rlhf_cli.models import frozen
-from rlhf_cli.models.load import load_policy, load_reward_model, new_value_model
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapters import add_lora
+from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model
+from rlhf_cli.models.shared import Backbone
 from rlhf_cli.plan.loaded import Loaded
 from rlhf_cli.plan.memory import Setting, gradient_bytes, moment_bytes, weight_bytes
 from rlhf_cli.plan.ppo import ppo_models
@@ -50,6 +54,22 @@ def scores(model):
     """By transformers' own forward pass, one sequence at a time."""
     model.set_attn_implementation("eager")
     return torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in SEQUENCES])
+
+
+def test_adapters_of_another_base_or_quantization_are_not_attached(make_model, tmp_path):
+    """They were trained on other numbers, so their scores would be wrong."""
+    model = load_policy(str(make_model("llama")))
+    own, other = BaseModel(str(make_model("llama"))), BaseModel(str(make_model("qwen2")))
+    trained, _ = new_reward_model(own.path, None, seed=0, head_std=None)
+    add_lora(trained, Lora(**LORA), "lora", seed=0)
+    for name, base, kind in (("own", own, None), ("other", other, None), ("nf4", own, "nf4")):
+        save_adapter(trained, tmp_path / name, base, kind)
+    paths = {name: str(tmp_path / name) for name in ("own", "other", "nf4")}
+    assert Backbone(model, own).reward_model(paths["own"]) is not None
+    assert Backbone(model, own).reward_model(paths["other"]) is None
+    assert Backbone(model, other).reward_model(paths["own"]) is None
+    assert Backbone(model, own).reward_model(paths["nf4"]) is None
+    assert Backbone(model, own, "nf4").reward_model(paths["own"]) is None
 
 
 @pytest.mark.parametrize("init", ["auto", "policy"])

@@ -120,6 +120,19 @@ def test_template_chat_needs_a_chat_template(chat_reward_model):
         load_model(path, template="chat")
 
 
+def test_a_score_is_the_logit_minus_the_mean_in_standard_deviations(chat_reward_model, tokenizer, monkeypatch):
+    """Logits of 5, 1 and -3 with a mean of 2 and a standard deviation of 4: 0.75, -0.25 and -1.25."""
+    path = chat_reward_model()
+    facts = {"score_mean": 2.0, "score_std": 4.0}
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | facts))
+    monkeypatch.setattr(models, "score_sequences", lambda *_, **__: torch.tensor([5.0, 1.0, -3.0]))
+    scores = {}
+    for normalize in (True, False):
+        source, _ = load_model(path, tokenizer, normalize=normalize)
+        scores[normalize] = source.score(batch(["a", "b", "c"], ids=[[5], [6], [7]])).tolist()
+    assert scores == {True: [0.75, -0.25, -1.25], False: [5.0, 1.0, -3.0]}
+
+
 def test_a_template_makes_a_decoder_score_text(chat_reward_model, tokenizer):
     path = chat_reward_model(None)
     assert load_model(path, tokenizer)[0].reads_policy_tokens

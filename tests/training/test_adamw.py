@@ -52,6 +52,19 @@ def test_float32_weights_get_plain_adamw(monkeypatch):
         assert torch.equal(plain.weight, ours.weight)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "8bit"])
+def test_eps_bounds_the_first_step(precision):
+    """With every gradient equal to eps the first step is half of the learning rate: g / (|g| + eps)."""
+    if precision == "8bit":
+        pytest.importorskip("bitsandbytes")
+    model = linear()
+    before = model.weight.detach().clone()
+    stepper = build_stepper(model, config(learning_rate=1e-2, eps=1e-2, precision=precision, max_grad_norm=1e9), 9)
+    model.weight.grad = torch.full_like(model.weight, 1e-2)
+    stepper.advance()
+    torch.testing.assert_close(before - model.weight, torch.full_like(before, 0.5e-2), rtol=2e-2, atol=0)
+
+
 def test_small_steps_are_kept_on_average():
     """200 steps of 1e-4 from 1.0. Rounded to the nearest bfloat16 number, which is 0.004 away, none would count."""
     model = linear(torch.bfloat16)
