@@ -58,6 +58,8 @@ FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A folder without any of them has no tokenizer."""
+ALIGNMENT = 64
+"""Bytes; torch's memory on the CPU begins at multiples of it."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
 """Keys that we add to a reward model's config.json: how long texts were cut during its training."""
 
@@ -236,11 +238,23 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
         lines: list[str | None] = []  # `shard_model` chooses the attention
     else:
         torch.nn.Module.to(model, device)
+        align(model)
         lines = [choose_attention(model)]
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
         require_scores_without_padding(model)
     lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model)]
     return "\n".join(filter(None, lines)) or None
+
+
+def align(model: torch.nn.Module) -> None:
+    """Copy the weights on the CPU that do not begin where torch's own memory would.
+
+    A file is mapped, so its header's length decides where its weights begin, and on some processors the last digit of
+    MKL's product of one row depends on that. The results of a run must depend on the weights alone.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

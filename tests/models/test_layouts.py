@@ -7,6 +7,7 @@ What vLLM's loaders expect is written down here, from vllm/model_executor/models
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.models.load import new_reward_model, save
+from rlhf_cli.models.load import align, load_policy, new_reward_model, prepare, save
 from rlhf_cli.models.scratch import new_model
 from support.tiny import SETTINGS, random_ids
 
@@ -76,6 +77,7 @@ def exported(
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
+    align(model)
     result: torch.Tensor = model.eval()(input_ids=IDS).logits
     return result
 
@@ -130,3 +132,19 @@ def test_vllm_finds_the_head_of_a_reward_model(
     assert (config["architectures"], plain.config.num_labels) == ([type(plain).__name__], 1)
     assert config["architectures"][0].endswith("ForSequenceClassification")
     assert torch.equal(logits(plain), logits(model))
+
+
+@pytest.mark.parametrize("longer", [0, 8])
+def test_weights_do_not_lie_where_the_header_of_their_file_puts_them(
+    longer: int, make_model: Any, tmp_path: Path
+) -> None:
+    """On some processors the last digit of a product depends on it."""
+    shutil.copytree(make_model("llama"), tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = (length + longer).to_bytes(8, "little") + content[8 : 8 + length] + b" " * longer
+    file.write_bytes(header + content[8 + length :])
+    model = load_policy(str(tmp_path / "model"))
+    prepare(model, torch.device("cpu"))
+    assert {weight.data_ptr() % 64 for weight in model.parameters()} == {0}
