@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable
-from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, assert_never
@@ -21,6 +22,7 @@ from rlhf_cli.program import command
 Template = Literal["support", "sentiment", "hh", "stories", "blank"]
 Files = dict[str, Callable[[], str]]
 """The files of a template: the name below the folder, and what writes the text."""
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def init(
@@ -51,34 +53,51 @@ def init(
 
 
 def _files(template: Template) -> Files:
-    folder = resources.files("rlhf_cli.templates")
-
     def copy(name: str) -> Callable[[], str]:
-        return lambda: folder.joinpath(name).read_text(encoding="utf-8")
+        return lambda: _path(f"{template}/{name}").read_text(encoding="utf-8")
 
-    stages = [stage for stage in STAGES if folder.joinpath(template, f"{stage}.yaml").is_file()]
-    files = {f"{stage}.yaml": copy(f"{template}/{stage}.yaml") for stage in stages}
+    stages = [f"{stage}.yaml" for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()]
+    files = {name: copy(name) for name in stages}
     match template:
         case "support":
-            return {**files, "judge.py": copy("support_gold.py"), **_support_data()}
+            return {**files, "judge.py": copy("gold.py"), **_support_data()}
         case "sentiment":
-            return {**files, "judge.py": copy("sentiment_judge.py")}
+            return {**files, "judge.py": copy("judge.py")}
         case "hh":
             return files
         case "stories":
-            return {**files, "reward.py": copy("stories_reward.py"), "data/prompts.jsonl": _story_prompts}
+            return {**files, "reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts}
         case "blank":
-            data = {
-                f"data/{name}": copy(f"blank/{name}") for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")
-            }
-            return {**files, "reward.py": copy("blank_reward.py"), **data}
+            data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
+            return {**files, "reward.py": copy("reward.py"), **data}
         case _:
             assert_never(template)
 
 
+def _path(name: str) -> Path:
+    """A file of a template. A checkout has the scripts in `data/`, and a wheel has them beside the other files."""
+    inside = PACKAGE / "templates" / name
+    return inside if inside.is_file() else PACKAGE.parent / "data" / name
+
+
+def _script(name: str) -> Any:
+    """A script of a template as a module. It can import the files beside it."""
+    path = _path(name)
+    spec = importlib.util.spec_from_file_location(f"rlhf_template_{path.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
 def _support_data() -> Files:
     """The rows of the shop-support task, drawn from its grammar: the same rows in every folder."""
-    from rlhf_cli.templates import support_generate as task
+    task = _script("support/generate.py")
 
     def rows(name: str, count: int) -> Callable[[], str]:
         write_row = {"sft": task.sft_row, "pref": task.pref_row, "prompts": task.prompt_row}[name.split("_")[0]]
@@ -96,8 +115,7 @@ def _support_data() -> Files:
 
 def _story_prompts() -> str:
     """The 400 story openings of the example, in its order."""
-    from rlhf_cli.templates import stories_generate as task
-
+    task = _script("stories/generate.py")
     texts = task.openings()
     random.Random(7).shuffle(texts)
     return _lines({"prompt": text} for text in texts[: task.NUM_PROMPTS])

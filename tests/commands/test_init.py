@@ -103,21 +103,6 @@ def test_a_template_is_the_shipped_config(
         assert ours == theirs
 
 
-def test_the_code_of_the_templates_is_that_of_the_data_folder() -> None:
-    """The wheel has no data folder, so the package holds copies."""
-    templates = ROOT / "rlhf_cli" / "templates"
-    for copy, original in (
-        ("support_gold", "support/gold"),
-        ("stories_generate", "stories/generate"),
-        ("stories_reward", "stories/reward"),
-        ("sentiment_judge", "sentiment/judge"),
-    ):
-        assert (templates / f"{copy}.py").read_bytes() == (ROOT / "data" / f"{original}.py").read_bytes(), copy
-    generate = (ROOT / "data/support/generate.py").read_text(encoding="utf-8")
-    expected = generate.replace("import gold\n", "from rlhf_cli.templates import support_gold as gold\n")
-    assert (templates / "support_generate.py").read_text(encoding="utf-8") == expected
-
-
 def test_the_sample_data_is_that_of_the_shipped_configs(written: Callable[[str], tuple[Result, Path]]) -> None:
     def rows(path: Path) -> list[dict]:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -79,6 +79,21 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
         result = subprocess.run([rlhf, *command], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
         assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
+    for template, code in {
+        "blank": ("reward.py",),
+        "sentiment": ("judge.py",),
+        "hh": (),
+        "stories": ("reward.py", "data/prompts.jsonl"),
+    }.items():
+        result = subprocess.run(
+            [rlhf, "init", template, "--from", template], capture_output=True, text=True, env=env, cwd=tmp_path / "away"
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert all((tmp_path / "away" / template / name).stat().st_size for name in ("ppo.yaml", *code))
+    result = subprocess.run(
+        [rlhf, "pipeline", "blank", "--quiet"], capture_output=True, text=True, env=env, cwd=tmp_path / "away"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
     # What has been trained is used: each command's files and optional parts are there.
     away, run = tmp_path / "away", "artifacts/mine"
     (away / "prompts.jsonl").write_text('{"prompt": "Hello"}\n', encoding="utf-8")
