@@ -260,6 +260,7 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
     step = sum(ppo.updates(i) for i in range(iteration))  # optimizer steps of the run so far
     taken: list[dict[str, float]] = []
     first: dict[str, float] = {}
+    largest = 0.0  # |log ratio| of a token of this process
     num_bad, num_skipped, stopped = 0, 0, False
     for minibatch in minibatches(len(batch.responses), iteration, config):
         step += 1
@@ -280,6 +281,7 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
             take_step(setup, learns_policy=learns_policy, move=False)
             continue
         taken.append(stats)
+        largest = max(largest, log_ratio)
         skipped = ppo.max_ratio is not None and stats["policy/ratio"] > ppo.max_ratio
         stopped = ppo.max_approx_kl is not None and stats["policy/approx_kl"] > ppo.max_approx_kl
         num_skipped += skipped
@@ -287,6 +289,7 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
     means = {key: sum(stats[key] for stats in taken) / len(taken) for key in (taken[0] if taken else ())}
     finite = {key: value for key, value in first.items() if math.isfinite(value)}
     counts = {"bad_steps": num_bad, "skipped_steps": num_skipped, "stopped_early": stopped}
+    finite["policy/largest_ratio"] = math.exp(min(max(setup.world.gather(largest)), 700.0))  # exp overflows above 709
     return means | rates | finite | {f"policy/{name}": float(count) for name, count in counts.items()}
 
 

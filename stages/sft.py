@@ -128,7 +128,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
             _count(stage.speed, passes.work, _share(batch, world))
             stage.log(step + 1, {**figures, **stage.speed.row()}, loop.shown)
-            _warn_of_loss(figures, config, model, stage, step)
+            _warn_of_loss(figures, config, model, stage, step, loop.num_steps)
 
         # 4. The product, then held-out figures.
         round_as_saved(model, config)
@@ -193,12 +193,12 @@ def _readable(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[
 
 
 def _warn_of_loss(
-    figures: dict[str, float], config: SFTConfig, model: PreTrainedModel, stage: StageRun, step: int
+    figures: dict[str, float], config: SFTConfig, model: PreTrainedModel, stage: StageRun, step: int, num_steps: int
 ) -> None:
     """Warn once of a loss above `warn_loss_above` after the warm-up; without that key, above ln(vocabulary size)."""
     loss, guessing = figures["loss/sft"], math.log(model.config.vocab_size)
     limit = config.warn_loss_above or guessing
-    is_bad = not figures["sft/bad_steps"] and step > config.optimizer.warmup_steps and loss > limit
+    is_bad = not figures["sft/bad_steps"] and step > config.optimizer.warmup(num_steps) and loss > limit
     if not is_bad or any(one.name == HIGH_LOSS for one in findings_of(stage.directory)):
         return
     above = f"above {limit:.2f}" + (" (warn_loss_above)" if config.warn_loss_above is not None else "")

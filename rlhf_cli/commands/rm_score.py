@@ -6,6 +6,7 @@ A decoder reads prompt and answer in the tokens of its training, with EOS, as it
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from rlhf_cli.commands.output_files import Dropped, OutputRow, json_line
 from rlhf_cli.commands.serve import Settings, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
-from rlhf_cli.errors import ArtifactError, DataError
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
@@ -68,10 +69,44 @@ def rm_score(
     on_bad_row: OnBadRow = "error",
     quiet: Quiet = False,
 ) -> None:
-    """Score the answers of a file with a reward model; of pairs, show good beside bad."""
+    """Score the answers of a file with a reward model; of pairs, show good beside bad. SOURCE - scores what you type.
+
+    Type a line per answer; a tab separates the prompt before it. The score of each line follows it.
+    """
 
     settings = Settings(model, raw=raw, label=label, probability=probability, template=template, device=device)
+    if path == "-":
+        given = {"--out": out, "--num": num, "--set": overrides, "--format": format, "--keys": keys}
+        if used := next((name for name, value in given.items() if value), None):
+            raise ConfigError(f"{used}: does not go with SOURCE -, which scores what you type. Remove it")
+        score_typed(settings, quiet=quiet)
+        return
     score_file(settings, source_of(path, overrides, format, keys), out, num=num, on_bad_row=on_bad_row, quiet=quiet)
+
+
+def score_typed(settings: Settings, *, quiet: bool = False) -> None:
+    """Score each line of standard input, a prompt and an answer with a tab between, or an answer alone.
+
+    A terminal shows the score below the line; a pipe gets a JSON line with prompt, response and score for each.
+    """
+    from rlhf_cli.data.records import Answer, Record
+
+    display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
+    model, template, notes = _load(settings)
+    is_terminal = sys.stdin.isatty()
+    for note in notes if not is_terminal else [*notes, "a line is an answer, or a prompt, a tab and an answer"]:
+        display.note(note)
+    for number, line in enumerate(sys.stdin, 1):
+        prompt, _, answer = line.rstrip("\r\n").rpartition("\t")
+        if not answer.strip():
+            continue
+        if prompt and template is None and not prompt[-1].isspace() and not answer[0].isspace():
+            answer = f" {answer}"  # as answers begin in rows whose prompt ends with a word
+        record = Record(f"line {number}", prompt, (Answer(answer),), prompt or answer)
+        (score,) = model.score(samples_of(model, [record], template)).tolist()
+        text = f"{score:.3f}\n".encode() if is_terminal else json_line(scored_row(record, [score]))
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
 
 
 def score_file(
@@ -229,7 +264,7 @@ class _Summary:
         self.scores += scores
         ranked = ranking(record)
         if ranked is None:
-            if len(scores) == 1 and (target := record.answers[0].score) is not None:
+            if len(scores) == 1 and (target := _target(record)) is not None:
                 self.targets.append((scores[0], target))
             return
         number = {answer.text: n for n, answer in reversed(list(enumerate(record.answers)))}
@@ -275,6 +310,13 @@ class _Summary:
                 f"{len(targets):,} rows have a score or label: correlation {pearson(scores, targets):.3f}, "
                 f"of ranks {spearman(scores, targets):.3f}"
             )
+
+
+def _target(record: Record) -> float | None:
+    """The score or label that the row of one answer has, whatever its format; None without one."""
+    columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
+    numbers = (float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value))
+    return next(numbers, None)
 
 
 @contextlib.contextmanager

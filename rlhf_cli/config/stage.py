@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -35,6 +36,8 @@ class Optimizer(Section):
     """How the learning rate changes after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up. The learning rate of the first step is 0."""
+    warmup_ratio: BelowOne | None = None
+    """The warm-up as a share of the optimizer steps, rounded up, instead of `warmup_steps`."""
     min_lr_ratio: BelowOne = 0.0
     """The final learning rate of cosine and linear, as a fraction of the peak."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
@@ -49,6 +52,20 @@ class Optimizer(Section):
     """Stop after this many consecutive steps with a NaN or infinite loss or gradient. Until then such a step is
     skipped: the weights stay, the schedule and the data move on, and the batch is written to
     `<artifacts>/<stage>.failed_batch.jsonl`."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError("warmup_ratio and warmup_steps both set the length of the warm-up. Remove one of them")
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up of a run of `total_steps`.
+
+        >>> [Optimizer(learning_rate=1, warmup_ratio=0.07).warmup(steps) for steps in (100, 101)]
+        [7, 8]
+        """
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(round(self.warmup_ratio * total_steps, 6))
 
 
 class Training(Section):

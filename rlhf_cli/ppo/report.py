@@ -24,7 +24,7 @@ from rlhf_cli.training.distributed import gather_texts
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
 """The figures beside the progress, the most important first."""
-SPREADS = ("objective/score", "response/length", "response/prompt_length")
+SPREADS = ("objective/score", "objective/kl", "response/length", "response/prompt_length")
 """Figures of a response whose standard deviation is written too."""
 
 

@@ -383,7 +383,7 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
     """Optimizer and schedule of the policy, and of whatever predicts values."""
     ppo = config.ppo
     policy_steps = ppo.total_steps - sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
-    if config.optimizer.warmup_steps >= policy_steps:
+    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= policy_steps:
         stage.display.warn(warmup_warning(config.optimizer.warmup_steps, policy_steps))
     policy_stepper = build_stepper(
         models.policy, config.optimizer, policy_steps, seed=config.seed, scale=stage.loss_scale
@@ -507,6 +507,7 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
     if ppo.num_rollouts_per_update > 1:
         per_step += f" x {ppo.num_rollouts_per_update} rollouts"
     micro = f", {ppo.microbatch_size} per microbatch" if ppo.microbatch_size else ""
+    warmup = config.optimizer.warmup(ppo.total_steps)
     lines = [
         ("prompts", f"{len(setup.train):,} of {setup.mean_prompt_length:.0f} tokens on average; {epochs(passes)}"),
         (
@@ -521,7 +522,10 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
             "iteration",
         ),
         ("microbatches", f"at most {setup.budget.tokens:,} tokens (ppo.tokens_per_microbatch)"),
-        ("steps", f"{ppo.total_steps:,} in total, the first {config.optimizer.warmup_steps} of them warm-up"),
+        (
+            "steps",
+            f"{ppo.total_steps:,} in total, the first {warmup} of them warm-up",
+        ),
     ]
     if config.value_model.warmup_iterations:
         lines.append(("value warm-up", f"{config.value_model.warmup_iterations} iterations before the policy trains"))

@@ -26,6 +26,8 @@ class Question:
 
     text: str
     ids: list[int]
+    target: str
+    """The answer of the row."""
 
 
 def first_questions(
@@ -45,7 +47,8 @@ def first_questions(
             return found
         ids = encode_rows(tokenizer, [row], template, keep_special=keep_special)[0]
         if len(ids) <= room:
-            found.append(Question(prompt_text(row.prompt, template, tokenizer, before_answer(row)), ids))
+            text = prompt_text(row.prompt, template, tokenizer, before_answer(row))
+            found.append(Question(text, ids, row.response))
     if settings.num_samples and not found:
         display.note(f"no held-out prompt leaves room for {settings.max_new_tokens} tokens, so no samples")
     return found
@@ -81,6 +84,7 @@ def answer(
     model.train(was_training)
     for number, (question, response) in enumerate(zip(questions, responses, strict=True)):
         text = str(tokenizer.decode(response.ids, skip_special_tokens=True))
-        stage.sample({"step": step, "prompt": question.text, "response": text, "ended": response.ended})
+        row = {"step": step, "prompt": question.text, "response": text, "ended": response.ended}
+        stage.sample(row | {"target": question.target})
         if number < num_shown:
-            stage.display.exchange(question.text, {f"step {step}": text})
+            stage.display.exchange(question.text, {f"step {step}": text, "target": question.target})

@@ -233,7 +233,7 @@ def num_epochs(training: Training, num_steps: int, num_rows: int) -> float:
 def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> list[str]:
     """What looks wrong about the length of a run: a warm-up that never ends, a few rows repeated many times."""
     found = []
-    if config.optimizer.warmup_steps >= num_steps:
+    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= num_steps:
         found.append(warmup_warning(config.optimizer.warmup_steps, num_steps))
     epochs = num_epochs(config.training, num_steps, num_rows)
     if epochs > MANY_EPOCHS:

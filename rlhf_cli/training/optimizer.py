@@ -154,6 +154,7 @@ def build_stepper(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = new_adamw(groups, config, peak, seed)
+    config = config.model_copy(update={"warmup_steps": config.warmup(total_steps)})
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(rate_at, config=config, total_steps=max(total_steps, config.warmup_steps + 1))
     )

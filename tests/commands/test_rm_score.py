@@ -108,3 +108,28 @@ def test_a_language_model_is_refused(make_model, data):
     result = CliRunner().invoke(app, ["rm", "score", str(make_model("llama")), str(data["preferences"])])
     assert result.exit_code == 2
     assert "score.weight" in result.output
+
+
+def test_typed_lines_have_the_scores_of_a_file(rm, tmp_path):
+    texts = [("we will send", " a lamp"), ("we will send", " no"), ("", "thank you")]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": p, "response": r} for p, r in texts[:2]])
+    wanted = [row["score"] for row in rows_of(score(rm, path))]
+    typed = "".join(f"{prompt}\t{answer}\n" for prompt, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
+    result = CliRunner().invoke(app, ["rm", "score", str(rm), "-"], input=typed)
+    assert result.exit_code == 0, result.output
+    rows = rows_of(result)
+    assert [row["score"] for row in rows[:2]] == pytest.approx(wanted, abs=1e-5)
+    assert rows[2] == rows[1], "a space separates a prompt and an answer that touch"
+    assert (rows[3]["prompt"], rows[3]["response"]) == ("", "thank you")
+    refused = CliRunner().invoke(app, ["rm", "score", str(rm), "-", "--num", "3"], input=typed)
+    assert refused.exit_code == 2
+    assert "--num: does not go with SOURCE -" in refused.output
+
+
+def test_the_correlation_needs_no_format(rm, tmp_path):
+    """Rows with prompt, response and score are read as demonstrations; their score is compared all the same."""
+    rows = [{"prompt": "a", "response": " " + "x " * n, "score": n} for n in range(1, 7)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [" ".join(score(rm, path, *flags).stderr.split()) for flags in ([], ["--format", "scored"])]
+    assert "6 rows have a score or label: correlation" in words[0]
+    assert words[0].partition("correlation")[2] == words[1].partition("correlation")[2]

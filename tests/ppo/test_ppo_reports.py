@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import statistics
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_
 def test_an_evaluation_takes_as_many_rows_at_a_time_as_training(start, data):
     with start(data={"test": str(data["prompts"])}, evaluation={"num_prompts": 20}) as setup:
         stage = SimpleNamespace(world=World(0, 2, CPU), display=setup.stage.display)
-        assert len(_own_replies(replace(setup, stage=stage))) == 10
+        assert len(_own_replies(replace(setup, stage=stage), setup.held_out.test)) == 10
         assert [len(call["responses"]) for call in reward_calls(setup)] == [4, 4, 2]
 
 
@@ -213,3 +214,26 @@ def test_equal_rewards_have_nothing_to_learn_and_do_not_stop_the_run(watch, tmp_
 def test_a_token_without_a_choice_does_not_stop_the_run(watch):
     run = watch(rollout={"min_p": 1.0})
     assert [row["policy/grad_norm"] for row in run.metrics] == [0.0, 0.0]
+
+
+def test_the_spread_of_the_kl_and_the_largest_ratio_are_figures(watch):
+    """The KL of each response is in samples.jsonl. A largest ratio m bounds the k3 of any token: m - 1 - log m."""
+    run = watch(num_logged_samples=8, optimizer={"learning_rate": 3e-2})
+    rows, samples = (read_jsonl(run.stage_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
+    assert len(rows) > 1
+    for row in rows:
+        kl = [sample["kl"] for sample in samples if sample["step"] == row["step"]]
+        assert len(kl) == 8
+        assert row["objective/kl_std"] == pytest.approx(statistics.pstdev(kl), abs=1e-3)
+        largest = row["policy/largest_ratio"]
+        assert row["policy/clip_fraction"] > 0
+        assert largest > 1.2
+        assert max(largest - 1 - math.log(largest), 1 / largest - 1 + math.log(largest)) >= row["policy/approx_kl"]
+    assert rows[-1]["objective/kl_std"] > 0.01
+
+
+def test_a_policy_that_stays_has_no_ratio_but_one(watch):
+    run = watch(optimizer={"learning_rate": 1e-30})
+    for row in read_jsonl(run.stage_dir / "metrics.jsonl"):
+        assert row["policy/largest_ratio"] == pytest.approx(1, abs=1e-5)
+        assert row["objective/kl_std"] == pytest.approx(0, abs=1e-4)

@@ -254,7 +254,10 @@ def test_hh_transcripts_run_through_all_stages(make_model, run_stage, tmp_path):
     run_stage("rm", tmp_path, data=data)
     run_stage("ppo", tmp_path, data=data)
     prompts = {start.format(w) for w in ("lamp", "radio", "map")}
-    assert {row["prompt"] for row in read_jsonl(tmp_path / "sft/samples.jsonl")} <= prompts
+    samples = read_jsonl(tmp_path / "sft/samples.jsonl")
+    assert {row["prompt"] for row in samples} <= prompts
+    targets = {start.format(w): f" we will send a new {w}" for w in ("lamp", "radio", "map")}
+    assert all(row["target"] == targets[row["prompt"]] for row in samples), "beside the answer of the row"
     examples = json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"]
     assert {example["prompt"] for example in examples} == prompts
 

@@ -67,3 +67,20 @@ def test_steps_follow_adamw_and_only_matrices_decay(changes: dict[str, object]) 
             for i, start in enumerate((3.0, -2.0))
         ]
         assert p.flatten().tolist() == pytest.approx(expected, abs=1e-5), name
+
+
+def test_a_warm_up_ratio_is_a_share_of_the_steps() -> None:
+    """It has the rates of the same number of `warmup_steps`, and both together are refused."""
+
+    def rates(**changes: float) -> list[float]:
+        config = Optimizer(learning_rate=0.5, schedule="linear", **changes)  # type: ignore[arg-type]
+        stepper, found = build_stepper(torch.nn.Linear(2, 2), config, 21), []
+        for _ in range(21):
+            found.append(stepper.learning_rate)
+            stepper.advance(move=False)
+        return found
+
+    assert rates(warmup_ratio=0.2) == rates(warmup_steps=5)
+    assert rates(warmup_ratio=0.0) == rates()
+    with pytest.raises(ValueError, match="both set the length of the warm-up"):
+        Optimizer(learning_rate=1, warmup_ratio=0.1, warmup_steps=3)
