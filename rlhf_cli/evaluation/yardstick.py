@@ -112,8 +112,8 @@ def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sen
     is_too_low = tilt is None or tilt.score.mean() < best.mean()
     if tilt is None:
         sentences.say(
-            f"PPO's KL of {kl:.1f} nats is beyond what {num_samples} samples a prompt can express, so its score has no "
-            "exponential tilt to compare with. More --samples reach further"
+            f"what the best policy gains at PPO's KL of {kl:.1f} nats cannot be estimated from {num_samples} samples a "
+            "prompt. Give more --samples"
         )
     else:
         share = policy.share_of_gain(own, tilt.score, start, seed=seed)
@@ -131,8 +131,8 @@ def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sen
         return found
     if tilt is not None:
         sentences.say(
-            f"{num_samples} samples a prompt are too few for the exponential tilt at PPO's KL: its estimate, "
-            f"{tilt.score.mean().item():.3f}, is below best-of-n. More --samples raise it"
+            f"{num_samples} samples a prompt are too few to estimate what the best policy gains at PPO's KL: the "
+            f"estimate, {tilt.score.mean().item():.3f}, is below best-of-n. Give more --samples"
         )
     sentences.say(f"best-of-n at PPO's KL or less has the score {gain}. The best possible is higher")
     return found

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from rlhf_cli.report.chart import COLORS, GRAY, LEGEND, SCHEMA, Chart
+from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, LEGEND, SCHEMA, Chart, side_scale
 from rlhf_cli.report.read import RunData
 
 MOST_SCATTER = 1000
@@ -31,12 +31,12 @@ def reliability_chart(run: RunData) -> Chart | None:
             },
             {
                 "data": {"values": rows},
-                "mark": {"type": "line", "point": False, "strokeWidth": 2},
+                "mark": {"type": "line", "point": False, "strokeWidth": 2, "color": HELD_OUT_COLOR},
                 "encoding": {"x": x, "y": y},
             },
             {
                 "data": {"values": rows},
-                "mark": {"type": "circle", "opacity": 0.9},
+                "mark": {"type": "circle", "opacity": 0.9, "color": HELD_OUT_COLOR},
                 "encoding": {
                     "x": x,
                     "y": y,
@@ -57,7 +57,9 @@ def histogram_chart(run: RunData) -> Chart | None:
     """The scores of better and worse answers, and of samples of the policies for the same prompts."""
     scores = _evaluation(run, "rm").get("scores", {})
     sides = {name: [x for x in values if math.isfinite(x)] for name, values in scores.items()}
-    return _histogram(f"{run.name}-scores", "rm", "Scores of held-out answers", "raw scores of the reward model", sides)
+    return _histogram(
+        f"{run.name}-scores", "rm", "Scores of held-out answers", "raw scores of the reward model", sides, run.color
+    )
 
 
 def policy_histogram(run: RunData) -> Chart | None:
@@ -65,10 +67,12 @@ def policy_histogram(run: RunData) -> Chart | None:
     replies = _evaluation(run, "ppo").get("replies", [])
     sides = {label: [row[side]["score"] for row in replies] for side, label in (("sft", "SFT"), ("ppo", "PPO"))}
     note = "one reply to each held-out prompt; score = (raw - score_mean) / score_std of a reward model"
-    return _histogram(f"{run.name}-policy-scores", "ppo", "Scores of replies", note, sides)
+    return _histogram(f"{run.name}-policy-scores", "ppo", "Scores of replies", note, sides, run.color)
 
 
-def _histogram(name: str, section: str, title: str, note: str, sides: dict[str, list[float]]) -> Chart | None:
+def _histogram(
+    name: str, section: str, title: str, note: str, sides: dict[str, list[float]], policy: str
+) -> Chart | None:
     every = [x for side in sides.values() for x in side]
     if not every:
         return None
@@ -91,6 +95,7 @@ def _histogram(name: str, section: str, title: str, note: str, sides: dict[str, 
         rows.append({"side": name_of_side, "from": low + HISTOGRAM_BINS * width, "share": 0.0})  # closes the outline
     legend = {**LEGEND, "symbolType": "stroke"}
     side: dict[str, Any] = {"field": "side", "type": "nominal", "sort": None, "legend": legend}
+    scale = side_scale(list(sides), policy)
     spec = {
         "$schema": SCHEMA,
         "data": {"values": rows},
@@ -104,12 +109,12 @@ def _histogram(name: str, section: str, title: str, note: str, sides: dict[str, 
                     "transform": [{"filter": {"field": "side", "equal": name}}],
                     "mark": {"type": "area", "interpolate": "step-after", "opacity": 0.2, "color": color},
                 }
-                for name, color in zip(sides, COLORS, strict=False)
+                for name, color in zip(scale["domain"], scale["range"], strict=True)
             ),
             {
                 "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
                 "encoding": {
-                    "color": side,
+                    "color": side | {"scale": scale},
                     "strokeDash": side,
                     "tooltip": [
                         {"field": "side"},
@@ -141,7 +146,13 @@ def length_chart(run: RunData) -> Chart | None:
         "encoding": {
             "x": {"field": "tokens", "type": "quantitative", "scale": {"zero": False}},
             "y": {"field": "score", "type": "quantitative", "scale": {"zero": False}},
-            "color": {"field": "side", "type": "nominal", "legend": LEGEND, "sort": None},
+            "color": {
+                "field": "side",
+                "type": "nominal",
+                "legend": LEGEND,
+                "sort": None,
+                "scale": side_scale(["SFT", "PPO"], run.color),
+            },
             "shape": {
                 "field": "side",
                 "type": "nominal",

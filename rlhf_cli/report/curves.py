@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_cli.report.chart import LEGEND, SCHEMA, WARNING, Chart
+from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, LEGEND, SCHEMA, TRAINING, WARNING, Chart
 from rlhf_cli.report.curve import CURVES, HELD_OUT, Curve
-from rlhf_cli.report.read import RunData, StageData
+from rlhf_cli.report.read import RunData, StageData, config_of, evaluations_of
 from rlhf_cli.training.health_recap import unit_of
 
 SMOOTHING = 0.03
@@ -29,6 +29,7 @@ def curve_charts(runs: Sequence[RunData]) -> list[Chart]:
     charts = []
     for curve in CURVES:
         shown = shared_runs(runs, curve.stage)
+        colors = {run.name: run.color for run in runs}
         series = [
             {"run": name, "series": label, "x": steps, "y": values}
             for name, run in shown.items()
@@ -45,7 +46,11 @@ def curve_charts(runs: Sequence[RunData]) -> list[Chart]:
         ]
         labels = {one["series"] for one in series}
         note = f"{curve.note}; points: {HELD_OUT}" if len(labels) > 1 else curve.note
-        spec = _curve_spec(curve, series, findings, several=len(runs) > 1)
+        targets = [row for name, run in shown.items() for row in _target(run.stages[curve.stage], curve, name)]
+        note = f"{note}; dashed: {curve.target}" if targets else note
+        # A stage that runs share has none of their colours.
+        scale = {"domain": list(shown), "range": [colors.get(name, GRAY) for name in shown]}
+        spec = _curve_spec(curve, series, findings, targets, scale if len(runs) > 1 else None)
         name = f"{curve.stage}-{curve.title}".lower().replace(" ", "-")
         charts.append(Chart(name, f"curves-{curve.stage}", curve.title, note, spec, is_curve=True))
     return charts
@@ -77,12 +82,19 @@ def _points(stage: StageData, metric: str) -> tuple[list[float], list[float]]:
     if metric != "eval:gold":
         watched = metric.replace("eval/", "validation/")  # a run with validation rows has one point of the test rows
         return stage.metrics.get(watched, stage.metrics.get(metric, ([], [])))
-    rows = [row for row in stage.evaluations if isinstance(row.get("gold"), int | float)]
-    points = [(row["step"], row["gold"]) for row in rows]
-    own = stage.own_evaluation.get("validation", stage.own_evaluation)  # the prompts that the run watches
-    if points and isinstance(own.get("sft", {}).get("gold"), int | float):
-        points.insert(0, (0, own["sft"]["gold"]))
-    return [x for x, _ in points], [y for _, y in points]
+    rows = [row for row in evaluations_of(stage) if isinstance(row.get("gold"), int | float)]
+    return [row["step"] for row in rows], [row["gold"] for row in rows]
+
+
+def _target(stage: StageData, curve: Curve, name: str) -> list[dict[str, Any]]:
+    """Both ends of the line at the value that the config steers a metric to; empty without one."""
+    value: Any = config_of(stage) if curve.target else None
+    for key in curve.target.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    steps = [x for metric in curve.metrics for x in _points(stage, metric)[0]]
+    if not isinstance(value, int | float) or not steps:
+        return []
+    return [{"run": name, "x": x, "target": value} for x in (min(steps), max(steps))]
 
 
 def stretches(stage: StageData) -> list[dict[str, Any]]:
@@ -117,12 +129,13 @@ def first_of_each(stage: StageData) -> list[dict[str, Any]]:
 def smooth(values: Sequence[float], share: float) -> list[float]:
     """The mean of two exponential moving averages, one from each end, so that the curve does not lag behind.
 
-    Their time constant is `share` of the number of points.
+    Their time constant is `share` of the number of points. The first value, where a run starts, stays as it is; what
+    that changes fades with the same constant.
 
     >>> smooth([1.0, 2.0, 3.0, 4.0], 0.0)
     [1.0, 2.0, 3.0, 4.0]
     >>> [round(x, 2) for x in smooth([0.0, 0.0, 8.0, 0.0, 0.0], 0.2)]
-    [0.34, 0.95, 5.32, 0.95, 0.34]
+    [0.0, 0.83, 5.28, 0.94, 0.34]
     """
     span = share * len(values)
     if span <= 0:
@@ -130,7 +143,8 @@ def smooth(values: Sequence[float], share: float) -> list[float]:
     weight = math.exp(-1 / span)
     there = _moving_average(values, weight)
     back = _moving_average(values[::-1], weight)[::-1]
-    return [(a + b) / 2 for a, b in zip(there, back, strict=True)]
+    smoothed = [(a + b) / 2 for a, b in zip(there, back, strict=True)]
+    return [value + (values[0] - smoothed[0]) * weight**i for i, value in enumerate(smoothed)]
 
 
 def _moving_average(values: Sequence[float], weight: float) -> list[float]:
@@ -154,12 +168,17 @@ def values_of(series: Sequence[dict[str, Any]], share: float = SMOOTHING) -> lis
 
 
 def _curve_spec(
-    curve: Curve, series: list[dict[str, Any]], findings: list[dict[str, Any]], *, several: bool
+    curve: Curve,
+    series: list[dict[str, Any]],
+    findings: list[dict[str, Any]],
+    targets: list[dict[str, Any]],
+    by_run: dict[str, list[str]] | None,
 ) -> dict[str, Any]:
-    """Faint values as they are, the smoothed curve over them, held-out figures as points, and rules at findings.
+    """Faint values as they are, the smoothed curve over them, held-out figures as points, targets and findings.
 
-    Runs differ in colour and in dash, training and held-out figures in colour and in points.
+    Several runs differ in colour, `by_run`, and in dash; training and held-out figures of one run in colour and points.
     """
+    several = by_run is not None
     axis = {"grid": False, "tickMinStep": 1, "tickCount": 5, "labelOverlap": True, "labelSeparation": 6}
     x = {"field": "x", "type": "quantitative", "title": unit_of(curve.stage), "axis": axis, "scale": {"nice": False}}
     scale = {"domain": [0, 1]} if curve.is_share else {"zero": False, "nice": True}
@@ -168,10 +187,10 @@ def _curve_spec(
     color: dict[str, Any] = {"field": "run" if several else "series", "type": "nominal", "sort": None, "legend": None}
     shared: dict[str, Any] = {"x": x, "color": color}
     if several:
-        color["legend"] = {**LEGEND, "symbolType": "stroke"}
+        color |= {"legend": {**LEGEND, "symbolType": "stroke"}, "scale": by_run}
         shared["strokeDash"] = {"field": "run", "type": "nominal", "sort": None, "legend": color["legend"]}
     else:
-        color["scale"] = {"domain": names}
+        color["scale"] = {"domain": ["training", HELD_OUT], "range": [TRAINING, HELD_OUT_COLOR]}
     training, held_out = (
         [{"filter": {"field": "series", "oneOf": chosen}}]
         for chosen in ([n for n in names if n != HELD_OUT], [HELD_OUT])
@@ -197,6 +216,11 @@ def _curve_spec(
             },
         }
     )
+    if targets:
+        color = {} if several else {"color": {"value": GRAY}}
+        line = {"type": "line", "strokeWidth": 1.5, "strokeDash": [6, 4]}
+        encoding = {"y": {**y, "field": "target"}, "detail": {"field": "run"}, **color}
+        layers.append({"data": {"values": targets}, "mark": line, "encoding": encoding})
     if findings:
         layers.append(_finding_rules(findings, unit_of(curve.stage), several=several))
     values = {"values": values_of(series)}

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_cli.report.chart import GRAY, LEGEND, SCHEMA, Chart
-from rlhf_cli.report.read import RunData
+from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, LEGEND, SCHEMA, Chart
+from rlhf_cli.report.read import RunData, evaluations_of, run_scale
 
 SECTION = "distance"
 KEYS = {"score": "score_mean", "gold": "gold"}
@@ -57,16 +57,15 @@ def config_of(identity: dict[str, Any], *keys: str) -> Any:
 
 
 def path_points(run: RunData, figure: str) -> list[dict[str, Any]]:
-    """A figure on the held-out prompts along the run, from the SFT model on: `step`, `kl`, `value`."""
+    """A figure on the held-out prompts along the run, from the SFT model on: `step`, `kl`, `value`, `low`, `high`."""
     stage = run.stages.get("ppo")
     if stage is None:
         return []
-    key, own = KEYS[figure], stage.own_evaluation
-    first = own.get("validation", own).get("sft")
-    rows = [*([{**first, "step": 0}] if first else []), *stage.evaluations]
+    key = KEYS[figure]
     return [
         {"run": run.name, "step": row.get("step", 0), "kl": max(0.0, row["kl"]), "value": row[key]}
-        for row in rows
+        | {end: row[name] for end in ("low", "high") if isinstance(row.get(name := f"{key}_{end}95"), int | float)}
+        for row in evaluations_of(stage)
         if isinstance(row.get(key), int | float) and isinstance(row.get("kl"), int | float)
     ]
 
@@ -79,17 +78,20 @@ def path_chart(runs: Sequence[RunData], figure: str, *, name_runs: bool) -> Char
     y = _value(figure)
     tooltip = [{"field": "run"}, {"field": "step", "title": "iteration"}, *_tooltip(figure)]
     line = {"type": "line", "strokeWidth": 2, "point": {"filled": True, "size": 40}}
-    encoding = {"x": X, "y": y, "order": {"field": "step"}, "tooltip": tooltip, **_by_run(name_runs)}
+    by_run = _by_run(runs) if name_runs else {"color": {"value": HELD_OUT_COLOR}}
+    encoding = {"x": X, "y": y, "order": {"field": "step"}, "tooltip": tooltip, **by_run}
     layers: list[dict[str, Any]] = []
     fits = [row for run in runs for row in fit_points(run)] if figure == "gold" else []
     if fits:
         dotted = {"type": "line", "strokeWidth": 1.5, "strokeDash": [1, 3], "color": GRAY}
         detail = {"x": X, "y": y, "detail": {"field": "run"}}
         layers.append({"data": {"values": fits}, "mark": dotted, "encoding": detail})
-    layers.append({"data": {"values": [row for rows in paths for row in rows]}, "mark": line, "encoding": encoding})
+    points = [row for rows in paths for row in rows]
+    layers += _interval_layers(points, y, {**by_run["color"], "legend": None} if name_runs else by_run["color"])
+    layers.append({"data": {"values": points}, "mark": line, "encoding": encoding})
     if not name_runs:
         layers.append(_labels([{**paths[0][-1], "label": f"iteration {paths[0][-1]['step']:g}"}], y, above=False))
-    note = "held-out prompts" + ("; dotted: fit of Gao et al. 2023" if fits else "")
+    note = "held-out prompts, with 95 % intervals" + ("; dotted: fit of Gao et al. 2023" if fits else "")
     return _chart("path", runs, figure, f"{figure.capitalize()} along the run", note, layers)
 
 
@@ -120,19 +122,16 @@ def frontier_chart(runs: Sequence[RunData], figure: str, *, name_runs: bool) -> 
             layers += _best_of_n_layers(best, figure, y)
     tooltip = [{"field": "run"}, *_tooltip(figure)]
     diamond = {"type": "point", "shape": "diamond", "filled": True, "size": 170, "opacity": 1}
-    color = {"color": {**_by_run(True)["color"], "legend": None}} if name_runs else {}
-    encoding = {"x": X, "y": y, "tooltip": tooltip, **color}
+    color = {**_by_run(runs)["color"], "legend": None} if name_runs else {"value": runs[0].color}
+    encoding = {"x": X, "y": y, "tooltip": tooltip, "color": color}
     layers.append({"data": {"values": points}, "mark": diamond, "encoding": encoding})
-    with_interval = [point for point in points if "low" in point]
-    rule = {"x": X, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    if with_interval:
-        layers.append({"data": {"values": with_interval}, "mark": {"type": "rule", "strokeWidth": 2}, "encoding": rule})
+    layers += _interval_layers(points, y, color)
     labels = [{**point, "label": point["run"] if name_runs else "PPO"} for point in points]
     layers.append(_labels(labels, y, above=False))
-    note = f"{found[0][1]['prompts']} prompts; line: best-of-n"
+    prompts, every = found[0][1]["prompts"], found[0][1].get("of_prompts", 0)
+    note = f"{prompts}{f' of the {every}' if prompts < every else ''} prompts; line: best-of-n"
     if any(best.get("tilt_curve") for _, best in found):
-        limit = "about the best possible" if figure == "score" else "of the score"
-        note += f"; dashed: exponential tilt, {limit}, as far as the samples suffice"
+        note += "; dashed: the best policy for the score, as far as the samples suffice to estimate it"
     return _chart("frontier", runs, figure, f"{figure.capitalize()} beside best-of-n", note, layers)
 
 
@@ -156,14 +155,17 @@ def _best_of_n_layers(best: dict[str, Any], figure: str, y: dict[str, Any]) -> l
     ]
 
 
-def _by_run(name_runs: bool) -> dict[str, Any]:
-    if not name_runs:
-        return {}
-    legend = {**LEGEND, "symbolType": "stroke"}
-    return {
-        channel: {"field": "run", "type": "nominal", "sort": None, "legend": legend}
-        for channel in ("color", "strokeDash")
-    }
+def _interval_layers(points: list[dict[str, Any]], y: dict[str, Any], color: dict[str, Any]) -> list[dict[str, Any]]:
+    """A rule over the interval of each point that has one."""
+    rows = [point for point in points if "low" in point and "high" in point]
+    encoding = {"x": X, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": color}
+    mark = {"type": "rule", "strokeWidth": 2}
+    return [{"data": {"values": rows}, "mark": mark, "encoding": encoding}] if rows else []
+
+
+def _by_run(runs: Sequence[RunData]) -> dict[str, Any]:
+    channel = {"field": "run", "type": "nominal", "sort": None, "legend": {**LEGEND, "symbolType": "stroke"}}
+    return {"color": {**channel, "scale": run_scale(runs)}, "strokeDash": channel}
 
 
 def _value(figure: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_cli.artifacts import flat
-from rlhf_cli.report.chart import SCHEMA, Chart
-from rlhf_cli.report.read import RunData
+from rlhf_cli.report.chart import GRAY, SCHEMA, Chart
+from rlhf_cli.report.read import RunData, run_scale
 
 FIGURES = {"score": "score_mean", "gold": "gold"}
 """Title of a chart, and its metric among the final figures of PPO and SFT."""
@@ -30,7 +30,7 @@ def frontier_charts(runs: Sequence[RunData]) -> list[Chart]:
                 rows.append({"setting": settings[run.name], "run": run.name, **point})
                 starts += [metrics[f"sft/{metric}"]] if f"sft/{metric}" in metrics else []
         if len(rows) > 1:
-            charts.append(_chart(figure, rows, fmean(starts) if starts else None))
+            charts.append(_chart(figure, rows, fmean(starts) if starts else None, run_scale(runs)))
     return charts
 
 
@@ -51,7 +51,7 @@ def settings_of(runs: Sequence[RunData]) -> dict[str, str]:
     }
 
 
-def _chart(figure: str, rows: list[dict[str, Any]], start: float | None) -> Chart:
+def _chart(figure: str, rows: list[dict[str, Any]], start: float | None, by_run: dict[str, list[str]]) -> Chart:
     by_setting: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_setting.setdefault(row["setting"], []).append(row)
@@ -72,12 +72,13 @@ def _chart(figure: str, rows: list[dict[str, Any]], start: float | None) -> Char
     def layer(values: list[dict[str, Any]], mark: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"data": {"values": values}, "mark": mark, "encoding": {"x": x, "y": y, **more}}
 
-    setting = {"field": "setting", "type": "nominal", "sort": None, "legend": None}
+    shape = {"field": "setting", "type": "nominal", "sort": None, "legend": None}
+    color = {**shape, "field": "run", "scale": by_run}
     layers = [
-        layer(line, {"type": "line", "color": "gray", "strokeDash": [5, 4]}, order={"field": "kl"}),
-        layer(rows, {"type": "point", "size": 60, "strokeWidth": 2}, tooltip=tooltip, color=setting, shape=setting),
+        layer(line, {"type": "line", "color": GRAY, "strokeDash": [5, 4]}, order={"field": "kl"}),
+        layer(rows, {"type": "point", "size": 60, "strokeWidth": 2}, tooltip=tooltip, color=color, shape=shape),
         layer(line, {"type": "text", "align": "left", "dx": 7, "dy": -7}, text={"field": "setting"}),
     ]
     spec = {"$schema": SCHEMA, "layer": layers}
-    note = "a point per run; dashed: the means of the settings"
+    note = "a point per run, a shape per setting; dashed: the means of the settings"
     return Chart(f"frontier-{figure}", "distance", f"{figure.capitalize()} against KL, all runs", note, spec)

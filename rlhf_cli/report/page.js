@@ -20,7 +20,8 @@ function smooth(values, share) {
   const weight = Math.exp(-1 / span);
   const there = movingAverage(values, weight);
   const back = movingAverage([...values].reverse(), weight).reverse();
-  return there.map((value, i) => (value + back[i]) / 2);
+  const smoothed = there.map((value, i) => (value + back[i]) / 2);
+  return smoothed.map((value, i) => value + (values[0] - smoothed[0]) * weight ** i);  // the first stays as it is
 }
 
 function rowsOf(series, share) {

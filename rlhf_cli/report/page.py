@@ -18,7 +18,7 @@ from rlhf_cli.report.charts import evaluation_charts
 from rlhf_cli.report.curves import SMOOTHING, curve_charts, findings_chart, first_of_each, same_stage
 from rlhf_cli.report.distance import SECTION, distance_charts
 from rlhf_cli.report.frontier import frontier_charts
-from rlhf_cli.report.read import RunData, StageData, names_of, read_run
+from rlhf_cli.report.read import RunData, StageData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.training.checkpoint_files import state_of, unfinished_stages
@@ -46,7 +46,7 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
     Raises ArtifactError for a directory without a run, and ConfigError if the extra `report` is not installed.
     """
     bundle = library.javascript()
-    runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
+    runs = read_runs(roots)
     text = page(runs, bundle)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
@@ -57,11 +57,11 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
 
 def write_frontier(roots: Sequence[Path], out: Path) -> bool:
     """Write score and gold against KL of several runs as a PNG; returns whether two of them have these figures."""
-    charts = frontier_charts([read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)])
+    charts = frontier_charts(read_runs(roots))
     if charts:
         cells = [{"title": chart.title, "width": 420, "height": 300, "layer": chart.spec["layer"]} for chart in charts]
         spec = {"$schema": SCHEMA, "background": "white", "hconcat": cells}
-        out.write_bytes(library.png(spec))
+        out.write_bytes(library.png(_without_variables(spec)))
     return bool(charts)
 
 
@@ -260,8 +260,13 @@ def picture(runs: Sequence[RunData]) -> dict[str, Any]:
     ]
     config = {"range": {"category": COLORS}, "view": {"stroke": None}, "mark": {"color": COLORS[0]}}
     spec = {"$schema": SCHEMA, "background": "white", "columns": 3, "concat": cells, "config": config}
+    return _without_variables(spec)
+
+
+def _without_variables(spec: dict[str, Any]) -> dict[str, Any]:
+    """A specification with colours in place of the variables, which the page's style sheet defines."""
     text = json.dumps(spec)
-    for variable, color in PICTURE_COLORS.items():  # The page's style sheet defines the variables.
+    for variable, color in PICTURE_COLORS.items():
         text = text.replace(variable, color)
-    picture: dict[str, Any] = json.loads(text)
-    return picture
+    found: dict[str, Any] = json.loads(text)
+    return found

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rlhf_cli.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file
 from rlhf_cli.metrics import parsed
+from rlhf_cli.report.chart import COLORS
 from rlhf_cli.report.curve import METRICS
 from rlhf_cli.training.checkpoint_files import unfinished_stages
 
@@ -55,6 +59,8 @@ class RunData:
     root: Path
     name: str
     stages: dict[str, StageData]
+    color: str = COLORS[0]
+    """Its colour in all charts of the page."""
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
@@ -83,6 +89,17 @@ def short_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(names), []
     numbers = [str(number) for number in range(1, len(names) + 1)]
     return numbers, [f"{number}: {name}" for number, name in zip(numbers, names, strict=True)]
+
+
+def read_runs(roots: Sequence[Path]) -> list[RunData]:
+    """The runs of a page, each with a name and a colour of its own."""
+    runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
+    return [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
+
+
+def run_scale(runs: Sequence[RunData]) -> dict[str, list[str]]:
+    """The colours of runs by their names."""
+    return {"domain": [run.name for run in runs], "range": [run.color for run in runs]}
 
 
 def read_run(root: Path, name: str) -> RunData:
@@ -130,6 +147,21 @@ def evaluation_of(root: Path, stage: str, directory: Path) -> dict[str, Any]:
         return found
     manifest = directory / MANIFEST
     return found if manifest.is_file() and digest_file(manifest) == measured else {}
+
+
+def config_of(stage: StageData) -> dict[str, Any]:
+    """The resolved config of a stage; empty if it cannot be read."""
+    with contextlib.suppress(yaml.YAMLError):
+        config = yaml.safe_load(stage.config)
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def evaluations_of(stage: StageData) -> list[dict[str, Any]]:
+    """The figures on held-out prompts along a PPO run, from the policy before it on; empty without those on the way."""
+    rows, own = stage.evaluations, stage.own_evaluation
+    first = own.get("validation", own).get("sft")
+    return [{**first, "step": 0}, *rows] if rows and rows[0].get("step") != 0 and first else rows
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_cli.report.differences import config_differences
-from rlhf_cli.report.read import RunData, StageData
+from rlhf_cli.report.read import RunData, StageData, evaluations_of
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}
 NAMES = {
@@ -26,6 +26,8 @@ NAMES = {
     "accuracy_longer_is_worse": "accuracy where the longer is worse",
     "accuracy_longer_is_better": "accuracy where the longer is better",
 }
+INTERVAL = {"value": "", "low": "_low95", "high": "_high95"}
+"""Parts of a figure of `rlhf eval`, and how the name of a metric with this part ends."""
 ROUNDING = 1e-5
 """A position shift below it is rounding."""
 SIDE_BY_SIDE = (
@@ -136,7 +138,8 @@ def tables_of(data: StageData) -> list[dict[str, Any]]:
     for title, group in found.get("error_groups", {}).items():
         rows = [[name, show(figure), f"{figure.get('rows', 0):,}"] for name, figure in group.items()]
         tables.append({"title": f"Absolute error by {title}", "head": ["", "error", "rows"], "rows": rows})
-    tables += [table for make in (_distributions, _bench, _along) if (table := make(found)) is not None]
+    tables += [table for make in (_distributions, _bench) if (table := make(found)) is not None]
+    tables += _along(data)
     if "win_rate" in found:
         rows = [[readable(name), show(figure)] for name, figure in found["win_rate"].items()]
         tables.append({"title": "How often PPO's reply is better than SFT's", "head": ["by", "win rate"], "rows": rows})
@@ -149,7 +152,7 @@ def tables_of(data: StageData) -> list[dict[str, Any]]:
             [name, *(show(same[side][name]) for side in ("best_of_n", "ppo", "difference"))] for name in same["ppo"]
         ]
         head = ["", f"best of {same['n']:.0f}", "PPO", "difference"]
-        title = f"PPO and best-of-n at the same KL of {best['ppo']['kl']:.2f} nats"
+        title = f"PPO and best-of-n at PPO's KL on the same prompts, {best['ppo']['kl']:.2f} nats"
         tables.append({"title": title, "head": head, "rows": rows})
     if best:
         has_gold = "gold" in best["rows"][0]
@@ -161,7 +164,7 @@ def tables_of(data: StageData) -> list[dict[str, Any]]:
         rows.append(["PPO", f"{own['score']:.2f}", *([f"{own['gold']:.2f}"] if has_gold else []), f"{own['kl']:.2f}"])
         head = ["", "score", *(["gold"] if has_gold else []), "KL, nats"]
         number, every = best["prompts"], best.get("of_prompts", best["prompts"])
-        which = f"the first {number} of the {every} prompts" if number < every else f"{number} prompts"
+        which = f"{number} of the {every} prompts" if number < every else f"{number} prompts"
         tables.append({"title": f"Best-of-n of the SFT model, {which}", "head": head, "rows": rows})
     return tables
 
@@ -190,10 +193,22 @@ def _bench(found: dict[str, Any]) -> dict[str, Any] | None:
     return {"title": f"Benchmark {bench['file']}", "head": ["subset", "score", "chance", "rows"], "rows": rows}
 
 
-def _along(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Score, KL and gold at the evaluations of a run."""
-    if not (points := found.get("along")):
-        return None
-    heads = [name for name in points[0] if name != "step"]
-    rows = [[f"{point['step']:,}", *(f"{point[name]:.2f}" for name in heads)] for point in points]
-    return {"title": "Along the run, held-out prompts", "head": ["iteration", *heads], "rows": rows}
+def _along(data: StageData) -> list[dict[str, Any]]:
+    """Score, gold and KL at the evaluations of a run, with their intervals."""
+    keys = {"score": "score_mean", "gold": "gold", "KL, nats": "kl"}
+    rows = [
+        (point["step"], {name: _figure(point, key) for name, key in keys.items() if key in point})
+        for point in evaluations_of(data)
+    ]
+    if not rows:
+        return []
+    heads = list(rows[0][1])
+    cells = [
+        [f"{step:,}", *(show(figures[name], 2) if name in figures else "" for name in heads)] for step, figures in rows
+    ]
+    return [{"title": "Along the run, held-out prompts", "head": ["iteration", *heads], "rows": cells}]
+
+
+def _figure(point: dict[str, Any], key: str) -> dict[str, float]:
+    """A figure of a row of evaluations.jsonl, with the ends of its interval if the row has them."""
+    return {name: point[key + end] for name, end in INTERVAL.items() if key + end in point}

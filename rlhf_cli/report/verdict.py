@@ -6,12 +6,8 @@ from typing import Any
 
 from rlhf_cli.report.distance import path_points
 from rlhf_cli.report.read import RunData, StageData
-from rlhf_cli.report.tables import show
+from rlhf_cli.report.tables import INTERVAL, show
 from rlhf_cli.training.health_start import baselines
-
-INTERVAL = {"value": "", "low": "_low95", "high": "_high95"}
-"""Parts of a figure of `rlhf eval`, and how a manifest's metric with this part ends."""
-
 
 RULES = {"longer_wins": "eval/length_baseline", "base_rate": "eval/base_rate"}
 """Figures of `rlhf eval` that a simple rule reaches, and their names in a manifest."""
@@ -141,12 +137,19 @@ def _best_of_n_verdict(best: dict[str, Any]) -> str:
     """PPO against best-of-n of the SFT model, and against the best that its KL allows."""
     n, last, own = best.get("n_for_ppo_score"), best["rows"][-1], best["ppo"]
     needed = f"n = {n}" if n else f"more than n = {last['n']}"
-    text = f"Best-of-n of the SFT model needs {needed} for that score."
+    part, on_them = "Best-of-n", ""
+    if best["prompts"] < best.get("of_prompts", 0):
+        part, on_them = f"On {best['prompts']} of the prompts best-of-n", " on them"
+    text = f"{part} of the SFT model needs {needed} for PPO's score."
     if same := best.get("at_ppo_kl"):
         differences = " and ".join(f"{show(figure)} in {name}" for name, figure in same["difference"].items())
-        text += f" At the same KL (n = {same['n']:.0f}), PPO minus best-of-n is {differences}."
+        text += (
+            f" At PPO's KL{on_them}, {own['kl']:.2f} nats (n = {same['n']:.0f}), PPO minus best-of-n is {differences}."
+        )
     elif own["kl"] > last["kl"]:
-        text += f" PPO's KL of {own['kl']:.1f} nats is beyond that of best of {last['n']} ({last['kl']:.1f} nats)"
+        text += (
+            f" PPO's KL{on_them}, {own['kl']:.2f} nats, is beyond that of best of {last['n']} ({last['kl']:.2f} nats)"
+        )
         text += f", whose gold is {last['gold']['value']:.2f} (PPO: {own['gold']:.2f})." if "gold" in last else "."
     return text + _yardstick_verdict(best)
 
@@ -158,9 +161,10 @@ def _yardstick_verdict(best: dict[str, Any]) -> str:
         return ""  # without a share the yardstick itself gains nothing at this KL
     share = f"{100 * yardstick['share']['value']:.0f} %"
     if yardstick["policy"] == "tilt":
-        return f" PPO has {share} of what the exponential tilt, about the best possible, gains there."
-    text = f" PPO has {share} of what best-of-n gains there"
-    return f"{text}; the samples are too few for the exponential tilt at this KL." if "tilt" in best else f"{text}."
+        return f" PPO has {share} of what the best policy at this KL gains (the exponential tilt of the SFT samples)."
+    text = f" PPO has {share} of what best-of-n gains there."
+    unknown = f"{best['rows'][-1]['n']} samples a prompt are too few to estimate what the best policy gains at this KL"
+    return f"{text} {unknown}." if "tilt" in best else text
 
 
 def _path_verdict(run: RunData) -> str:

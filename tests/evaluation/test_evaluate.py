@@ -476,7 +476,7 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
         start = samples.score.mean().item()
         assert share["value"] == pytest.approx((2.1 - start) / (found["yardstick"]["score"] - start), rel=0.01)
     too_few, best_of_n_says, tilt_says = sentences.texts
-    assert "64 samples a prompt are too few for the exponential tilt" in too_few
+    assert "64 samples a prompt are too few to estimate what the best policy gains" in too_few
     assert "The best possible is higher" in best_of_n_says
     assert "about the best possible at PPO's KL" in tilt_says
     curve = policy.tilt_curve(samples, 3.1)

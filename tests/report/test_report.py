@@ -19,11 +19,13 @@ from rlhf_cli.diagnosis import diagnose as diagnose_module
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file
 from rlhf_cli.report import library
-from rlhf_cli.report.chart import PICTURE_COLORS
+from rlhf_cli.report.chart import BETTER, GRAY, HELD_OUT_COLOR, PICTURE_COLORS, TRAINING, WORSE
+from rlhf_cli.report.curve import CURVES, HELD_OUT
 from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smooth, stretches, values_of
 from rlhf_cli.report.distance import distance_charts
 from rlhf_cli.report.page import _script_json, picture, run_charts
-from rlhf_cli.report.read import MOST_POINTS, curves, read_run, thin
+from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
+from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
 
 vl_convert = pytest.importorskip("vl_convert")
@@ -145,6 +147,247 @@ def test_the_page_holds_curves_tables_samples_and_findings(run):
     assert page.split("<script>")[0].count("raise ppo.kl_coef") == 1
     assert "PPO minus best-of-n is -0.10 [-0.20, 0.00] in score" in page
     assert "Over-optimisation: gold was highest at iteration 10 (5.00) and ended at 3.00" in page
+
+
+OTHER = {
+    "sft": {
+        "before": {"loss": figure(3.5), "token_accuracy": figure(0.25)},
+        "figures": {"loss": figure(1.5), "token_accuracy": figure(0.75)},
+        "difference": {"loss": figure(-2.0), "token_accuracy": figure(0.5)},
+    },
+    "rm": {
+        "figures": {"accuracy": figure(0.83), "margin": figure(1.7)},
+        "chance": {"accuracy": {"value": 0.5}},
+        "groups": {"probe": {"rude": {**figure(0.71), "rows": 21}, "vague": {**figure(0.64), "rows": 22}}},
+        "groups_longer_wins": {"probe": {"rude": {"value": 0.31}, "vague": {"value": 0.32}}},
+        "reliability": [
+            {"low": 0.5, "high": 0.6, "count": 3, "confidence": 0.56, "frequency": 0.41},
+            {"low": 0.9, "high": 1.0, "count": 5, "confidence": 0.93, "frequency": 0.87},
+        ],
+        "scores": {"better": [2.0, 3.0, 3.0], "worse": [-1.0, 0.0]},
+        "distributions": {
+            "better": {"mean": 2.6, "std": 0.4, "rows": 31.0},
+            "worse": {"mean": -0.6, "std": 0.7, "rows": 32.0},
+            "SFT": {"mean": 0.8, "std": 1.1, "rows": 33.0},
+            "PPO": {"mean": 1.9, "std": 1.2, "rows": 34.0},
+        },
+        "bench": {"file": "rb2.jsonl", "figures": {"Math": {**figure(0.77), "rows": 23}}, "chance": {"Math": 0.25}},
+    },
+    "ppo": {
+        "sft": {"score": figure(0.2), "gold": figure(1.6), "kl": figure(0.0)},
+        "ppo": {"score": figure(2.4), "gold": figure(4.7), "kl": figure(3.7)},
+        "difference": {"score": figure(2.2), "gold": figure(3.1), "kl": figure(3.9)},
+        "win_rate": {"score": figure(0.91), "gold": figure(0.86)},
+        "alignment_tax": figure(0.33),
+        "best_of_n": {
+            "prompts": 12,
+            "of_prompts": 25,
+            "rows": [
+                {"n": 1, "score": figure(0.3), "gold": figure(1.8), "length": figure(9), "kl": 0.1, "kl_bound": 0.0},
+                {"n": 64, "score": figure(2.1), "gold": figure(4.4), "length": figure(8), "kl": 3.2, "kl_bound": 3.3},
+            ],
+            "n_for_ppo_score": None,
+            "ppo": {"score": 2.5, "gold": 4.8, "kl": 2.9},
+            "at_ppo_kl": {
+                "n": 40.0,
+                "best_of_n": {"score": figure(1.4), "gold": figure(4.1)},
+                "ppo": {"score": figure(2.55), "gold": figure(4.85)},
+                "difference": {"score": figure(1.15), "gold": figure(0.75)},
+            },
+            "tilt_curve": [{"kl": 0.5, "beta": 2.0, "score": 0.6, "gold": 2.6}],
+        },
+        "replies": [
+            {
+                "prompt": "p",
+                "sft": {"reply": "s", "score": -0.5, "gold": 1.0, "kl": 0.0, "length": 11},
+                "ppo": {"reply": "t", "score": 1.5, "gold": 3.0, "kl": 2.0, "length": 14},
+            }
+        ],
+    },
+}
+"""Figures of `rlhf eval` that are all different, so that one in the place of another shows."""
+
+
+@pytest.fixture
+def other(tmp_path) -> RunData:
+    """A run whose figures are all different."""
+    root = tmp_path / "run"
+    for stage, evaluation in OTHER.items():
+        write(root / "eval" / stage / "evaluation.json", [evaluation])
+    names = {stage: [name for curve in CURVES if curve.stage == stage for name in curve.metrics] for stage in OTHER}
+    for stage, metrics in names.items():
+        values = {name: 10.0 * number for number, name in enumerate(dict.fromkeys(metrics), 1) if ":" not in name}
+        rows = [{"step": step, **{name: value + step for name, value in values.items()}} for step in (1, 2)]
+        write(root / stage / "metrics.jsonl", rows)
+    (root / "ppo" / "config.yaml").write_text("ppo: {kl_target: 3.25}\n", encoding="utf-8")
+    start = {"score_mean": 0.15, "gold": 1.65, "kl": 0.0}
+    ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
+    along = [{"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}, {"score_mean": 2.3, "gold": 4.6}]
+    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **along[0]}, {"step": 90, "kl": 3.6, **along[1]}])
+    write(root / "ppo" / "evaluation.json", [{"sft": start, "ppo": along[1]}])
+    return read_run(root, "run")
+
+
+def shown_figure(value: float) -> str:
+    return f"{value:.2f} [{value - 0.1:.2f}, {value + 0.1:.2f}]"
+
+
+def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(other):
+    tables = {
+        stage: {table["title"]: [table["head"], *table["rows"]] for table in tables_of(data)}
+        for stage, data in other.stages.items()
+    }
+    n = shown_figure
+    assert tables["sft"] == {
+        "Figures": [
+            ["", "before", "SFT", "difference"],
+            ["loss", n(3.5), n(1.5), n(-2.0)],
+            ["token accuracy", n(0.25), n(0.75), n(0.5)],
+        ]
+    }
+    assert tables["rm"] == {
+        "Figures": [["", "value", "chance"], ["accuracy", n(0.83), "0.50"], ["margin", n(1.7), ""]],
+        "Accuracy by probe": [
+            ["", "accuracy", "chance", "longer wins", "rows"],
+            ["rude", n(0.71), "0.50", "0.31", "21"],
+            ["vague", n(0.64), "0.50", "0.32", "22"],
+        ],
+        "Raw scores of answers, and of samples of the policies": [
+            ["", "mean", "std", "rows"],
+            ["better", "2.60", "0.40", "31"],
+            ["worse", "-0.60", "0.70", "32"],
+            ["SFT", "0.80", "1.10", "33"],
+            ["PPO", "1.90", "1.20", "34"],
+        ],
+        "Benchmark rb2.jsonl": [["subset", "score", "chance", "rows"], ["Math", n(0.77), "0.25", "23"]],
+    }
+    assert tables["ppo"] == {
+        "Figures": [
+            ["", "SFT", "PPO", "difference"],
+            ["score", n(0.2), n(2.4), n(2.2)],
+            ["gold", n(1.6), n(4.7), n(3.1)],
+            ["KL to SFT, nats", n(0.0), n(3.7), n(3.9)],
+        ],
+        "Along the run, held-out prompts": [
+            ["iteration", "score", "gold", "KL, nats"],
+            ["0", "0.15", "1.65", "0.00"],
+            ["45", "2.00 [1.90, 2.10]", "4.20 [4.10, 4.30]", "2.80 [2.60, 3.00]"],
+            ["90", "2.30", "4.60", "3.60"],
+        ],
+        "How often PPO's reply is better than SFT's": [["by", "win rate"], ["score", n(0.91)], ["gold", n(0.86)]],
+        "Alignment tax": [["", "PPO minus SFT, nats"], ["loss on SFT's held-out rows", n(0.33)]],
+        "PPO and best-of-n at PPO's KL on the same prompts, 2.90 nats": [
+            ["", "best of 40", "PPO", "difference"],
+            ["score", n(1.4), n(2.55), n(1.15)],
+            ["gold", n(4.1), n(4.85), n(0.75)],
+        ],
+        "Best-of-n of the SFT model, 12 of the 25 prompts": [
+            ["", "score", "gold", "KL, nats"],
+            ["best of 1", n(0.3), n(1.8), "0.10"],
+            ["best of 64", n(2.1), n(4.4), "3.20"],
+            ["PPO", "2.50", "4.80", "2.90"],
+        ],
+    }
+
+
+def fields(layer: dict, *names: str) -> list[tuple]:
+    """The values that a layer draws, by its own encoding: ("x", "y") gives the points."""
+    keys = [layer["encoding"][name]["field"] for name in names]
+    return [tuple(row.get(key) for key in keys) for row in layer["data"]["values"]]
+
+
+def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(other):
+    charts = {chart.id: chart.spec for chart in [*distance_charts([other]), *run_charts(other)]}
+    diagonal, line, circles = charts["run-reliability"]["layer"]
+    assert line["encoding"]["x"]["title"] == "stated confidence"
+    assert line["encoding"]["y"]["title"] == "how often it is right"
+    assert fields(diagonal, "x", "y") == [(0.5, 0.5), (1, 1)]
+    assert fields(line, "x", "y") == [(0.56, 0.41), (0.93, 0.87)]
+    assert fields(circles, "x", "y", "size") == [(0.56, 0.41, 3), (0.93, 0.87, 5)]
+
+    for name, sides in (
+        ("run-scores", {"better": {2.0: 1 / 3, 3.0: 2 / 3}, "worse": {-1.0: 1 / 2, 0.0: 1 / 2}}),
+        ("run-policy-scores", {"SFT": {-0.5: 1.0}, "PPO": {1.5: 1.0}}),
+    ):
+        spec = charts[name]
+        assert (spec["encoding"]["x"]["field"], spec["encoding"]["y"]["field"]) == ("from", "share")
+        *areas, outline = spec["layer"]
+        scale = outline["encoding"]["color"]["scale"]
+        colors = {"better": BETTER, "worse": WORSE, "SFT": GRAY, "PPO": TRAINING}
+        assert dict(zip(scale["domain"], scale["range"], strict=True)) == {side: colors[side] for side in sides}
+        for area, (side, shares) in zip(areas, sides.items(), strict=True):
+            assert area["transform"] == [{"filter": {"field": "side", "equal": side}}]
+            assert area["mark"]["color"] == colors[side]
+            bins = [row for row in spec["data"]["values"] if row["side"] == side and row["share"]]
+            assert [row["share"] for row in bins] == pytest.approx(list(shares.values()))
+            for row, score in zip(bins, shares, strict=True):
+                assert row["from"] - 1e-9 <= score <= row["to"] + 1e-9
+
+    spec = charts["run-length"]
+    assert fields(spec | {"data": spec["data"]}, "x", "y", "color") == [(11, -0.5, "SFT"), (14, 1.5, "PPO")]
+
+    for figure_name, start, path, best, own, tilt in (
+        ("score", 0.15, (2.0, 1.9, 2.1, 2.3), (0.3, 2.1), (2.5, 2.55), 0.6),
+        ("gold", 1.65, (4.2, 4.1, 4.3, 4.6), (1.8, 4.4), (4.8, 4.85), 2.6),
+    ):
+        intervals, points, _ = charts[f"path-{figure_name}-run"]["layer"]
+        assert fields(points, "x", "y", "order") == [(0.0, start, 0), (2.8, path[0], 45), (3.6, path[3], 90)]
+        assert fields(intervals, "x", "y", "y2") == [(2.8, path[1], path[2])]
+        band, dashed, line, label, diamond, interval, name = charts[f"frontier-{figure_name}-run"]["layer"]
+        assert fields(line, "x", "y") == [(0.1, best[0]), (3.2, best[1])]
+        ends = [
+            (kl, pytest.approx(value - 0.1), pytest.approx(value + 0.1))
+            for kl, value in zip((0.1, 3.2), best, strict=True)
+        ]
+        assert fields(band, "x", "y", "y2") == ends
+        assert fields(dashed, "x", "y") == [(0.5, tilt)]
+        assert fields(label, "x", "y", "text") == [(3.2, best[1], "best of 64")]
+        assert fields(diamond, "x", "y") == [(2.9, own[0])]
+        assert fields(name, "x", "y", "text") == [(2.9, own[0], "PPO")]
+        assert fields(interval, "x", "y2") == [(2.9, pytest.approx(own[1] + 0.1))]
+        assert line["encoding"]["y"]["title"] == figure_name
+
+
+def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
+    charts = {chart.title: chart for chart in curve_charts([other])}
+    assert list(charts) == [curve.title for curve in CURVES]
+    assert {curve.title: list(curve.metrics) for curve in CURVES} == {
+        "SFT loss": ["loss/sft", "eval/loss"],
+        "SFT token accuracy": ["eval/token_accuracy"],
+        "SFT gradient norm": ["sft/grad_norm"],
+        "SFT learning rate": ["sft/learning_rate"],
+        "RM loss": ["loss/rm", "eval/loss"],
+        "RM accuracy": ["rm/accuracy", "eval/accuracy"],
+        "RM gradient norm": ["rm/grad_norm"],
+        "RM learning rate": ["rm/learning_rate"],
+        "Score": ["objective/score"],
+        "Gold score on held-out prompts": ["eval:gold"],
+        "KL to the SFT model": ["objective/kl"],
+        "KL coefficient": ["objective/kl_coef"],
+        "Reply length": ["response/length"],
+        "Entropy": ["policy/entropy"],
+        "Replies that ended": ["response/eos_fraction"],
+        "Diversity": ["response/distinct_2"],
+        "Clipped ratios": ["policy/clip_fraction"],
+        "Explained variance": ["value/explained_variance"],
+        "Gradient norm": ["policy/grad_norm"],
+        "Learning rate": ["policy/learning_rate"],
+    }
+    for curve in CURVES:
+        series = {one["series"]: (one["x"], one["y"]) for one in charts[curve.title].spec["usermeta"]["series"]}
+        metrics = {label: other.stages[curve.stage].metrics.get(name) for name, label in curve.metrics.items()}
+        if curve.title == "Gold score on held-out prompts":
+            metrics = {HELD_OUT: ([0, 45, 90], [1.65, 4.2, 4.6])}
+        assert series == metrics
+        scale = charts[curve.title].spec["encoding"]["color"]["scale"]
+        assert dict(zip(scale["domain"], scale["range"], strict=True)) == {
+            "training": TRAINING,
+            HELD_OUT: HELD_OUT_COLOR,
+        }
+    assert [one["series"] for one in charts["RM loss"].spec["usermeta"]["series"]] == ["training", HELD_OUT]
+    (target,) = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
+    assert [(row["x"], row["target"]) for row in target["data"]["values"]] == [(1, 3.25), (2, 3.25)]
+    assert target["encoding"]["y"]["field"] == "target"
 
 
 def test_the_page_needs_nothing_else_and_is_small(run):
@@ -405,8 +648,10 @@ def test_text_and_curves_have_the_contrast_of_wcag_aa():
         for back in ("paper", "card", "chip"):
             for name in ("ink", "soft", "accent"):
                 assert contrast(colors[name], colors[back]) >= 4.5, (name, back)
-        for name in ("warning", *series):
+        marks = ["warning", "better", "worse", "soft", *series]
+        for name in marks:
             assert contrast(colors[name], colors["card"]) >= 3, name
+        assert len({colors[name] for name in marks}) == len(marks), "a colour means one thing"
     for color in PICTURE_COLORS.values():
         assert contrast(color, "#ffffff") >= 3
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
@@ -415,8 +660,11 @@ def test_text_and_curves_have_the_contrast_of_wcag_aa():
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("tilt", "PPO has 94 % of what the exponential tilt, about the best possible, gains there."),
-        ("best_of_n", "PPO has 94 % of what best-of-n gains there; the samples are too few for the exponential tilt"),
+        ("tilt", "PPO has 94 % of what the best policy at this KL gains (the exponential tilt of the SFT samples)."),
+        (
+            "best_of_n",
+            "PPO has 94 % of what best-of-n gains there. 4 samples a prompt are too few to estimate what the best",
+        ),
     ],
 )
 def test_the_verdict_measures_ppo_against_the_higher_of_two_yardsticks(run, policy, says):
@@ -491,7 +739,8 @@ def test_the_javascript_is_bundled_once(tmp_path, monkeypatch):
 def test_smoothing_keeps_a_constant_and_does_not_lag():
     assert smooth([3.0] * 5, 0.1) == pytest.approx([3.0] * 5)
     line = [float(i) for i in range(101)]
-    assert smooth(line, 0.05)[50] == pytest.approx(50)
+    assert smooth(line, 0.03)[50] == pytest.approx(50)
+    assert smooth([0.0, 1.0, 2.0, 4.0, 4.0], 0.5)[0] == 0.0, "a KL starts at 0"
     rows = values_of([{"run": "r", "series": "s", "x": [1, 2], "y": [5.0, 7.0]}], 0.0)
     assert [row["s"] for row in rows] == [5.0, 7.0]
 
