@@ -20,6 +20,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,6 +30,8 @@ from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG = "adapter_config.json"
+SLACK_S = 2.0
+"""A file's time stamp may be this much later than the manifest's time, which has no fractions of a second."""
 AGAIN = "artifacts/again"
 """The directory that the commands of `repeat_commands` write to."""
 
@@ -335,9 +338,10 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
         manifest: its manifest. One without digests is accepted.
         folder: only this model; "" for all.
         thorough: read every file. Otherwise a file is read only if it was changed or copied after the manifest was
-            written, by the file system's time stamps.
+            written or after the time that the manifest names, by the file system's time stamps.
     """
     written = (directory / MANIFEST).stat().st_ctime_ns
+    finished = _seconds(manifest.finished) + SLACK_S
     for name, digest in manifest.files.items():
         first, *rest = PurePosixPath(name).parts
         if not rest or ".." in rest or first != (folder or first) or name.endswith(".md"):
@@ -345,9 +349,20 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
-        if (thorough or path.stat().st_ctime_ns >= written) and digest_once(path) != digest:
+        stat = path.stat()
+        # The manifest's own time stamp may be younger than a change, if something touched it.
+        may_differ = stat.st_ctime_ns >= written or stat.st_mtime > finished
+        if (thorough or may_differ) and digest_once(path) != digest:
             return f"{name} was modified after the stage was finished"
     return None
+
+
+def _seconds(time: str) -> float:
+    """The seconds since the epoch of a manifest's time; 0 if it cannot be read."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def require_intact(path: str | Path, *, thorough: bool = False) -> None:

@@ -103,11 +103,15 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of lines; other lines are skipped."""
+    """The JSON objects of lines; other lines are skipped.
+
+    >>> list(parsed(["[" * 100_000, "1", "{", '{"step": 1}']))
+    [{'step': 1}]
+    """
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield row

@@ -65,6 +65,8 @@ def members_of(sweep: Sweep, path: Path) -> list[Member]:
         raise ConfigError(f"{path}: base: {folder} has no sft.yaml, rm.yaml or ppo.yaml. Name a folder with configs")
     for section, keys in (("set", sweep.set), ("grid", sweep.grid)):
         for key in keys:
+            if re.split("[.:]", key)[-1] == "artifacts":
+                raise ConfigError(f"{path}: {section}: {key}: each run gets its own directory. Remove the key")
             if not _stages_with(key, stages):
                 raise ConfigError(f"{path}: {section}: {key}: no config in {folder} can have this key")
     members = []

@@ -92,7 +92,7 @@ def _read(root: Path, name: str) -> Compared:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         replies = found["replies"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ArtifactError(f"{path}: cannot be read. Run: rlhf eval {root}") from None
     manifests = {
         stage: manifest for stage in STAGES if (manifest := read_manifest(stage_directory(root, stage))) is not None

@@ -344,6 +344,6 @@ def _logged_prompts(directory: Path) -> list[str]:
     """The prompts in a stage's samples.jsonl; [] if it has none."""
     try:
         rows: list[Any] = [json.loads(line) for line in read_text(directory / "samples.jsonl").splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str)]

@@ -116,7 +116,7 @@ def _kept(stage: StageRun) -> list[Sample] | None:
     try:
         rows = json.loads((stage.checkpoints_directory / KEPT).read_text(encoding="utf-8"))
         return [Sample(**row) for row in rows]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -92,7 +92,7 @@ def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:
             try:
                 row = json.loads(line)
                 times = [float(row[name]) for name in row if name.startswith("time/") and name not in NO_PHASES]
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 continue
             if times:
                 seconds.append(sum(times))

@@ -209,7 +209,7 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINT
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

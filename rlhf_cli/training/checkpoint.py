@@ -161,7 +161,7 @@ class CheckpointStore:
         try:
             for name, part in self.parts.items():
                 part.restore(tensors.part(f"{name}/"), numbers[name])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ArtifactError(
                 f"{path}: {name} cannot be restored from its {NUMBERS} ({type(error).__name__}: {error}). Remove the "
                 "checkpoint to resume from an older one, or pass --restart to start over"

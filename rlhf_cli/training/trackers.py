@@ -182,7 +182,7 @@ class _Follower(threading.Thread):
         """The id of the unfinished run in this tracker and the number of rows sent, by file; empty for a new run."""
         try:
             return dict(json.loads(self._state.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
     def _save(self, service: Tracker) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import threading
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,12 @@ def test_damage_without_new_time_stamps_is_found_when_the_model_is_loaded(here):
     flip_a_bit(here / "run/rm/model/model.safetensors")
     manifest = here / "run/rm/manifest.json"
     manifest.write_bytes(manifest.read_bytes())  # its time stamp is now the newest
+    later = datetime.fromisoformat(read_manifest("run/rm").finished).timestamp() + 10
+    os.utime(here / "run/rm/model/model.safetensors", (later, later))
+    manifest.write_bytes(manifest.read_bytes())
+    assert "damaged: model/model.safetensors was modified" in rlhf("status", "run"), "it trusts no later touch"
+    os.utime(here / "run/rm/model/model.safetensors", (1, 1))
+    manifest.write_bytes(manifest.read_bytes())
     for load in (load_reward_model, load_policy):
         with pytest.raises(DamagedStageError, match=r"run/rm: model/model.safetensors was modified"):
             load("run/rm/model")
