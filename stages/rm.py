@@ -25,6 +25,7 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 
     set_up_process()
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -165,7 +166,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         _show(final, rows, stage.display)
 
         # 6. The scale of its scores.
-        final |= _normalize(model, rows, samples, best, passes.budget, config, stage)
+        final |= _normalize(model, rows, samples, passes.budget, config, stage)
         stage.publish(final)
 
 
@@ -378,14 +379,13 @@ def _normalize(
     model: PreTrainedModel,
     rows: TokenRows,
     samples: Samples | None,
-    best: Best,
     budget: Budget,
     config: RMConfig,
     stage: StageRun,
 ) -> dict[str, float]:
-    """Write the length limits and the statistics of the score into the config of the model and of best_model.
+    """Write the length limits and the statistics of the score into the config of the model and of those beside it.
 
-    Returns the statistics of the last model. Its weights are freed if best_model is loaded.
+    Returns the statistics of the last model. Its weights are freed if another one is loaded.
     """
     # PPO cuts texts as the training did.
     data = config.data
@@ -397,10 +397,11 @@ def _normalize(
     texts = texts_to_score(model, rows.encoder, rows.held_out.test or rows.train, samples, config, stage)
 
     mean, std = write_statistics(model, texts, facts, stage.directory / "model", budget, config, stage)
-    if best.step is not None:
-        stage.world.barrier()
+    stage.world.barrier()
+    others = [path for path in sorted(stage.directory.iterdir()) if re.fullmatch(r"best_model|epoch_\d+", path.name)]
+    if others:
         release(model)
-        directory = stage.directory / "best_model"
+    for directory in others:
         write_statistics(frozen_reward_model(directory, config, stage), texts, facts, directory, budget, config, stage)
     return {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
 

@@ -75,6 +75,9 @@ class Training(Section):
     """Passes over the training rows. Set either this or `num_steps`."""
     num_steps: PositiveInt | None = None
     """Optimizer steps. Set either this or `num_epochs`."""
+    save_every: Literal["epoch"] | None = None
+    """Also save the model after each pass over the training rows but the last, as `epoch_1`, `epoch_2`, ... beside
+    `model`. Null saves the last model only."""
     minibatch_size: PositiveInt = 16
     """Rows per optimizer step, over all processes."""
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"

@@ -55,6 +55,7 @@ MAY_CHANGE = (
     "config.compile",
     "config.training.num_steps",
     "config.training.num_epochs",
+    "config.training.save_every",
     "config.ppo.num_iterations",
     "config.evaluation.every_steps",
     "config.evaluation.every_iterations",

@@ -86,6 +86,7 @@ class Loop(Generic[T]):
         mean_length: float | None = None,
     ):
         self.stage, self.config, self.model, self.passes, self.best = stage, config, model, passes, best
+        self.num_rows = num_rows
         self.num_steps = config.training.total_steps(num_rows)
         self.stepper = build_stepper(model, config.optimizer, self.num_steps, seed=config.seed, scale=stage.loss_scale)
         self.held_out, self._evaluate, self._save = held_out, evaluate, save
@@ -132,6 +133,8 @@ class Loop(Generic[T]):
                 figures = self.evaluate(done)
                 if figures:
                     stage.log(done, figures, self.shown)
+            if config.training.save_every == "epoch" and done < total and (epoch := self._epoch_ended(done)):
+                self.save(f"epoch_{epoch}")
             stage.finish_step(done, total)
         stage.display.end()
 
@@ -213,6 +216,12 @@ class Loop(Generic[T]):
             metric = self._named(str(self.best.metric))
             self.stage.display.note(f"best_model is the model of step {self.best.step}: {metric} {self.best.value:.4g}")
         return figures
+
+    def _epoch_ended(self, done: int) -> int | None:
+        """The number of the pass over the training rows that ended with step `done`; None if none did."""
+        size = self.config.training.minibatch_size
+        number = done * size // self.num_rows
+        return number if number > (done - 1) * size // self.num_rows else None
 
     def _named(self, name: str) -> str:
         """The name of a figure of the rows that are watched."""

@@ -200,3 +200,23 @@ def test_one_set_that_chooses_and_reports_is_named(make_model, write_config, spl
         assert (words in output) is is_named
         assert f"data.test: 3 of {len(test)} rows are measured, drawn by a hash" in output
         assert f"SFT on 3 of {len(test)} held-out rows" in output
+
+
+def test_a_model_is_saved_after_each_epoch(make_model, run_stage, split, tmp_path):
+    """The weights after the first pass are those of a run that ends there, and a reward model has its score's scale."""
+    _, changes, _ = split("preferences")
+    settings = {"num_normalization_samples": 4, "max_new_tokens": 3}
+    common = {"model": {"path": str(make_model("llama"))}, "data": changes, "evaluation": settings}
+    optimizer = {"schedule": "constant"}
+    run_stage("rm", tmp_path / "one", **common, optimizer=optimizer, training={"num_steps": 2, "minibatch_size": 8})
+    training = {"num_steps": 5, "minibatch_size": 8, "save_every": "epoch"}
+    run_stage("rm", tmp_path / "all", **common, optimizer=optimizer, training=training)
+    folders = sorted(path.name for path in (tmp_path / "all/rm").iterdir() if path.is_dir())
+    assert folders == ["epoch_1", "epoch_2", "model"], "16 rows: after steps 2 and 4"
+    load = AutoModelForSequenceClassification.from_pretrained
+    saved, alone, last = (load(tmp_path / path) for path in ("all/rm/epoch_1", "one/rm/model", "all/rm/model"))
+    for (name, a), b, c in zip(saved.named_parameters(), alone.parameters(), last.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert name.endswith("weight") <= bool((a != c).any())
+    assert saved.config.score_std == pytest.approx(alone.config.score_std)
+    assert saved.config.score_std != pytest.approx(last.config.score_std)
