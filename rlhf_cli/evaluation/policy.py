@@ -28,6 +28,8 @@ from rlhf_cli.evaluation.replies import Replies
 
 PERCENTILES = (10, 50, 90)
 TILT_POINTS = 20
+MIN_DISTANCES = 5
+"""Points of a curve with two coefficients. Fewer fit any shape."""
 MIN_KL = 1e-3
 """Nats. Points nearer to the start say nothing about the curve."""
 
@@ -262,13 +264,13 @@ def share_of_gain(own: Tensor, best: Tensor, start: Tensor, *, seed: int) -> Fig
 def gold_curve(points: Sequence[Mapping[str, float]], gold_name: str) -> dict[str, Any] | None:
     """The fit of Gao et al. 2023 to the held-out figures along a PPO run, and where on the curve the run ended.
 
-    `points` are rows with `kl` and the gold number, first the policy before training. None with fewer than three
-    distances above 0.
+    `points` are rows with `kl` and the gold number, first the policy before training. None with fewer than
+    MIN_DISTANCES distances above 0.
     """
     start = points[0][gold_name]
     used = [point for point in points if point["kl"] > MIN_KL]
     distance = torch.tensor([point["kl"] ** 0.5 for point in used], dtype=torch.float64)
-    if len(distance.unique()) < 3:
+    if len(distance.unique()) < MIN_DISTANCES:
         return None
     gold = torch.tensor([point[gold_name] for point in used], dtype=torch.float64)
     curve = fit_gold_curve(distance, gold, start=start)

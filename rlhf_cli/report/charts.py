@@ -115,7 +115,7 @@ def _histogram(
                 "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
                 "encoding": {
                     "color": side | {"scale": scale},
-                    "strokeDash": side,
+                    "strokeDash": side | {"scale": {"domain": list(sides)}},  # else it gets a legend of its own
                     "tooltip": [
                         {"field": "side"},
                         {"field": "from", "type": "quantitative", "format": ".2f"},
@@ -158,6 +158,7 @@ def length_chart(run: RunData) -> Chart | None:
                 "type": "nominal",
                 "legend": LEGEND,
                 "sort": None,
+                "scale": {"domain": ["SFT", "PPO"]},
             },
             "tooltip": [
                 {"field": "side"},

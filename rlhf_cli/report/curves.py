@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, LEGEND, SCHEMA, TRAINING, WARNING, Chart
-from rlhf_cli.report.curve import CURVES, HELD_OUT, Curve
+from rlhf_cli.report.curve import CURVES, HELD_OUT, SETTING, Curve
 from rlhf_cli.report.read import RunData, StageData, config_of, evaluations_of
 from rlhf_cli.training.health_recap import unit_of
 
@@ -161,7 +161,7 @@ def values_of(series: Sequence[dict[str, Any]], share: float = SMOOTHING) -> lis
     """One row per point of the series of a curve, with the smoothed value `s`. The page computes the same."""
     rows = []
     for one in series:
-        smoothed = one["y"] if one["series"] == HELD_OUT else smooth(one["y"], share)
+        smoothed = smooth(one["y"], share) if one["series"] == "training" else one["y"]
         for x, y, s in zip(one["x"], one["y"], smoothed, strict=True):
             rows.append({"run": one["run"], "series": one["series"], "x": x, "y": y, "s": s})
     return rows
@@ -186,11 +186,12 @@ def _curve_spec(
     names = list(dict.fromkeys(one["series"] for one in series))
     color: dict[str, Any] = {"field": "run" if several else "series", "type": "nominal", "sort": None, "legend": None}
     shared: dict[str, Any] = {"x": x, "color": color}
-    if several:
+    if by_run is not None:
         color |= {"legend": {**LEGEND, "symbolType": "stroke"}, "scale": by_run}
-        shared["strokeDash"] = {"field": "run", "type": "nominal", "sort": None, "legend": color["legend"]}
+        dash = {"field": "run", "type": "nominal", "sort": None, "legend": color["legend"]}
+        shared["strokeDash"] = {**dash, "scale": {"domain": by_run["domain"]}}  # else it gets a legend of its own
     else:
-        color["scale"] = {"domain": ["training", HELD_OUT], "range": [TRAINING, HELD_OUT_COLOR]}
+        color["scale"] = {"domain": ["training", HELD_OUT, SETTING], "range": [TRAINING, HELD_OUT_COLOR, TRAINING]}
     training, held_out = (
         [{"filter": {"field": "series", "oneOf": chosen}}]
         for chosen in ([n for n in names if n != HELD_OUT], [HELD_OUT])

@@ -165,7 +165,9 @@ def _interval_layers(points: list[dict[str, Any]], y: dict[str, Any], color: dic
 
 def _by_run(runs: Sequence[RunData]) -> dict[str, Any]:
     channel = {"field": "run", "type": "nominal", "sort": None, "legend": {**LEGEND, "symbolType": "stroke"}}
-    return {"color": {**channel, "scale": run_scale(runs)}, "strokeDash": channel}
+    scale = run_scale(runs)
+    dash = {**channel, "scale": {"domain": scale["domain"]}}  # else it gets a legend of its own
+    return {"color": {**channel, "scale": scale}, "strokeDash": dash}
 
 
 def _value(figure: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ function smooth(values, share) {
 
 function rowsOf(series, share) {
   return series.flatMap((one) => {
-    const s = one.series === "held out" ? one.y : smooth(one.y, share);
+    const s = one.series === "training" ? smooth(one.y, share) : one.y;
     return one.x.map((x, i) => ({run: one.run, series: one.series, x, y: one.y[i], s: s[i]}));
   });
 }

@@ -555,7 +555,8 @@ def test_the_gold_curve_of_a_run_and_its_interval():
         assert found[name]["low"] < truth < found[name]["high"]
     assert found["end"] == pytest.approx(3.9)
     assert found["peak"] == pytest.approx(math.exp(2 / 1.2 - 1), rel=0.05)
-    assert policy.gold_curve(points[:3], "gold") is None
+    assert policy.gold_curve(points[:5], "gold") is None, "points 1 to 4 and the start, from which nothing can be told"
+    assert policy.gold_curve(points[:6], "gold") is not None
 
 
 def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):

@@ -20,7 +20,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file
 from rlhf_cli.report import library
 from rlhf_cli.report.chart import BETTER, GRAY, HELD_OUT_COLOR, PICTURE_COLORS, TRAINING, WORSE
-from rlhf_cli.report.curve import CURVES, HELD_OUT
+from rlhf_cli.report.curve import CURVES, HELD_OUT, SETTING
 from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smooth, stretches, values_of
 from rlhf_cli.report.distance import distance_charts
 from rlhf_cli.report.page import _script_json, picture, run_charts
@@ -315,6 +315,7 @@ def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(other):
         scale = outline["encoding"]["color"]["scale"]
         colors = {"better": BETTER, "worse": WORSE, "SFT": GRAY, "PPO": TRAINING}
         assert dict(zip(scale["domain"], scale["range"], strict=True)) == {side: colors[side] for side in sides}
+        assert outline["encoding"]["strokeDash"]["scale"]["domain"] == scale["domain"], "one legend, not two"
         for area, (side, shares) in zip(areas, sides.items(), strict=True):
             assert area["transform"] == [{"filter": {"field": "side", "equal": side}}]
             assert area["mark"]["color"] == colors[side]
@@ -383,6 +384,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
         assert dict(zip(scale["domain"], scale["range"], strict=True)) == {
             "training": TRAINING,
             HELD_OUT: HELD_OUT_COLOR,
+            SETTING: TRAINING,
         }
     assert [one["series"] for one in charts["RM loss"].spec["usermeta"]["series"]] == ["training", HELD_OUT]
     (target,) = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
@@ -741,8 +743,10 @@ def test_smoothing_keeps_a_constant_and_does_not_lag():
     line = [float(i) for i in range(101)]
     assert smooth(line, 0.03)[50] == pytest.approx(50)
     assert smooth([0.0, 1.0, 2.0, 4.0, 4.0], 0.5)[0] == 0.0, "a KL starts at 0"
-    rows = values_of([{"run": "r", "series": "s", "x": [1, 2], "y": [5.0, 7.0]}], 0.0)
-    assert [row["s"] for row in rows] == [5.0, 7.0]
+    one = {"run": "r", "x": [1, 2], "y": [5.0, 7.0]}
+    for series, share in (("training", 0.0), (SETTING, 0.5), (HELD_OUT, 0.5)):
+        assert [row["s"] for row in values_of([{**one, "series": series}], share)] == [5.0, 7.0]
+    assert values_of([{**one, "series": "training"}], 0.5)[1]["s"] < 7.0
 
 
 @pytest.mark.slow
