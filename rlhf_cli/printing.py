@@ -51,3 +51,16 @@ def _broken(line: str, width: int) -> str:
     """A line in parts that are indented as it is. A longer word, such as a path, stays whole."""
     indent = line[: len(line) - len(line.lstrip(" "))]
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> size(999), size(20_600_000)
+    ('999 B', '20.6 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -94,7 +94,7 @@ def spearman(x: Tensor, y: Tensor) -> float:
     >>> spearman(torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 1.0, 1.0]))  # ranks 1 2.5 2.5, 3 1.5 1.5
     -1.0
     """
-    return pearson(_average_ranks(x), _average_ranks(y))
+    return pearson(ranks(x), ranks(y))
 
 
 def kendall(x: Tensor, y: Tensor) -> float:
@@ -148,8 +148,12 @@ def pair_accuracy(x: Tensor, y: Tensor) -> float:
     return order[apart].mean().item() if bool(apart.any()) else 0.5
 
 
-def _average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 1; equal numbers get the mean of their ranks, and NaN stays NaN."""
+def ranks(x: Tensor) -> Tensor:
+    """Ranks from 1; equal numbers get the mean of their ranks, and NaN stays NaN.
+
+    >>> ranks(torch.tensor([5.0, 2.0, 2.0])).tolist()
+    [3.0, 1.5, 1.5]
+    """
     _, group, size = x.unique(return_inverse=True, return_counts=True)
     rank = size.cumsum(0) - (size.double() - 1) / 2
     return torch.where(x.isnan(), torch.nan, rank[group])

@@ -5,24 +5,59 @@ Nothing is modified. Each line is printed as soon as it is known, and torch is i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from rlhf_cli.artifacts import MANIFEST, stage_directory
-from rlhf_cli.commands.doctor_artifacts import disk, finished, unfinished
-from rlhf_cli.commands.doctor_machine import machine, versions
-from rlhf_cli.commands.doctor_text import Line
+from rlhf_cli.artifacts import (
+    MANIFEST,
+    Manifest,
+    model_directory,
+    partial_directory,
+    read_manifest,
+    set_aside_directory,
+    stage_directory,
+)
 from rlhf_cli.commands.status import runs_in
-from rlhf_cli.config.stage import STAGES
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.console import Console
-from rlhf_cli.errors import ArtifactError
-from rlhf_cli.printing import printable
+from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.files import digest_file
+from rlhf_cli.printing import printable, size
+from rlhf_cli.program import install_extra
+from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
+from rlhf_cli.training.identity import what_changed
+from rlhf_cli.training.lock import lock_path, owner_of
 
+if TYPE_CHECKING:
+    import torch
+
+NAMES_SHOWN = 5
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One result of a check: how bad it is, its subject, and what was found."""
+
+    word: Literal["ok", "warning", "problem"]
+    what: str
+    text: str
 
 
 def doctor(
@@ -71,3 +106,509 @@ def _lines(directory: Path | None) -> Iterator[Line]:
             else ("is not a run. Give the `artifacts` directory of your configs")
         )
         yield Line("problem", "artifacts", f"{directory}: {advice}")
+
+
+def names(items: Sequence[str]) -> str:
+    """The first NAMES_SHOWN items, and the number of the others."""
+    more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
+    return ", ".join(items[:NAMES_SHOWN]) + more
+
+
+def versions() -> Iterator[Line]:
+    """Python and the packages that rlhf requires. Imports none of them and downloads nothing."""
+    python = platform.python_version()
+    try:
+        metadata = importlib.metadata.metadata("rlhf-cli")
+    except importlib.metadata.PackageNotFoundError:
+        yield Line("ok", "python", python)
+        yield Line("warning", "packages", "rlhf-cli is not installed, so the required versions are unknown")
+        return
+    from packaging.specifiers import SpecifierSet
+
+    required = metadata["Requires-Python"]
+    if SpecifierSet(required or "").contains(python, prereleases=True):
+        yield Line("ok", "python", python)
+    else:
+        yield Line("problem", "python", f"{python} is running, {required} is required")
+    yield from packages(metadata.get_all("Requires-Dist") or [])
+
+
+def packages(requirements: Sequence[str]) -> Iterator[Line]:
+    """Compare installed versions with the required ones. Packages of the extra `lora` are optional."""
+    from packaging.requirements import Requirement
+
+    others = []
+    for requirement in map(Requirement, requirements):
+        needed, with_lora = (
+            requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in ("", "lora")
+        )
+        if not needed and not with_lora:
+            continue
+        name, specifier = requirement.name, str(requirement.specifier)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if needed:
+                yield Line(
+                    "problem", name, f"not installed, {specifier} is required. Run: pip install '{name}{specifier}'"
+                )
+            else:
+                others.append(f"{name} not installed (for LoRA: {install_extra('lora', name)})")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield Line(
+                "problem",
+                name,
+                f"{version} is installed, {specifier} is required. Run: pip install '{name}{specifier}'",
+            )
+        elif name in ("torch", "transformers"):
+            yield Line("ok", name, version)
+        else:
+            others.append(f"{name} {version}")
+    if others:
+        yield Line("ok", "packages", ", ".join(others))
+
+
+def machine() -> Iterator[Line]:
+    """Device, threads, speed of bfloat16, and whether training steps are reproducible."""
+    try:
+        import torch
+
+        from rlhf_cli.models.forward import computes_in_bfloat16
+    except Exception as error:
+        # A broken installation fails in many ways: a missing package, a missing library, a missing symbol.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        yield Line("problem", "torch", f"cannot be imported ({reason[0][:300]}). Install it again")
+        return
+    cores = usable_cores()
+    yield Line("ok", "device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        major, minor = torch.cuda.get_device_capability(number)
+        yield Line(
+            "ok",
+            "device",
+            f"cuda:{number}: {torch.cuda.get_device_name(number)}, {size(free)} of {size(total)} free, "
+            f"compute capability {major}.{minor}",
+        )
+    if device.type == "cpu" and Path("/proc/driver/nvidia/version").exists():
+        yield Line("warning", "device", f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no GPU")
+    yield threads(torch.get_num_threads(), cores, os.getloadavg()[0])
+    yield arithmetic(device, computes_in_bfloat16(device, "auto"))
+    yield from training(device)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its CPU affinity, limited by the container's quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not available on macOS
+        cores = os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))  # "max" is no limit
+    return cores
+
+
+def threads(num_threads: int, cores: int, load: float) -> Line:
+    """Compare torch's threads with the cores and the load average of the last minute.
+
+    Threads that share a core wait for each other at the end of every operation. A training step of a small model was
+    measured to take several times as long on a busy CPU.
+    """
+    text = f"torch uses {num_threads} on {cores} cores, the load average is {load:.1f}"
+    if num_threads > cores:
+        return Line("warning", "threads", f"{text}: more threads than cores. Set OMP_NUM_THREADS={cores}")
+    if num_threads > 1 and load > cores / 2:
+        return Line(
+            "warning",
+            "threads",
+            f"{text}: on a busy CPU the threads wait for each other, and a step can take several times as long. "
+            "Set OMP_NUM_THREADS=1 (the weights differ in the last bits from those of another number of threads)",
+        )
+    return Line("ok", "threads", text)
+
+
+def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Line:
+    """The speed of bfloat16 against float32 in a square matmul, and the choice of `precision: auto`."""
+    import torch
+
+    width = 512 if device.type == "cpu" else 4096
+    auto = "bfloat16" if auto_is_bfloat16 else "float32"
+    try:
+        float32, bfloat16 = _matmul_seconds(device, width, (torch.float32, torch.bfloat16))
+    except RuntimeError as error:
+        return Line(
+            "warning",
+            "arithmetic",
+            f"bfloat16 does not work ({str(error).splitlines()[0][:200]}); precision: auto uses {auto}",
+        )
+    ratio, where = float32 / bfloat16, " on one core" if device.type == "cpu" else ""
+    text = (
+        f"a {width} x {width} matmul{where} takes {1e3 * float32:.3g} ms in float32 and {1e3 * bfloat16:.3g} ms in "
+        f"bfloat16, which is {ratio:.2g} times as fast; precision: auto uses {auto}"
+    )
+    # Not 1.0: small disturbances by other processes must not cause a warning.
+    if auto_is_bfloat16 and ratio < 0.9:
+        return Line("warning", "arithmetic", f"{text}. Try precision: float32")
+    return Line("ok", "arithmetic", text)
+
+
+def _matmul_seconds(device: torch.device, width: int, dtypes: Sequence[torch.dtype]) -> list[float]:
+    """The best time of each dtype. The dtypes alternate, so that other load on the machine affects them equally.
+
+    On a CPU this is the CPU time of one thread. It leaves out the time in which other processes had the core, and
+    several threads would spend theirs waiting for each other.
+    """
+    import torch
+
+    is_cpu = device.type == "cpu"
+    clock, num_threads = time.thread_time if is_cpu else time.perf_counter, torch.get_num_threads()
+    matrices = [torch.ones(width, width, dtype=dtype, device=device) for dtype in dtypes]
+    best = [math.inf] * len(dtypes)
+    # The first turn warms up. The turns end after a second, but there are at least three timed ones.
+    began, turn = time.perf_counter(), 0
+    if is_cpu:
+        torch.set_num_threads(1)
+    while turn < 4 or (turn < 20 and time.perf_counter() - began < 1.0):
+        for number, a in enumerate(matrices):
+            started = clock()
+            a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                best[number] = min(best[number], clock() - started)
+        turn += 1
+    torch.set_num_threads(num_threads)
+    return best
+
+
+def training(device: torch.device) -> Iterator[Line]:
+    """Check that training steps are reproducible bit for bit, and that packed rows equal separate forward passes."""
+    first, note = training_digest(device)
+    second, _ = training_digest(device)
+    yield repeats([first, second], device)
+    if note is None:
+        yield Line(
+            "ok", "attention", "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
+        )
+    else:
+        yield Line("warning", "attention", note)
+
+
+def repeats(digests: Sequence[str], device: object) -> Line:
+    """Whether the same training steps gave identical weights each time."""
+    if len(set(digests)) == 1:
+        text = f"the same training steps of a tiny Llama on {device} give identical weights"
+        return Line("ok", "determinism", text)
+    return Line(
+        "problem",
+        "determinism",
+        f"the same training steps of a tiny Llama on {device} give different weights each time: runs are not "
+        "reproducible, and a resumed run differs from an uninterrupted one",
+    )
+
+
+def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | None]:
+    """(sha256 of a tiny Llama's weights after three training steps, what is wrong with packed rows or None).
+
+    The steps are those of the SFT stage: its forward pass, loss, optimizer and precision.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhf_cli.algorithms.language_model import lm_loss
+    from rlhf_cli.config.stage import Optimizer
+    from rlhf_cli.models.forward import autocast, choose_attention, target_logits
+    from rlhf_cli.seeding import generator, seeded
+    from rlhf_cli.tensor_ops import token_logprobs
+    from rlhf_cli.training.distributed import World
+    from rlhf_cli.training.optimizer import build_stepper
+
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    with seeded(seed, "doctor"):
+        model = LlamaForCausalLM(config)
+    # transformers overrides `to` with a signature that type checkers reject.
+    torch.nn.Module.to(model, device)
+    note = choose_attention(model)
+    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, schedule="constant"), 3)
+    draw = generator(seed, "doctor rows")
+    for _ in range(3):
+        rows = [torch.randint(config.vocab_size, (20 + 7 * i,), generator=draw).tolist() for i in range(8)]
+        target_mask = [[False] + [True] * (len(row) - 1) for row in rows]
+        with autocast(device, "auto"):
+            logits, targets = target_logits(model, rows, target_mask)
+        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=sum(map(sum, target_mask)))
+        loss.backward()
+        stepper.clip(World(0, 1, device))
+        stepper.advance()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return digest.hexdigest(), note
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+NOT_SAFETENSORS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".h5", ".msgpack", ".gguf"}
+MODELS = ("model", "value_model", "ema_model", "best_model")
+
+# ------------------------------------------------------------------------------------------ disk space
+
+
+def disk(directory: Path | None) -> Line:
+    """Compare the free space with what running a stage of `directory` again writes before it is published.
+
+    That is ``models * (1 + 3 * (checkpoints.keep + 1))``: the saved models, and for each checkpoint (one more is being
+    written) the weights and AdamW's two moments, all in float32. Adapters need less.
+    """
+    location = directory if directory is not None else Path.cwd()
+    free = shutil.disk_usage(location).free
+    text = f"{size(free)} free at {location}"
+    if directory is not None and not os.access(directory, os.W_OK):
+        return Line("warning", "disk", f"{text}, which is not writable: you can inspect it, but not run a stage")
+    needs = {}
+    for stage, built in _stage_directories(directory).items():
+        config = _config_of(stage, built)
+        models = sum(weight_bytes(built / name) for name in MODELS) or (_expected_bytes(config) if config else 0)
+        if models:
+            checkpoints = (config.checkpoints.keep if config is not None else 2) + 1
+            needs[stage] = (models * (1 + 3 * checkpoints), f"{size(models)} x (1 + 3 x {checkpoints})")
+    if not needs:
+        return Line("ok", "disk", text)
+    most = max(need for need, _ in needs.values())
+    sums = ", ".join(f"{stage} {formula} = {size(need)}" for stage, (need, formula) in needs.items())
+    text += (
+        f"; running a stage again needs up to {size(most)} (its models, and for each checkpoint three times their "
+        f"size: the weights and the two moments of AdamW). {sums}"
+    )
+    if free < most:
+        return Line("problem", "disk", f"{text}. Free disk space, or lower checkpoints.keep")
+    return Line("ok", "disk", text)
+
+
+def _stage_directories(directory: Path | None) -> dict[str, Path]:
+    """Each stage and its directory, finished or being built."""
+    if directory is None:
+        return {}
+    if (directory / MANIFEST).exists():
+        return {directory.resolve().name: directory}
+    directories: dict[str, Path] = {}
+    for stage in STAGES:
+        for built in (stage_directory(directory, stage), partial_directory(directory, stage)):
+            if built.is_dir():
+                directories.setdefault(stage, built)
+    return directories
+
+
+def _config_of(stage: str, built: Path) -> Stage | None:
+    """The config in a stage's directory; None if this version cannot read it."""
+    if stage not in STAGES or not (built / "config.yaml").is_file():
+        return None
+    try:
+        return load_stage_config(stage, built / "config.yaml")
+    except ConfigError:
+        return None
+
+
+def _expected_bytes(config: Stage) -> int:
+    """The bytes that an unfinished stage will save, from the models it starts from if they are local."""
+    of_policy = [role for role in ("model", "policy") if role in config.inputs]
+    policy = sum(weight_bytes(Path(model_directory(config.inputs[role][0]))) for role in of_policy)
+    with_value_model = isinstance(config, PPOConfig) and config.ppo.has_value_model
+    return 2 * policy if with_value_model else policy
+
+
+def weight_bytes(directory: Path) -> int:
+    """Bytes of a model directory's weights in float32, from the headers of its safetensors files; 0 without any."""
+    numbers = 0
+    for path in filter(Path.is_file, directory.glob("*.safetensors")):
+        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, 100_000_000)))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            numbers += sum(math.prod(entry["shape"]) for entry in tensors)
+    return 4 * numbers
+
+
+# ---------------------------------------------------------------------------------------------- stages
+
+
+def finished(directory: Path, stage: str) -> Iterator[Line]:
+    """Check a finished stage: its manifest, the digest of every file, foreign files, and whether it is stale."""
+    try:
+        manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
+    except ArtifactError as error:
+        yield Line("problem", stage, str(error))
+        return
+    if manifest is None:
+        yield Line(
+            "problem",
+            stage,
+            f"{directory}: has no {MANIFEST}, so it is not a finished stage. Remove it, or run the stage",
+        )
+        return
+    if manifest.stage not in STAGES:
+        yield Line(
+            "problem", stage, f"{directory / MANIFEST}: names an unknown stage. Run the stage again with --restart"
+        )
+        return
+    problems = list(files(directory, manifest.files, stage))
+    yield from problems
+    if not any(line.word == "problem" for line in problems):
+        num_bytes = sum((directory / name).stat().st_size for name in manifest.files)
+        text = (
+            f"{len(manifest.files)} files, {size(num_bytes)}, all unchanged since they were written on "
+            f"{manifest.finished[:10]}"
+        )
+        yield Line("ok", stage, text)
+    yield inputs(directory, manifest)
+
+
+def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[Line]:
+    """Check the files of a directory against their digests. Names that lead outside it, and links, are not followed."""
+    outside = [name for name in digests if not _stays_inside(name)]
+    links = [name for name in digests if name not in outside and _has_link(directory, name)]
+    missing, changed = [], []
+    for name in digests:
+        if name in outside or name in links:
+            continue
+        path = directory / name
+        if not path.is_file():
+            missing.append(name)
+            continue
+        try:
+            if digest_file(path) != digests[name]:
+                changed.append(name)
+        except OSError as error:
+            changed.append(f"{name} (cannot be read: {error.strerror})")
+    there = [
+        (Path(parent) / name).relative_to(directory).as_posix()
+        for parent, folders, names in os.walk(directory)
+        for name in [*names, *(n for n in folders if (Path(parent) / n).is_symlink())]
+    ]
+    extra = sorted(set(there) - set(digests) - {MANIFEST})
+    kinds: list[tuple[Literal["warning", "problem"], list[str], str]] = [
+        ("problem", outside, "its manifest names files outside the directory, which were not read"),
+        ("problem", links, "files were replaced by links, which were not followed"),
+        ("problem", missing, "missing"),
+        ("problem", changed, "modified after they were written"),
+        ("warning", extra, "not written by the stage"),
+        ("warning", [n for n in there if Path(n).suffix.lower() in NOT_SAFETENSORS],
+         "not safetensors: rlhf does not read them, and programs that do may run code in them"),
+        ("warning", [n for n in there if Path(n).suffix == ".py"], "Python code, which rlhf does not run"),
+    ]  # fmt: skip
+    for word, found, what in kinds:
+        if found:
+            yield Line(word, stage, f"{directory}: {what}: {names(found)}")
+
+
+def _stays_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _has_link(directory: Path, name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return any(directory.joinpath(*parts[: n + 1]).is_symlink() for n in range(len(parts)))
+
+
+def inputs(directory: Path, manifest: Manifest) -> Line:
+    """Check whether the data and inputs of a stage are unchanged."""
+    stage = manifest.stage
+    config = _config_of(stage, directory)
+    if config is None:
+        return Line(
+            "warning", stage, "this version of rlhf cannot read its config.yaml, so it is unknown whether it is stale"
+        )
+    try:
+        words = what_changed(config, manifest.identity, directory.absolute().parent)
+    except OSError as error:
+        return Line("warning", stage, f"its data or inputs cannot be read ({error})")
+    return Line("warning", stage, words) if words else Line("ok", stage, "its data and inputs are unchanged")
+
+
+def unfinished(root: Path, stage: str) -> Iterator[Line]:
+    """Check for a running process, an interrupted run and its checkpoints, and files left by a killed process."""
+    directory, partial = checkpoints_directory(root, stage), partial_directory(root, stage)
+    old, lock = set_aside_directory(root, stage), lock_path(root, stage)
+    is_lock = lock.is_file() and not lock.is_symlink()
+    owner = owner_of(root, stage) if is_lock else None
+    if owner is not None:
+        yield Line("ok", stage, f"running: {owner}")
+    elif is_lock:
+        yield Line("ok", stage, f"{lock}: left by a process that has ended; the next run uses it")
+    elif lock.exists() or lock.is_symlink():
+        yield Line("problem", stage, f"{lock}: is not a lock file of rlhf. Remove it")
+    if directory.is_dir() and (partial.is_dir() or owner is not None):
+        yield from _checkpoints(directory, stage, is_running=owner is not None)
+    elif directory.is_dir():
+        yield Line("warning", stage, f"{directory}: left by a finished run, no longer needed. Remove it")
+    if owner is None and partial.is_dir() and not list_checkpoints(directory):
+        yield Line(
+            "warning",
+            stage,
+            f"{partial}: left by a run that was stopped before its first checkpoint; the next run starts over",
+        )
+    if old.is_dir() and stage_directory(root, stage).exists():
+        yield Line("warning", stage, f"{old}: left by an interrupted publication; the next run removes it")
+    elif old.is_dir():
+        yield Line(
+            "warning",
+            stage,
+            f"{old}: the finished stage, set aside by an interrupted publication; the next run restores it",
+        )
+
+
+def _checkpoints(directory: Path, stage: str, *, is_running: bool) -> Iterator[Line]:
+    good, damaged = [], []
+    for checkpoint in list_checkpoints(directory):
+        wrong = _damage(checkpoint)
+        if wrong is None:
+            good.append(checkpoint.name)
+        elif not is_running or checkpoint.exists():  # else the running process removed it meanwhile
+            damaged.append(f"{checkpoint.name} ({wrong})")
+    if good and not is_running:
+        yield Line(
+            "ok",
+            stage,
+            f"interrupted; the next run resumes from {good[-1]}, {len(good)} good checkpoints in {directory}",
+        )
+    elif good:
+        yield Line("ok", stage, f"{len(good)} good checkpoints, the newest {good[-1]}")
+    if damaged and good:
+        yield Line("warning", stage, f"{directory}: damaged, not used: {names(damaged)}")
+    elif damaged:
+        text = f"{directory}: every checkpoint is damaged, the next run starts over: {names(damaged)}"
+        yield Line("problem", stage, text)
+    left = sorted(path.name for path in directory.glob(".*"))
+    if left and not is_running:
+        yield Line("warning", stage, f"{directory}: temporary files, not used: {names(left)}")
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None. Opens regular files only, and follows no link."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return "not a folder"
+    for path in sorted(checkpoint.iterdir()):
+        if path.is_symlink() or not path.is_file():
+            return f"{path.name} is not a regular file"
+    try:
+        return damage_of(checkpoint)
+    except (TypeError, RecursionError):
+        return f"its {MANIFEST} cannot be read"

@@ -22,7 +22,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError, RunError
 from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.files import read_text
 from rlhf_cli.hub import is_local, is_offline
-from rlhf_cli.printing import say
+from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
 
 CARD = "README.md"
@@ -285,9 +285,9 @@ def show(upload: Upload, repo: str, *, dry_run: bool, public: bool) -> None:
         for name, content in sorted(upload.contents.items())
     }
     say(f"{upload.name} to {repo}{', which is uploaded with --yes' if dry_run else ''}")
-    for name, size in sizes.items():
-        say(f"  {readable(size):>9}  {name}")
-    say(f"  {readable(sum(sizes.values())):>9}  in {len(sizes)} files")
+    for name, count in sizes.items():
+        say(f"  {size(count):>9}  {name}")
+    say(f"  {size(sum(sizes.values())):>9}  in {len(sizes)} files")
     say(f"licence: {upload.license or 'not named; write `license:` at the top of README.md'}")
     none = "none, trained from random weights" if upload.from_scratch else "not on the hub"
     say(f"base model: {upload.base_model or none}")
@@ -296,20 +296,6 @@ def show(upload: Upload, repo: str, *, dry_run: bool, public: bool) -> None:
     if upload.left_out:
         say(f"not uploaded: {', '.join(upload.left_out)}")
     say(f"a repository that does not exist yet becomes {'public' if public else 'private (--public)'}")
-
-
-def readable(size: int) -> str:
-    """A size in bytes.
-
-    >>> readable(999), readable(2_057_296), readable(15_200_000_000)
-    ('999 B', '2.1 MB', '15.2 GB')
-    """
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def send(upload: Upload, repo: str, *, public: bool) -> str:

@@ -123,9 +123,3 @@ def correlation_figure(x: Tensor, y: Tensor, *, seed: int) -> Figure:
     """The Pearson correlation of [n] pairs, with its bootstrap interval; 0 if x or y is constant."""
     x, y = x.double(), y.double()
     return Figure(correlation(x, y).item(), *bootstrap_interval(correlation, x, y, seed=seed), len(x))
-
-
-def ranks(x: Tensor) -> Tensor:
-    """The ranks of [n] numbers; equal numbers share the mean of their ranks."""
-    _, group, count = x.unique(return_inverse=True, return_counts=True)
-    return (count.cumsum(0) - (count.double() - 1) / 2)[group]

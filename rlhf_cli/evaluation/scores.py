@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.calibration import calibration_errors, expected_calibration_error, reliability
 from rlhf_cli.algorithms.reward_model import label_accuracy
-from rlhf_cli.algorithms.statistics import kendall, pair_accuracy
+from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks
 from rlhf_cli.data.answers import ScoredIds
-from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, ranks, share_figure
+from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
 
 WORST = 20
 """Answers that are kept with their texts."""

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from rlhf_cli.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.cli import app
-from rlhf_cli.commands import doctor_artifacts, doctor_machine
-from rlhf_cli.commands.doctor_text import Line, size
+from rlhf_cli.commands import doctor as module
+from rlhf_cli.commands.doctor import Line
+from rlhf_cli.printing import size
 from rlhf_cli.program import install_extra
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, new_checkpoint
 from rlhf_cli.training.lock import Lock
@@ -137,14 +138,14 @@ def test_a_name_that_would_move_the_cursor_is_shown_as_text(stage: Path) -> None
 
 
 def test_versions_are_the_required_ones() -> None:
-    lines = list(doctor_machine.versions())
+    lines = list(module.versions())
     assert words(lines) == ["ok"] * len(lines)
     assert lines[0] == Line("ok", "python", platform.python_version())
     assert Line("ok", "torch", importlib.metadata.version("torch")) in lines
 
 
 def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it() -> None:
-    checked = doctor_machine.packages(
+    checked = module.packages(
         [
             "torch>=999",
             "transformers>=1",
@@ -171,18 +172,18 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
     [(1, 2, 9.0, "ok"), (2, 2, 0.3, "ok"), (2, 2, 1.1, "warning"), (8, 16, 7.0, "ok"), (16, 2, 0.0, "warning")],
 )
 def test_threads_on_a_busy_cpu(num_threads: int, cores: int, load: float, word: str) -> None:
-    line = doctor_machine.threads(num_threads, cores, load)
+    line = module.threads(num_threads, cores, load)
     assert line.word == word
     if word == "warning":
         assert f"OMP_NUM_THREADS={2 if num_threads > cores else 1}" in line.text
 
 
 def test_usable_cores() -> None:
-    assert 1 <= doctor_machine.usable_cores() <= (os.cpu_count() or 1)
+    assert 1 <= module.usable_cores() <= (os.cpu_count() or 1)
 
 
 def test_arithmetic_names_the_choice_of_auto() -> None:
-    text = doctor_machine.arithmetic(CPU, False).text
+    text = module.arithmetic(CPU, False).text
     milliseconds = [float(part.split()[-1]) for part in text.split(" ms in ")[:2]]
     ratio = float(text.split("which is ")[1].split()[0])
     assert ratio == pytest.approx(milliseconds[0] / milliseconds[1], rel=0.06)
@@ -193,7 +194,7 @@ def test_arithmetic_on_a_busy_machine() -> None:
     """Three more processes than cores: their time is not counted."""
 
     def ratio() -> float:
-        return float(doctor_machine.arithmetic(CPU, False).text.split("which is ")[1].split()[0])
+        return float(module.arithmetic(CPU, False).text.split("which is ")[1].split()[0])
 
     threads, calm = torch.get_num_threads(), ratio()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 3)]
@@ -209,11 +210,11 @@ def test_arithmetic_on_a_busy_machine() -> None:
 
 
 def test_training_steps_are_reproducible_and_other_seeds_differ() -> None:
-    first, note = doctor_machine.training_digest(CPU)
+    first, note = module.training_digest(CPU)
     assert note is None
-    again, other = doctor_machine.training_digest(CPU)[0], doctor_machine.training_digest(CPU, seed=1)[0]
-    assert doctor_machine.repeats([first, again], CPU).word == "ok"
-    assert doctor_machine.repeats([first, other], CPU).word == "problem"
+    again, other = module.training_digest(CPU)[0], module.training_digest(CPU, seed=1)[0]
+    assert module.repeats([first, again], CPU).word == "ok"
+    assert module.repeats([first, other], CPU).word == "problem"
 
 
 # ------------------------------------------------------------------------------------------------ disk
@@ -222,7 +223,7 @@ def test_training_steps_are_reproducible_and_other_seeds_differ() -> None:
 def test_disk_shows_the_calculation(project: Path) -> None:
     """sft: one model; ppo: policy and value model. 2 checkpoints are kept, and one more is being written."""
     run = project / "run"
-    line = doctor_artifacts.disk(run)
+    line = module.disk(run)
     assert line.word == "ok"
     most = 0
     for stage, names in {"sft": ["model"], "rm": ["model"], "ppo": ["model", "value_model"]}.items():
@@ -235,18 +236,18 @@ def test_disk_shows_the_calculation(project: Path) -> None:
     assert f"running a stage again needs up to {size(most)} (its models, " in line.text
     config = run / "sft" / "config.yaml"
     config.write_text(config.read_text().replace("keep: 2", "keep: 5"))
-    assert "x (1 + 3 x 6)" in doctor_artifacts.disk(run).text
+    assert "x (1 + 3 x 6)" in module.disk(run).text
 
 
 def test_the_space_for_a_stage_that_has_not_run_follows_from_its_inputs(project: Path) -> None:
     run = project / "run"
-    before = doctor_artifacts.disk(run).text
+    before = module.disk(run).text
     models = {name: run / "ppo" / name / "model.safetensors" for name in ("model", "value_model")}
     policy = 4 * sum(t.numel() for t in load_file(models["model"]).values())
     (run / "ppo").rename(run / ".ppo.partial")
     for path in models.values():
         (run / ".ppo.partial" / path.relative_to(run / "ppo")).unlink()
-    after = doctor_artifacts.disk(run).text
+    after = module.disk(run).text
     assert "ppo" in before
     assert f"ppo {size(2 * policy)} x (1 + 3 x 3)" in after
 
@@ -255,20 +256,20 @@ def test_a_disk_that_is_too_small_is_a_problem(project: Path) -> None:
     weights = project / "run" / "sft" / "model" / "model.safetensors"
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**9, 10**6], "data_offsets": [0, 0]}}).encode()
     weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    line = doctor_artifacts.disk(project / "run")
+    line = module.disk(project / "run")
     assert line.word == "problem"
     assert "Free disk space" in line.text
 
 
 def test_weight_bytes(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros((), dtype=torch.float32)}, tmp_path / "1.safetensors")
-    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * 16
+    assert module.weight_bytes(tmp_path) == 4 * 16
     save_file({"c": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "2.safetensors", metadata={"format": "pt"})
-    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * (16 + 7)
+    assert module.weight_bytes(tmp_path) == 4 * (16 + 7)
     for number, text in enumerate([b"", b"\1", b"\xff" * 9, b"\2" + bytes(7) + b"[]", b"\1" + bytes(7) + b"3"]):
         (tmp_path / f"broken{number}.safetensors").write_bytes(text)
-    assert doctor_artifacts.weight_bytes(tmp_path) == 4 * (16 + 7)
-    assert doctor_artifacts.weight_bytes(tmp_path / "nowhere") == 0
+    assert module.weight_bytes(tmp_path) == 4 * (16 + 7)
+    assert module.weight_bytes(tmp_path / "nowhere") == 0
 
 
 # ------------------------------------------------------------------------------------ finished stages
@@ -277,7 +278,7 @@ def test_weight_bytes(tmp_path: Path) -> None:
 def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
     manifest = read_manifest(stage)
     assert manifest is not None
-    assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
+    assert words(module.finished(stage, "sft")) == ["ok", "ok"]
     for name in manifest.files:
         path = stage / name
         content = path.read_bytes()
@@ -285,19 +286,19 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b"x"
         for broken in (flipped, content + b"\0", *([content[:-1]] if content else [])):
             path.write_bytes(broken)
-            line = only(doctor_artifacts.finished(stage, "sft"), "problem")
+            line = only(module.finished(stage, "sft"), "problem")
             assert line == f"{stage}: modified after they were written: {name}"
         path.unlink()
-        assert only(doctor_artifacts.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
+        assert only(module.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
         path.write_bytes(content)
-    assert words(doctor_artifacts.finished(stage, "sft")) == ["ok", "ok"]
+    assert words(module.finished(stage, "sft")) == ["ok", "ok"]
 
 
 def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Path) -> None:
     for name in ("notes.txt", "model/pytorch_model.bin", "model/modeling.py"):
         (stage / name).write_text("")
     (stage / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
-    lines = list(doctor_artifacts.finished(stage, "sft"))
+    lines = list(module.finished(stage, "sft"))
     assert "problem" not in words(lines)
     extra, pickles, code = [line.text for line in lines if line.word == "warning"]
     assert "elsewhere, model/modeling.py, model/pytorch_model.bin, notes.txt" in extra
@@ -308,9 +309,7 @@ def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Pat
 def test_many_names_are_counted(stage: Path) -> None:
     for number in range(8):
         (stage / f"note{number}").write_text("")
-    assert only(doctor_artifacts.finished(stage, "sft"), "warning").endswith(
-        "note0, note1, note2, note3, note4 and 3 more"
-    )
+    assert only(module.finished(stage, "sft"), "warning").endswith("note0, note1, note2, note3, note4 and 3 more")
 
 
 opened: list[str] = []
@@ -341,7 +340,7 @@ def test_names_that_lead_outside_the_stage_are_not_read(stage: Path, tmp_path: P
     files = {name: digest_file(secret) for name in [*out, "a\0b", "link.txt", "folder/secret.txt"]}
     path.write_text(json.dumps({**manifest, "files": manifest["files"] | files}))
     opened.clear()
-    lines = list(doctor_artifacts.finished(stage, "sft"))
+    lines = list(module.finished(stage, "sft"))
     assert opened, "the hook notes what is opened"
     assert not [name for name in opened if "secret" in name or "link.txt" in name]
     outside, links = [line.text for line in lines if line.word == "problem"]
@@ -360,7 +359,7 @@ def test_names_that_lead_outside_the_stage_are_not_read(stage: Path, tmp_path: P
 )  # fmt: skip
 def test_a_broken_manifest_is_a_problem(stage: Path, text: str) -> None:
     (stage / "manifest.json").write_bytes(text.encode("latin-1"))
-    (line,) = doctor_artifacts.finished(stage, "sft")
+    (line,) = module.finished(stage, "sft")
     assert line.word == "problem"
 
 
@@ -374,7 +373,7 @@ def test_a_broken_manifest_is_a_problem(stage: Path, text: str) -> None:
 def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change: dict[str, Any]) -> None:
     path = stage / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    (line,) = doctor_artifacts.finished(stage, "sft")
+    (line,) = module.finished(stage, "sft")
     assert line.word == "problem"
     assert line.text.startswith(f"{path}: ")
     assert line.text.endswith(". Run the stage again with --restart")
@@ -382,18 +381,18 @@ def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change:
 
 def test_a_stage_directory_without_a_manifest_is_a_problem(stage: Path) -> None:
     (stage / "manifest.json").unlink()
-    assert "has no manifest.json" in only(doctor_artifacts.finished(stage, "sft"), "problem")
+    assert "has no manifest.json" in only(module.finished(stage, "sft"), "problem")
 
 
 def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None:
     with (project / "sft.jsonl").open("a") as file:
         file.write("\n")
-    assert only(doctor_artifacts.finished(stage, "sft"), "warning") == "stale, changed since: data train"
+    assert only(module.finished(stage, "sft"), "warning") == "stale, changed since: data train"
     (project / "sft.jsonl").rename(project / "moved.jsonl")
-    text = only(doctor_artifacts.finished(stage, "sft"), "warning")
+    text = only(module.finished(stage, "sft"), "warning")
     assert text == f"not found from {Path.cwd()}: data train ({project / 'sft.jsonl'})"
     (stage / "config.yaml").write_text("written: by another version\n")
-    lines = list(doctor_artifacts.finished(stage, "sft"))
+    lines = list(module.finished(stage, "sft"))
     assert "this version of rlhf cannot read its config.yaml" in only(lines, "warning")
     assert "config.yaml" in only(lines, "problem")
 
@@ -413,8 +412,8 @@ def checkpoint(run: Path, stage: str, step: int) -> Path:
 
 def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, "sft", 10), checkpoint(tmp_path, "sft", 20)
-    assert words(doctor_artifacts.unfinished(tmp_path, "sft")) == ["ok"]
-    assert "resumes from step-00000020, 2 good" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "ok")
+    assert words(module.unfinished(tmp_path, "sft")) == ["ok"]
+    assert "resumes from step-00000020, 2 good" in only(module.unfinished(tmp_path, "sft"), "ok")
     for name in ("state.safetensors", "numbers.json", "manifest.json"):
         path = second / name
         content = path.read_bytes()
@@ -423,7 +422,7 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
                 path.unlink()
             else:
                 path.write_bytes(broken)
-            lines = list(doctor_artifacts.unfinished(tmp_path, "sft"))
+            lines = list(module.unfinished(tmp_path, "sft"))
             assert "resumes from step-00000010, 1 good" in only(lines, "ok")
             warning = only(lines, "warning")
             assert "step-00000020" in warning
@@ -431,7 +430,7 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
         path.write_bytes(content)
     for path in (first, second):
         (path / "numbers.json").unlink()
-    assert "every checkpoint is damaged" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
+    assert "every checkpoint is damaged" in only(module.unfinished(tmp_path, "sft"), "problem")
 
 
 def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -439,10 +438,10 @@ def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
     state = good / "state.safetensors"
     state.rename(tmp_path / "elsewhere")
     state.symlink_to(tmp_path / "elsewhere")
-    assert "state.safetensors is not a regular file" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
+    assert "state.safetensors is not a regular file" in only(module.unfinished(tmp_path, "sft"), "problem")
     shutil.rmtree(good)
     good.symlink_to(tmp_path, target_is_directory=True)
-    assert "not a folder" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
+    assert "not a folder" in only(module.unfinished(tmp_path, "sft"), "problem")
 
 
 @pytest.mark.parametrize(
@@ -450,22 +449,20 @@ def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_with_an_invalid_manifest(tmp_path: Path, manifest: str) -> None:
     (checkpoint(tmp_path, "sft", 10) / "manifest.json").write_text(manifest)
-    assert "every checkpoint is damaged" in only(doctor_artifacts.unfinished(tmp_path, "sft"), "problem")
+    assert "every checkpoint is damaged" in only(module.unfinished(tmp_path, "sft"), "problem")
 
 
 def test_the_running_process_is_named(tmp_path: Path) -> None:
-    assert list(doctor_artifacts.unfinished(tmp_path, "sft")) == []
+    assert list(module.unfinished(tmp_path, "sft")) == []
     lock = Lock(tmp_path, "sft")
     lock.acquire()
-    assert only(doctor_artifacts.unfinished(tmp_path, "sft"), "ok").startswith(f"running: process {os.getpid()} on ")
+    assert only(module.unfinished(tmp_path, "sft"), "ok").startswith(f"running: process {os.getpid()} on ")
     checkpoint(tmp_path, "sft", 10)
-    lines = [line.text for line in doctor_artifacts.unfinished(tmp_path, "sft")]
+    lines = [line.text for line in module.unfinished(tmp_path, "sft")]
     assert lines[1] == "1 good checkpoints, the newest step-00000010"
     lock.release()
     (tmp_path / ".sft.lock").write_text('{"pid": 1, "host": "x", "since": "y"}')
-    assert "left by a process that has ended" in next(
-        line.text for line in doctor_artifacts.unfinished(tmp_path, "sft")
-    )
+    assert "left by a process that has ended" in next(line.text for line in module.unfinished(tmp_path, "sft"))
 
 
 def leftovers(run: Path) -> Iterator[tuple[str, str]]:
@@ -492,7 +489,7 @@ def leftovers(run: Path) -> Iterator[tuple[str, str]]:
 def test_the_leftovers_of_a_killed_process(project: Path) -> None:
     run = project / "run"
     for word, text in leftovers(run):
-        assert text in only(doctor_artifacts.unfinished(run, "sft"), word)
+        assert text in only(module.unfinished(run, "sft"), word)
 
 
 def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
@@ -500,11 +497,11 @@ def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
         content = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        assert "problem" in words(doctor_artifacts.finished(stage, "sft"))
-        doctor_artifacts.disk(stage.parent)
+        assert "problem" in words(module.finished(stage, "sft"))
+        module.disk(stage.parent)
         path.unlink()
         path.write_bytes(content)
     run = stage.parent
     os.mkfifo(checkpoint(run, "sft", 3) / "pipe")
     os.mkfifo(run / ".sft.lock")
-    assert words(doctor_artifacts.unfinished(run, "sft")) == ["problem", "problem"]
+    assert words(module.unfinished(run, "sft")) == ["problem", "problem"]
