@@ -12,12 +12,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
 from rlhf_cli.models.checks import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.int8 import quantize_int8
-from rlhf_cli.models.load import load_policy, stores_int8
+from rlhf_cli.models.load import load_policy, stores_int8, take_facts
 from rlhf_cli.models.nf4 import quantize, quantized_layers, use_inference_kernel
 from rlhf_cli.sharding import is_sharded
 
@@ -36,6 +37,14 @@ def frozen_policy(
     """
     if quantization is None and stores_int8(path, revision):
         quantization = "int8"
+    adapter = read_adapter(path) if quantization is not None else None
+    if adapter is not None and adapter.quantization == quantization and not adapter.is_classifier:
+        # The adapters fit just these rounded weights. Merged, the sum would be rounded again.
+        model = frozen_policy(adapter.base.path, adapter.base.revision, device, precision, quantization)
+        attach(model, adapter, with_head=False)
+        take_facts(model, adapter)
+        model.generation_config = own_generation_config(path) or model.generation_config
+        return model.requires_grad_(False)
     model = load_policy(path, revision, deferred=quantization is not None or is_held(device, precision))
     model.requires_grad_(False)
     if quantization is not None and model.config.is_encoder_decoder:

@@ -13,7 +13,8 @@ from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.models import nf4
+from rlhf_cli.models import frozen, nf4
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, prepare, save
@@ -245,6 +246,20 @@ def test_a_resumed_run_gives_the_same_bytes(run_stage, base, tmp_path, monkeypat
     cut = run_stage("sft", tmp_path / "cut", model=model)
     for name in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
         assert (whole / name).read_bytes() == (cut / name).read_bytes()
+
+
+def test_adapters_that_were_trained_on_rounded_weights_stay_beside_them(pair, base, tmp_path, monkeypatch):
+    """Merged and rounded again, their own part of the weights would be lost in the steps of 4 bits."""
+    trained, plain = pair()
+    expected = logits(plain)
+    save_adapter(trained, tmp_path / "adapter", BaseModel(str(base)), "nf4")
+    monkeypatch.setattr(frozen, "use_inference_kernel", lambda *_: None)
+    model = frozen_policy(str(tmp_path / "adapter"), None, CPU, "float32", "nf4")
+    with torch.no_grad():
+        close(logits(model), expected)
+        again = frozen_policy(str(tmp_path / "adapter"), None, CPU, "float32", "nf4_double")
+        assert (logits(again) - expected).abs().max() > 5e-2 * expected.abs().max()
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4_double"])
