@@ -165,8 +165,17 @@ class Stage(Section):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Send metrics, samples, config and health findings to these as well (docs/training.md). A tracker that fails is
     switched off with a warning; the run continues."""
+    track_model: bool = False
+    """Send the finished model to `wandb` and `mlflow` too, as an artifact of the run. The stage waits for it at its
+    end, an hour at most."""
     distributed: Distributed = Distributed()
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
+
+    @model_validator(mode="after")
+    def _tracked_model(self) -> Self:
+        if self.track_model and not {"wandb", "mlflow"} & {*self.trackers}:
+            raise ValueError("track_model needs wandb or mlflow among the trackers. Add one, or remove track_model")
+        return self
 
     @model_validator(mode="after")
     def _passes(self) -> Self:

@@ -38,6 +38,7 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "samples_every": True,
     "require": True,
     "trackers": True,
+    "track_model": True,
     "offload": True,
     "optimizer": {"max_bad_steps"},
     "rollout": {"engine_memory"},

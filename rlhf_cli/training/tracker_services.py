@@ -112,7 +112,8 @@ class WandB:
         mode = wandb.setup(settings).settings.mode
         if mode in ("online", "shared", "run") and not wandb.login(prompt=False):
             raise RuntimeError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
-        self._wandb, self._stage = wandb, run.stage
+        self._wandb, self._stage, self._name = wandb, run.stage, f"{run.name}-{run.stage}"
+        self._is_online = mode != "offline"
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=id or uuid.uuid4().hex[:12],
@@ -140,6 +141,14 @@ class WandB:
     def alert(self, step: int, finding: Mapping[str, str]) -> None:
         level = "ERROR" if finding["severity"] == "stop" else "WARN"
         self._run.alert(f"{self._stage}: {finding['name']}"[:63], f"step {step}: {_text(finding)}", level)
+
+    def model(self, directory: Path) -> None:
+        """Send a model directory as an artifact of the run."""
+        artifact = self._wandb.Artifact(f"{self._name}-model", type="model")
+        artifact.add_dir(str(directory))
+        sent = self._run.log_artifact(artifact)
+        if self._is_online:  # offline, `wandb sync` sends it
+            sent.wait()
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -193,6 +202,10 @@ class MLflow:
 
     def alert(self, step: int, finding: Mapping[str, str]) -> None:
         self._client.set_tag(self.id, f"health.{finding['name']}", f"step {step}: {_text(finding)}"[:LONGEST_TAG])
+
+    def model(self, directory: Path) -> None:
+        """Send a model directory as an artifact of the run."""
+        self._client.log_artifacts(self.id, str(directory), "model")
 
     def close(self, status: str) -> None:
         self._client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))

@@ -24,7 +24,7 @@ from rlhf_cli.metrics import Tail
 from rlhf_cli.program import install_extra
 from rlhf_cli.training.checkpoint_files import checkpoints_directory
 from rlhf_cli.training.progress import Display
-from rlhf_cli.training.tracker_services import TRACKERS, TrackedRun, Tracker
+from rlhf_cli.training.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
 
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. Rows of one step are sent in this order."""
@@ -33,6 +33,8 @@ SECONDS_TO_OPEN = 120.0
 """How long the end of a stage waits for its trackers to open: a package is imported, a database is created."""
 SECONDS_TO_CLOSE = 15.0
 """How long it then waits for the last rows to arrive. Both are for all trackers together."""
+SECONDS_TO_UPLOAD = 3600.0
+"""How long it waits instead if the model is sent too (`track_model`)."""
 MOST_ROWS = 100
 """Rows of metrics in one call. These may be lost if the process is killed during the call."""
 LONGEST_REASON = 1000
@@ -72,11 +74,13 @@ class Trackers:
         deadline = time.monotonic() + SECONDS_TO_OPEN
         for follower in followers:
             follower.is_open.wait(max(0.0, deadline - time.monotonic()))
-        deadline = time.monotonic() + SECONDS_TO_CLOSE
+        sends_model = self.config.track_model and status == "finished"
+        to_close = SECONDS_TO_UPLOAD if sends_model else SECONDS_TO_CLOSE
+        deadline = time.monotonic() + to_close
         for follower in followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
-                waited = SECONDS_TO_CLOSE if follower.is_open.is_set() else SECONDS_TO_OPEN + SECONDS_TO_CLOSE
+                waited = to_close if follower.is_open.is_set() else SECONDS_TO_OPEN + to_close
                 self.display.warn(
                     f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.arrived()} arrived there. "
                     "The files of the stage have all of them"
@@ -90,8 +94,8 @@ class _Follower(threading.Thread):
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.tracked_run, self.display = tracker, run, display
         self._state = checkpoints_directory(run.artifacts, run.stage) / f"tracker-{tracker}.json"
-        directory = partial_directory(run.artifacts, run.stage)
-        self._tails = {name: Tail(directory / f"{name}.jsonl") for name in FILES}
+        self._directory = partial_directory(run.artifacts, run.stage)
+        self._tails = {name: Tail(self._directory / f"{name}.jsonl") for name in FILES}
         self._read = dict.fromkeys(FILES, 0)
         self._sent = dict.fromkeys(FILES, 0)
         self._num_arrived = 0
@@ -138,6 +142,9 @@ class _Follower(threading.Thread):
             is_last = self._is_last.is_set()
             self._send(service, self._new_rows(is_last=is_last))
             if is_last:
+                sends_model = self.tracked_run.config["track_model"] and self._status == "finished"
+                if sends_model and isinstance(service, WandB | MLflow):
+                    service.model(self._directory / "model")
                 service.close(self._status)
                 return
             self._is_last.wait(SECONDS_BETWEEN_LOOKS)

@@ -28,9 +28,8 @@ from support.paths import ROOT, TESTS
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-SOURCE = "\n".join(
-    path.read_text(encoding="utf-8") for room in ("rlhf_cli", "stages") for path in sorted((ROOT / room).rglob("*.py"))
-)
+ROOMS = ("rlhf_cli", "stages", "data")
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

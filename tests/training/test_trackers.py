@@ -8,17 +8,18 @@ import json
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.errors import Interrupted
+from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.metrics import JsonLines
 from rlhf_cli.training import trackers as module
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.stage_run import StageRun
-from rlhf_cli.training.tracker_services import TRACKERS
+from rlhf_cli.training.tracker_services import TRACKERS, MLflow
 from rlhf_cli.training.trackers import FILES, Trackers
 from support.crash import wait_for
 from support.paths import ROOT
@@ -299,6 +300,31 @@ def test_wandb_offline_has_every_step_once_in_one_run(root, monkeypatch):
     assert [record.alert.title for record in records if record.HasField("alert")] == ["sft: length_grows"]
     config = {item.key for record in records for item in record.run.config.update}
     assert {"optimizer", "training", "seed"} <= config
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped"])
+def test_a_finished_model_is_an_artifact_of_its_run(root, status):
+    """On request, and only of a run that finished."""
+    sent = []
+
+    class Client(Recorder, MLflow):
+        _client = SimpleNamespace(log_artifacts=lambda *given: sent.append(given))
+
+    for is_asked in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(TRACKERS, "mlflow", Client)
+            overrides = [f"artifacts={root}", "trackers=[mlflow]", f"track_model={str(is_asked).lower()}"]
+            config = load_stage_config("sft", ROOT / "configs" / "support" / "sft.yaml", overrides)
+            trackers = Trackers("sft", config, Display("sft", quiet=True))
+            write(root, [1])
+            trackers.start()
+            trackers.close(status)
+    assert sent == [("run-1", str(root / ".sft.partial" / "model"), "model")] * (status == "finished")
+
+
+def test_a_model_is_not_promised_to_trackers_without_artifacts():
+    with pytest.raises(ConfigError, match="track_model needs wandb or mlflow"):
+        load_stage_config("sft", ROOT / "configs" / "support" / "sft.yaml", ["track_model=true", "trackers=[trackio]"])
 
 
 @pytest.mark.slow
