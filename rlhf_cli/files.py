@@ -95,6 +95,22 @@ def stored_dtype(folder: str | Path) -> str | None:
     None without such a file, or if its header cannot be read.
     """
     numbers: Counter[str] = Counter()
+    for dtype, shape in _stored_tensors(folder):
+        numbers[dtype] += math.prod(shape)
+    if not numbers:
+        return None
+    most, _ = numbers.most_common(1)[0]
+    return NAMES.get(most, most.lower())
+
+
+def largest_dimension(folder: str | Path) -> int | None:
+    """The largest size of a tensor in the *.safetensors files of a folder; None as for `stored_dtype`."""
+    return max((size for _, shape in _stored_tensors(folder) for size in shape), default=None)
+
+
+def _stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
+    """(number format, shape) of each tensor in the *.safetensors files of a folder; [] if a header cannot be read."""
+    found = []
     try:
         for path in sorted(Path(folder).glob("*.safetensors")):
             with path.open("rb") as file:
@@ -102,10 +118,7 @@ def stored_dtype(folder: str | Path) -> str | None:
                 header = json.loads(file.read(min(size, LARGEST_HEADER)))
             for name, tensor in header.items():
                 if name != "__metadata__":
-                    numbers[str(tensor["dtype"])] += math.prod(tensor["shape"])
+                    found.append((str(tensor["dtype"]), [int(length) for length in tensor["shape"]]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
-        return None
-    if not numbers:
-        return None
-    most, _ = numbers.most_common(1)[0]
-    return NAMES.get(most, most.lower())
+        return []
+    return found

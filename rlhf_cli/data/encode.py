@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
@@ -12,6 +16,9 @@ from rlhf_cli.errors import ArtifactError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_TEMPLATE_LINES, MOST_TEMPLATE_CHARACTERS = 10_000_000, 100_000_000
+"""Lines that a chat template may execute and characters that it may write for one conversation."""
 
 
 @dataclass(frozen=True)
@@ -326,12 +333,51 @@ def chat_text(
     """
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
+    before, limit = sys.gettrace(), _TemplateLimit()
+    sys.settrace(limit.enter)
     try:
+        _require_small_products(str(tokenizer.chat_template))
         return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
     except Exception as error:
         # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(f"the tokenizer's chat template fails: {reason}. Give data.prompt_template instead") from None
+    finally:
+        sys.settrace(before)
+
+
+@functools.lru_cache(maxsize=16)
+def _require_small_products(template: str) -> None:
+    """Raise ValueError for a product or power of large numbers in a template, which is computed when it is compiled."""
+    from jinja2 import Environment, TemplateError, nodes
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError:  # transformers says what is wrong, or knows the tag
+        return
+    for node in tree.find_all((nodes.Mul, nodes.Pow)):
+        numbers = [each.value for each in node.find_all(nodes.Const) if type(each.value) is int]
+        if isinstance(node, nodes.Pow) or abs(math.prod(numbers)) > MOST_TEMPLATE_LINES:
+            raise ValueError("it writes or repeats too much")
+
+
+class _TemplateLimit:
+    """Ends a chat template that writes or repeats too much. Its sandbox limits neither."""
+
+    def __init__(self) -> None:
+        self.num_lines = self.num_characters = 0
+
+    def enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        """Observe the code of templates, and no other."""
+        return self.observe if frame.f_code.co_filename == "<template>" else None
+
+    def observe(self, _frame: FrameType, event: str, argument: Any) -> Any:
+        """Count a line, or a piece of text that is written."""
+        self.num_lines += event == "line"
+        self.num_characters += len(argument) if event == "return" and isinstance(argument, str) else 0
+        if self.num_lines > MOST_TEMPLATE_LINES or self.num_characters > MOST_TEMPLATE_CHARACTERS:
+            raise ValueError("it writes or repeats too much")
+        return self.observe
 
 
 def _encode_turns(

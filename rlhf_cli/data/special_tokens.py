@@ -125,15 +125,22 @@ class SpecialTokens:
         tokenizer = self.tokenizer
         if max_length is not None:
             tokenizer.truncation_side = side
-        encoded = tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            truncation=max_length is not None,
-            max_length=max_length,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        try:
+            encoded = tokenizer(
+                texts,
+                add_special_tokens=add_special_tokens,
+                truncation=max_length is not None,
+                max_length=max_length,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except BaseException as error:
+            # A pattern of the tokenizer that gives up on a text ends in a panic of Rust, which is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"the tokenizer fails on a text ({reason}). Correct tokenizer.json") from None
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:

@@ -222,7 +222,10 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
     adapter = read_adapter(path)
     if adapter is not None:
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     return any(name in names for name in config.architectures or ())
 

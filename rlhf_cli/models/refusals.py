@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapte
 
 from rlhf_cli.artifacts import is_adapter, require_intact
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import largest_dimension
 from rlhf_cli.hub import is_local, require_hub_model
 
 MOST_LAYERS = 10_000
@@ -39,10 +40,18 @@ def check_directory(path: str, revision: str | None, *, weights: bool) -> None:
 
 
 def refuse_endless(path: str, config: PreTrainedConfig) -> None:
-    """Raise ArtifactError for more layers or experts than any model has. Building them would not end."""
+    """Raise ArtifactError for more layers or experts than any model has, and for layers wider than every stored weight.
+
+    Building them would not end.
+    """
     for key, value in config.to_dict().items():
         if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
             raise ArtifactError(f"{path}: config.json has {key}: {str(value)[:20]}, more than any model")
+    width = getattr(config, "hidden_size", None)
+    widest = largest_dimension(path)
+    if isinstance(width, int) and widest is not None and width > widest:
+        rule = f"and the largest size of a stored weight is {widest}. Restore its config.json"
+        raise ArtifactError(f"{path}: config.json has a hidden size of {str(width)[:20]}, {rule}")
 
 
 def refuse_classifier(path: str, config: PreTrainedConfig) -> None:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.chat import Session, Words
+from rlhf_cli.data import encode
 from rlhf_cli.data.records import Message
 from rlhf_cli.evaluation import conversation
 from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
@@ -393,3 +394,47 @@ def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) ->
     assert result.stdout.strip() == reply.text
     error = one_error(chat(chat_model, "--quantize", "nf4", lines="hi\n"))
     assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ '' }}", "the prompt has no token"),
+        ("{{ 'x' * 10**9 }}", "it writes or repeats too much"),
+        ("{{ 'x' * 99999 * 9999 }}", "it writes or repeats too much"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endfor %}", "too much"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x", "too much"),
+    ],
+)
+def test_a_template_that_writes_nothing_or_without_end_is_one_line(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+) -> None:
+    monkeypatch.setattr(encode, "MOST_TEMPLATE_LINES", 50_000)
+    monkeypatch.setattr(encode, "MOST_TEMPLATE_CHARACTERS", 50_000)
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(template)
+    result = CliRunner().invoke(app, ["chat", str(model)], input="hi\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_pattern_of_the_tokenizer_that_gives_up_on_a_text_is_one_line(chat_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    path = model / "tokenizer.json"
+    pattern = {"type": "Split", "pattern": {"Regex": "(a|aa|a*)*(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
+    result = CliRunner().invoke(app, ["chat", str(model)], input="a" * 40 + "b\n")
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "error: the tokenizer fails on a text (" in result.stderr
+
+
+def test_a_config_that_is_wider_than_its_weights_is_refused_before_it_is_built(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 10**7}))
+    result = CliRunner().invoke(app, ["chat", str(model)], input="hi\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "config.json has a hidden size of 10000000, and the largest size of a stored weight is" in result.stderr

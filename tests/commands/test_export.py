@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
@@ -364,3 +364,22 @@ def test_pre_tokenizers_that_llama_cpp_has_are_named(tokenizer: Any, eos_only_to
     assert pre_tokenizer(tokenizer) == "smollm"
     assert pre_tokenizer(eos_only_tokenizer) == "gpt-2"
     assert pre_tokenizer(word_piece) is None
+
+
+def test_remote_code_and_adapters_without_their_base_are_one_line(make_model: Any, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(make_model("llama"), tmp_path / "own"))
+    config = {**json.loads((own / "config.json").read_text()), "model_type": "mine"}
+    (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "code.Config"}}))
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    save_file({"a": torch.zeros(1)}, adapters / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing", "r": 2, "target_modules": ["q_proj"]}
+    (adapters / "adapter_config.json").write_text(json.dumps(values))
+    for model, says in ((own, "code that comes with a model is never run"), (adapters, "nobody/nothing")):
+        result = CliRunner().invoke(app, ["export", str(model), "--out", str(tmp_path / "out")])
+        assert result.exit_code in (1, 2), result.exception
+        error = result.stderr.splitlines()[-1]
+        assert error.startswith("error: "), result.exception
+        assert says in error
+        assert "disk space" not in error
+        assert not (tmp_path / "out").exists()
