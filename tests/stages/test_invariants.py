@@ -28,6 +28,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
 from rlhf_cli.data.rows import Row
+from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, scored
 from rlhf_cli.models.forward import logits_at
@@ -523,8 +524,8 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     for size in (3, 1, 7):
         config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
         scale = rm_stage.TargetScale(0.0, 1.0)
-        metrics = rm_stage._evaluate(model, pairs, scale, BUDGETS[-1], config, ALONE)
-        other = rm_stage._evaluate(model, swapped, scale, BUDGETS[0], config, ALONE)
+        metrics = rm_stage._evaluate(model, Drawn(pairs, len(pairs), 0), scale, BUDGETS[-1], config, ALONE)
+        other = rm_stage._evaluate(model, Drawn(swapped, len(swapped), 0), scale, BUDGETS[0], config, ALONE)
         assert metrics["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
         assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
         assert other["eval/margin"] == pytest.approx(-metrics["eval/margin"], abs=1e-6)
@@ -547,7 +548,9 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
         longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
     assert 0 < sum(accuracy) < 4
     config = config_of(write_config, "rm", RMConfig, tmp_path)
-    metrics = rm_stage._evaluate(model, items, rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE)
+    metrics = rm_stage._evaluate(
+        model, Drawn(items, len(items), 0), rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE
+    )
     assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
     assert metrics["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
     assert metrics["eval/length_baseline"] == sum(longer) / 4 == 0.25

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work
 from rlhf_cli.ppo.setup import Setup
@@ -65,7 +66,7 @@ def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None
         rewards=rewards,
         sampling=Sampling(temperature=config.rollout.temperature, stop=frozenset(STOP)),
         train=[],
-        test=[],
+        held_out=HeldOutRows(Drawn([], 1, 0), Drawn([], 1, 0)),
         ptx=[],
         policy_stepper=policy_stepper,
         value_stepper=value_stepper,
