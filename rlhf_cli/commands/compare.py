@@ -12,7 +12,6 @@ def compare(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR DIR...", help="Runs that `rlhf eval` measured.")],
 ) -> None:
     """Compare the PPO policies of several runs on the same prompts."""
-
     from rlhf_cli.evaluation.compare import compare as show
 
     show(directories)

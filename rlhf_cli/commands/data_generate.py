@@ -122,7 +122,6 @@ def data_generate(
     quiet: Quiet = False,
 ) -> None:
     """Let a language model write prompts, demonstrations, several answers per prompt, or dialogues."""
-
     sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
     options = WriterOptions(
         model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special

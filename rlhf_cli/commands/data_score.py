@@ -145,7 +145,6 @@ def data_score(
     quiet: Quiet = False,
 ) -> None:
     """Let a language model judge answers: a score for each, or the better of two."""
-
     sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
     options = WriterOptions(
         model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special

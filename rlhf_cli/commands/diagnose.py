@@ -22,7 +22,6 @@ def diagnose(
 
     Exit code 0: no fault was found. 2: at least one was named, or the directory is wrong.
     """
-
     from rlhf_cli.diagnosis.diagnose import diagnose as examine
 
     examine(directory, device=device, files_only=files_only, as_json=as_json)

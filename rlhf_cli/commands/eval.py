@@ -68,7 +68,6 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure the finished stages of a run on held-out data."""
-
     from rlhf_cli.evaluation.evaluate import Settings
     from rlhf_cli.evaluation.evaluate import evaluate as measure
 

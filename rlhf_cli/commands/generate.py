@@ -213,7 +213,6 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Let a trained model respond to the prompts of a file."""
-
     if nproc > 1 and not is_worker():
         run_again(["generate", *context.meta[ARGUMENTS]], nproc)
         return

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.commands.label_agreement import show_agreement
-from rlhf_cli.commands.labelling import Labelling, pairs_of
+from rlhf_cli.algorithms.rates import cohen_kappa
+from rlhf_cli.commands.labelling import SKIPPED, TIE, Labelling, pair_digest, pairs_of, rate
 from rlhf_cli.commands.options import SOURCE_HELP, Format, Keys, OnBadRow, RestartOut, SourceSet, source_of
-from rlhf_cli.commands.output import data_digest, refuse_own_output
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.output import data_digest, items, refuse_own_output
+from rlhf_cli.commands.output_files import Dropped, Output, read_lines
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, find_files
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.records import Record
 
 
 def label(
@@ -44,7 +50,6 @@ def label(
     restart: RestartOut = False,
 ) -> None:
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
-
     if port is not None and not page:
         raise ConfigError("--port: does nothing without --page")
     if agreement is not None:
@@ -129,3 +134,83 @@ def default_out(source: DataSource, labeller: str | None) -> Path:
     stem = path.stem if path.suffix in COMPRESSIONS else path.name
     name = f"{Path(stem).stem}.labels{'' if labeller is None else '.' + labeller}.jsonl"
     return path.with_name(name)
+
+
+# ------------------------------------------------------------------------------------------- agreement
+
+
+def show_agreement(first: Path, second: Path) -> None:
+    """Print the agreement on the pairs that both files have.
+
+    Each file has rows that say which of two answers is better: those of `rlhf label`, of a judge, or of a data set.
+    Raises DataError for files that cannot be read and for two files without a common pair.
+    """
+    a, b = labels_in(first), labels_in(second)
+    common = [pair for pair in a if pair in b]
+    both = [(a[pair], b[pair]) for pair in common if SKIPPED not in (a[pair], b[pair])]
+    if not both:
+        raise DataError(f"{second}: no pair has an answer both here and in {first}. Label the same file with both")
+    names = sorted({label for labels in both for label in labels}, key=[*"12", TIE].index)
+    table = [[both.count((i, j)) for j in names] for i in names]
+    kappa, low, high = cohen_kappa(table)
+    say(f"{len(both)} pairs have an answer in both files")
+    say(f"  same answer       {rate(sum(i == j for i, j in both), len(both))}")
+    if math.isnan(kappa):
+        say("  Cohen's kappa     not defined: every answer is the same")
+    else:
+        say(
+            f"  Cohen's kappa     {kappa:.2f} (95 % interval {low:.2f} to {high:.2f}; 0 is chance, 1 is full agreement)"
+        )
+    ties = [labels.count(TIE) for labels in both]
+    opposite = sum(i != j and TIE not in (i, j) for i, j in both)
+    for name, count in {"opposite": opposite, "tie in one": ties.count(1), "tie in both": ties.count(2)}.items():
+        say(f"  {name:16}  {count}")
+    without = {"skipped in one": len(common) - len(both)}
+    without |= {f"only in {path}": len(labels) - len(common) for path, labels in ((first, a), (second, b))}
+    if any(without.values()):
+        say("not counted: " + ", ".join(f"{count} {reason}" for reason, count in without.items() if count))
+
+
+def labels_in(path: Path) -> dict[str, str]:
+    """The answer to each pair: "1" or "2" for the better reply, in an order that is the same in every file, or a tie.
+
+    Kappa's chance agreement depends on which reply is called the first. In the order of a file of `chosen` and
+    `rejected`, two labellers who mostly follow it would agree by chance. The order is therefore that of the replies'
+    digests. Of a pair that occurs several times the first answer counts.
+    """
+    labels: dict[str, str] = {}
+    for pair, label in _answers(path):
+        labels.setdefault(pair, label)
+    if not labels:
+        raise DataError(f"{path}: has no row with two answers of which one is better")
+    return labels
+
+
+def _answers(path: Path) -> Iterator[tuple[str, str]]:
+    """(digest of the pair, its label) of the rows, and of the ties and skipped pairs beside them."""
+    dropped = path.with_name(path.name + ".dropped")
+    if dropped.is_file():
+        for drop in read_lines(dropped):
+            if isinstance(drop.get("pair"), str) and drop["reason"] in (TIE, SKIPPED):
+                yield drop["pair"], drop["reason"]
+        if path.is_file() and path.stat().st_size == 0:
+            return
+    for item in items(DataSource(path=str(path)), "rm pairs", "error"):
+        assert not isinstance(item, Dropped)
+        label = _label(item)
+        if label is not None:
+            yield pair_digest(item.prompt, [answer.text for answer in item.answers]), label
+
+
+def _label(record: Record) -> str | None:
+    """ "1", "2" or a tie; None if the row has not two answers, or does not say which one is better."""
+    scores = [answer.score for answer in record.answers]
+    if len(scores) != 2 or (not record.ranked and None in scores):
+        return None
+    texts = [answer.text.strip() for answer in record.answers]
+    if not record.ranked:
+        a, b = (score or 0.0 for score in scores)
+        if a == b:
+            return TIE
+        texts = texts if a > b else texts[::-1]
+    return "1" if sha256(texts[0].encode()).digest() < sha256(texts[1].encode()).digest() else "2"

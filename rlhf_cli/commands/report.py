@@ -19,7 +19,6 @@ def report(
     png: Annotated[Path | None, typer.Option("--png", help="Also write the main curves as a PNG.")] = None,
 ) -> None:
     """Write a page about one or several runs: curves, figures, samples, findings."""
-
     path = out or directories[0] / "report.html"
     write_report(directories, path, png)
     say(path)

@@ -260,5 +260,4 @@ def serve_command(
     ] = False,
 ) -> None:
     """Serve a trained model with OpenAI's API: chat and completions."""
-
     serve(directory, stage, ServeOptions(engine, host, port, token_env, name, device, dry_run, quantize))

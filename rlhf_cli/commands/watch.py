@@ -16,5 +16,4 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print a single time.")] = False,
 ) -> None:
     """Show curves and the latest samples of runs in the terminal, until Ctrl-C."""
-
     screen.watch(directories, seconds=seconds, once=once)

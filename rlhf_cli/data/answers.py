@@ -22,8 +22,9 @@ from rlhf_cli.data.encode import (
 )
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
+from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table
-from rlhf_cli.data.tokens import SIDES, Tokenised
+from rlhf_cli.data.tokens import Tokenised
 from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
 from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix

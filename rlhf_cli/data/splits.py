@@ -19,6 +19,8 @@ from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data_files import find_files, shown_path
 from rlhf_cli.seeding import derived_seed
 
+SIDES = ("train", "validation", "test")
+
 T = TypeVar("T")
 
 SHARES: dict[Purpose, int] = {"sft": 0, "rm pairs": 1, "rm scores": 1, "ppo": 2}

@@ -31,6 +31,7 @@ from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.report import Report
+from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.views import StageRows, Viewed
 from rlhf_cli.data_files import data_fingerprint
@@ -40,7 +41,6 @@ from rlhf_cli.files import cache_root, digest_file
 T = TypeVar("T")
 V = TypeVar("V")
 
-SIDES = ("train", "validation", "test")
 CHUNK = 1000
 """Rows encoded at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30

@@ -23,8 +23,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rlhf_cli.commands.label import ask_for_labels
-from rlhf_cli.commands.label_agreement import labels_in, show_agreement
+from rlhf_cli.commands.label import ask_for_labels, labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
 from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.output import items
