@@ -48,13 +48,17 @@ SIZES = {
     "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=32, steps=0, learning_rate=0),
     "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=16, steps=0, learning_rate=0),
     "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
+    "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=32, steps=0, learning_rate=0),
 }
 STAGES = ("sft", "rm", "ppo")
-KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora")
+KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora", "long-8bit")
 """`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a
-copy of the policy to sample from (`rollout.decoder: sharded`)."""
+copy of the policy to sample from (`rollout.decoder: sharded`). `long-8bit` has rows of 1,024 tokens, gradient
+checkpointing and AdamW's moments in 8 bits."""
 PROCESSES = (1, 2, 4)
 PROMPT, RESPONSE = 64, 64
+LONG = 8
+"""How many times as long the prompts and responses of `long-8bit` are."""
 EVERY_S = 0.005
 PHASES = {
     # The innermost function of the table that is at work gives the phase.
@@ -111,7 +115,7 @@ def main() -> None:
         for case in [Case(*x) for x in product_of(args.sizes, args.stages, args.kinds, args.processes)]:
             result = work / "results" / f"{case.name}.json"
             if not result.is_file():
-                make_inputs(work, case.size)
+                make_inputs(work, case)
                 measure(work, case, result)
         record(work)
     if args.phases:
@@ -132,9 +136,21 @@ def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes:
 # --------------------------------------------------------------------------------------------- inputs
 
 
-def make_inputs(work: Path, name: str) -> None:
-    """Write the base model, a reward model and the rows of one size."""
-    folder, size = work / name, SIZES[name]
+def folder_of(work: Path, case: Case) -> Path:
+    """Where the inputs of a case are."""
+    return work / (f"{case.size}-long" if case.kind.startswith("long") else case.size)
+
+
+def lengths_of(case: Case) -> tuple[int, int]:
+    """Tokens of a prompt and of a response."""
+    times = LONG if case.kind.startswith("long") else 1
+    return PROMPT * times, RESPONSE * times
+
+
+def make_inputs(work: Path, case: Case) -> None:
+    """Write the base model, a reward model and the rows of a case."""
+    folder, size = folder_of(work, case), SIZES[case.size]
+    prompt, response = lengths_of(case)
     if (folder / "finished").is_file():
         return
     config = model_config(size)
@@ -148,13 +164,13 @@ def make_inputs(work: Path, name: str) -> None:
         return " ".join(f"w{next(draws)}" for _ in range(n))
 
     rows = range(64)
-    write_lines(folder / "sft.jsonl", [{"prompt": words(PROMPT), "response": " " + words(RESPONSE - 1)} for _ in rows])
+    write_lines(folder / "sft.jsonl", [{"prompt": words(prompt), "response": " " + words(response - 1)} for _ in rows])
     pairs = [
-        {"prompt": words(PROMPT), "chosen": " " + words(RESPONSE - 1), "rejected": " " + words(RESPONSE - 1)}
+        {"prompt": words(prompt), "chosen": " " + words(response - 1), "rejected": " " + words(response - 1)}
         for _ in rows
     ]
     write_lines(folder / "rm.jsonl", pairs)
-    write_lines(folder / "prompts.jsonl", [{"prompt": words(PROMPT)} for _ in rows])
+    write_lines(folder / "prompts.jsonl", [{"prompt": words(prompt)} for _ in rows])
     (folder / "finished").touch()
 
 
@@ -178,14 +194,16 @@ def model_config(size: Size) -> LlamaConfig:
 
 def config_of(work: Path, case: Case) -> Path:
     """Write the config of a run."""
-    folder, batch = work / case.size, SIZES[case.size].ppo_batch
+    folder, batch = folder_of(work, case), SIZES[case.size].ppo_batch
+    prompt, response = lengths_of(case)
     lora = {"lora": {"r": 16, **({"quantize": "nf4"} if case.kind == "nf4" else {})}}
     adapters: dict[str, Any] = lora if case.kind in ("lora", "nf4", "sharded-lora") else {}
     config: dict[str, Any] = {
         "artifacts": str(work / "artifacts" / case.name),
         "device": "cpu",
         "precision": "bfloat16" if "bfloat16" in case.kind else "float32",
-        "optimizer": {"learning_rate": 1e-5},
+        "optimizer": {"learning_rate": 1e-5, "precision": "8bit" if "8bit" in case.kind else "float32"},
+        "gradient_checkpointing": case.kind.startswith("long"),
         "checkpoints": {"every_minutes": None},
         "distributed": {"shard": case.kind.startswith("shard")},
     }
@@ -195,8 +213,8 @@ def config_of(work: Path, case: Case) -> Path:
             "policy": {"path": str(folder / "base"), **adapters},
             "rewards": [{"type": "reward_model", "path": str(folder / "reward")}],
             "value_model": adapters,
-            "data": data | {"train": str(folder / "prompts.jsonl"), "max_prompt_length": PROMPT},
-            "rollout": {"max_new_tokens": RESPONSE, "decoder": "sharded" if case.kind == "shards" else "auto"},
+            "data": data | {"train": str(folder / "prompts.jsonl"), "max_prompt_length": prompt},
+            "rollout": {"max_new_tokens": response, "decoder": "sharded" if case.kind == "shards" else "auto"},
             "ppo": {
                 "num_iterations": 2,
                 "rollout_batch_size": batch,
@@ -208,13 +226,13 @@ def config_of(work: Path, case: Case) -> Path:
     else:
         config |= {
             "model": {"path": str(folder / "base"), **adapters},
-            "data": data | {"train": str(folder / f"{case.stage}.jsonl"), "max_length": PROMPT + RESPONSE},
+            "data": data | {"train": str(folder / f"{case.stage}.jsonl"), "max_length": prompt + response},
             "training": {"num_steps": 2, "minibatch_size": batch if case.stage == "sft" else batch // 2},
         }
         if case.stage == "sft":
             config["data"]["loss_on"] = "all"
         else:
-            config["evaluation"] = {"num_normalization_samples": 32, "max_new_tokens": RESPONSE}
+            config["evaluation"] = {"num_normalization_samples": 32, "max_new_tokens": response}
     return write_config(work / "configs" / f"{case.name}" / f"{case.stage}.yaml", config)
 
 
@@ -351,7 +369,7 @@ def case_of(row: dict[str, Any]) -> Case:
 def planned(case: Case, folder: Path) -> StagePlan:
     """What `rlhf plan` computes for a case, from configs that are written to a folder."""
     for kind in ("base", "reward"):
-        model_config(SIZES[case.size]).save_pretrained(folder / case.size / kind)
+        model_config(SIZES[case.size]).save_pretrained(folder_of(folder, case) / kind)
     path = config_of(folder, case)
     machine = Machine("cpu", 1e12, case.processes)
     (one,) = plan_of(path, [], case.stage, machine, machine.memory, None)

@@ -76,7 +76,10 @@ class _LinearLogprobs(torch.autograd.Function):
             (grad_logits,) = torch.autograd.grad(logprobs, logits, grad_logprobs)
             grad_h.copy_(linear(grad_logits, weight.t()))
             if grad_weight is not None:
-                grad_weight += linear(grad_logits.t(), h.t())
+                # A part at a time: the whole product would be a second [V, H].
+                parts = max(1, CHUNK // weight.shape[1])
+                for part, of_part in zip(grad_weight.split(parts), grad_logits.t().split(parts), strict=True):
+                    part += linear(of_part, h.t())
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         grad_weight, grad_bias = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))

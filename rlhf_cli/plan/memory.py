@@ -167,6 +167,16 @@ def moment_bytes(model: Held, setting: Setting) -> float:
     return 0.0 if model.waits(setting) else _state_bytes(model, setting, 2) / model.among(setting)
 
 
+def step_bytes(model: Held, setting: Setting) -> float:
+    """Bytes that AdamW adds while it steps the largest weight of a model, one weight at a time.
+
+    On a CPU bitsandbytes computes 8-bit moments in float32: two moments, the gradient, and two temporary tensors.
+    """
+    if states_of(model, setting) != "8bit" or setting.device != "cpu" or model.shape.lora is not None:
+        return 0.0
+    return 5 * 4.0 * model.shape.largest / model.among(setting)
+
+
 def _state_bytes(model: Held, setting: Setting, part: int) -> float:
     """Bytes of one part of STATES of all trained numbers. Adapters and experts are never in bfloat16."""
     trained, states = model.shape.trained, states_of(model, setting)

@@ -21,6 +21,7 @@ from rlhf_cli.plan.memory import (
     join,
     moment_bytes,
     pass_bytes,
+    step_bytes,
     weight_bytes,
 )
 
@@ -123,7 +124,8 @@ def training(trained: list[Held], batch: Batch, setting: Setting, static: dict[s
         moments.append(join(static, {"gradients": sum(gradients[:number])}, pass_bytes(model, batch, setting)))
         if batch.num > 1:
             moments.append(join(static, {"gradients": sum(gradients)}, pass_bytes(model, batch.after_first, setting)))
-    moments.append(join(static, {"gradients": sum(gradients)}))
+    step = max(step_bytes(model, setting) for model in trained)
+    moments.append(join(static, {"gradients": sum(gradients), "step": step}))
     update = fullest(moments)
     phases = [Phase("update", update)]
     sums = max(communication_bytes(model, setting) for model in trained)

@@ -31,6 +31,7 @@ from rlhf_cli.plan.memory import (
     copies_of_weights,
     gradient_bytes,
     moment_bytes,
+    step_bytes,
     weight_bytes,
 )
 from rlhf_cli.plan.shapes import Source, shape_of, shape_of_loaded
@@ -233,6 +234,14 @@ def test_experts_stay_in_float32_whatever_the_optimizer_and_the_passes_hold():
     assert moment_bytes(held, half) == 4 * others + 8 * experts
     frozen = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="bfloat16", frozen=None)
     assert weight_bytes(Held(frozen, "rounded"), half) > 4 * experts
+
+
+def test_a_step_of_8_bit_adamw_computes_a_weight_in_float32_on_a_cpu():
+    """As measured: 20 bytes for each number of the largest weight, here the embeddings."""
+    held = Held(shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32"))
+    assert step_bytes(held, Setting("cpu", states="8bit")) == 20 * 97 * 64
+    assert step_bytes(held, Setting("cpu", divided=2, states="8bit")) == 10 * 97 * 64
+    assert step_bytes(held, Setting("cuda", states="8bit")) == step_bytes(held, Setting("cpu")) == 0
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
