@@ -257,7 +257,8 @@ def _why_not_packed(
 ) -> str:
     """Why the model cannot run on packed rows with this attention, "" if it can. The model keeps that attention."""
     groups = [0, 1, 0] if name in attention.SHARED else None
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError):
+    unfit = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError)
+    with contextlib.suppress(*unfit):
         model.set_attn_implementation(name)
         if not is_packed(model):
             raise ValueError("transformers keeps this model's own attention")

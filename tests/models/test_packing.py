@@ -492,3 +492,13 @@ def test_a_cached_mask_is_real_after_the_plan_asked_for_it():
     with FakeTensorMode(allow_non_fake_inputs=True):
         attention.causal_mask(3, 3, 2, torch.float64, CPU)
     assert attention.causal_mask(3, 3, 2, torch.float64, CPU).tolist()[2] == [-torch.inf, 0, 0]
+
+
+def test_a_kernel_that_this_torch_lacks_leaves_padded_batches(monkeypatch):
+    _, model = made("llama")
+
+    def fails(*_: object) -> None:
+        raise ImportError("cannot import name 'varlen_attn'")
+
+    monkeypatch.setattr(forward, "hidden_at", fails)
+    assert str(choose_attention(model)).endswith("it runs on padded batches (slower, as exact)")
