@@ -24,6 +24,7 @@ Mark = float | torch.cuda.Event
 """A moment: seconds of the clock, or an event of a GPU."""
 _queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 _seconds = 0.0
+_begun = 0
 
 
 def mark() -> Mark:
@@ -49,9 +50,16 @@ def count(begin: Mark, end: Mark) -> None:
 @contextmanager
 def exchange() -> Iterator[None]:
     """Count the time in the block as an exchange. One that fails is not counted."""
+    global _begun
+    _begun += 1
     begin = mark()
     yield
     count(begin, mark())
+
+
+def num_begun() -> int:
+    """Exchanges that this process has begun. Every process of a run begins the same ones in the same order."""
+    return _begun
 
 
 def waited_s() -> float:

@@ -188,10 +188,11 @@ def where(world: World) -> str:
     return _step if world.size == 1 else f"{_step}, process {world.rank} of {world.size}"
 
 
-def name_checkpoint(in_words: Callable[[], str]) -> None:
-    """Set what says, in a sentence, which checkpoint is left if the run ends."""
+def name_checkpoint(in_words: Callable[[], str], keep_end: Callable[[Exception], object] = lambda _: None) -> None:
+    """Set what says, in a sentence, which checkpoint is left if the run ends, and what keeps the error with the stage
+    if that ends the process from another thread."""
     if _pulse is not None:
-        _pulse.checkpoint_in_words = in_words
+        _pulse.checkpoint_in_words, _pulse.keep_end = in_words, keep_end
 
 
 def start(device: str = "auto", timeout_s: float = 300.0) -> World:
@@ -221,8 +222,9 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         patience = max(timeout_s, START_S)
         ending = connect(patience)
         ending.wait_until_ready(patience)
-        timeout = timedelta(seconds=timeout_s)
         backend = "nccl" if device == "cuda" else "gloo"
+        # NCCL aborts the process without a message, so the thread of signs comes first (`Pulse._judge`).
+        timeout = timedelta(seconds=timeout_s if backend == "gloo" else 1.5 * timeout_s + 120)
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
         _pulse = Pulse(ending, timeout_s, _step)
         _pulse.start()

@@ -64,7 +64,8 @@ class Ending:
         self._store.set_timeout(timedelta(seconds=PATIENCE_S))
         self._is_ours: bool | None = None
         """Whether this process prints; None while none has claimed it."""
-        self._is_store_gone = False
+        self.is_store_gone = False
+        """Whether process 0, which holds the store, has ended without a word, or hangs."""
 
     @property
     def is_anothers(self) -> bool:
@@ -80,9 +81,8 @@ class Ending:
     def claim(self) -> bool:
         """Whether this process prints why the run ends: it is the first one that asks, or process 0 is gone."""
         if self._is_ours is None:
-            first = in_time(lambda: self._store.add("claimed", 1) == 1, None)
-            # Without the store process 0, which holds it, has ended without a word, or hangs.
-            self._is_store_gone = first is None
+            first = None if self.is_store_gone else in_time(lambda: self._store.add("claimed", 1) == 1, None)
+            self.is_store_gone = first is None
             self._is_ours = self.rank == 1 if first is None else first
         return self._is_ours
 
@@ -92,7 +92,7 @@ class Ending:
 
     def leave(self, exit_code: int) -> None:
         """Call it when the line is printed, and before this process ends without one."""
-        if self._is_store_gone:
+        if self.is_store_gone:
             return
         if self._is_ours:
             self.tell(exit_code)

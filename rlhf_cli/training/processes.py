@@ -121,6 +121,13 @@ def note_wait(step: str, rank: int, what: str) -> bool:
     return True
 
 
+def note_hanging(ranks: Sequence[int]) -> None:
+    """Tell `--nproc`, if it started this process, which processes hang, so that it kills them at once."""
+    if FAILURES in os.environ and ranks:
+        with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"hanging": list(ranks)}) + "\n")
+
+
 def num_cores() -> int:
     """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -146,10 +153,14 @@ def _wait(workers: list[Worker], received: list[int], grace_s: float, failures: 
                 deadline = time.monotonic() + grace_s
                 with failures.open("a", encoding="utf-8") as file:
                     file.write("{}\n")
-            if time.monotonic() > deadline:
-                # A process that hangs reacts to nothing else.
-                _signal(running, signal.SIGKILL)
-                failed += [worker for worker in running if worker not in failed]
+            # A process that hangs reacts to nothing else. One that was named has no time to lose.
+            rows = map(json.loads, failures.read_text(encoding="utf-8").splitlines())
+            hanging = {rank for row in rows for rank in row.get("hanging", [])}
+            has_said = any(worker.process.returncode != LOST for worker in failed)
+            is_late = time.monotonic() > deadline
+            killed = [worker for worker in running if is_late or (has_said and worker.rank in hanging)]
+            _signal(killed, signal.SIGKILL)
+            failed += [worker for worker in killed if worker not in failed]
         time.sleep(POLL_S)
     failed += [w for w in workers if w.process.returncode and w not in failed]
     # One that lost the connection to another process is not the cause.
@@ -164,7 +175,7 @@ def _explain(
     if code < 0:
         number = signal.Signals(-code)
         text = f"{name} was ended by {number.name}"
-        if waited := next((row for row in noted if row), None):
+        if waited := next((row for row in noted if "step" in row), None):
             text = f"{waited['step']}: {text} while process {waited['rank']} waited for {waited['what']}"
         why = " The system kills a process when memory runs out." if number == signal.SIGKILL else ""
         checkpoint = f" {checkpoint_in_words()}".rstrip()

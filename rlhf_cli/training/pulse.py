@@ -1,27 +1,32 @@
 """Signs of life between the processes of a run, so that a process that hangs is named by the others.
 
-Every two seconds each process writes to the store of the process group what it is doing. Whoever waits longer than
-`distributed.timeout_s` for another process in a collective operation reads there which one is missing. Work that only
-one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long as the missing
-process gives signs of life.
+Every two seconds each process writes to the store of the process group what it is doing, and how many collective
+operations it has begun. Whoever waits longer than `distributed.timeout_s` for another process in a collective operation
+reads there which one is missing. Over NCCL such an operation returns at once, and the process hangs later, in the GPU's
+queue, until NCCL aborts it. So the thread of signs compares the numbers itself (`_judge`), and ends the process first.
+Work that only one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long
+as the missing process gives signs of life.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rlhf_cli import waits
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.training.ending import STORE_THREAD, Ending, in_time, pause
-from rlhf_cli.training.processes import LOST, another_has_failed, note_wait
+from rlhf_cli.training.processes import LOST, another_has_failed, note_hanging, note_wait
 from rlhf_cli.training.signals import stop_requested
 
 T = TypeVar("T")
@@ -32,6 +37,21 @@ PATIENCE_S = 5.0
 """Seconds that the store may take to answer."""
 SLOWEST_POLL_S = 0.25
 """Seconds between two looks at the store in a long wait."""
+LATER_S = 30.0
+"""Seconds that the thread of signs leaves to a main thread that judges its wait itself."""
+LOOKS = 20
+"""How often the thread of signs reads the signs of the others during `distributed.timeout_s`."""
+
+
+@dataclass
+class _Seen:
+    """What this process has seen of one process, itself included."""
+
+    sign: Mapping[str, Any]
+    heard: float
+    """When its last new sign was seen."""
+    moved: float
+    """When the number of collective operations that it has begun was last seen to grow."""
 
 
 class Pulse(threading.Thread):
@@ -51,6 +71,17 @@ class Pulse(threading.Thread):
         """A sentence about the last checkpoint; "" before the stage has begun."""
         self.waits_for: str | None = None
         """What this process waits for, such as `the gradients`; None while it computes."""
+        self.keep_end: Callable[[Exception], object] = lambda _: None
+        """Keeps the error with the stage if this thread ends the process."""
+        self.blocks = dist.get_backend() == "gloo"
+        """Whether a collective operation returns when it is complete, or fails, so that the main thread judges it."""
+        self._last_what = "the arrival"
+        self._meets = False
+        self._seen: dict[int, _Seen] = {}
+        self._signs_read: dict[int, dict[str, Any]] = {}
+        self._is_store_gone = False
+        self._next_read = 0.0
+        self._answered = self._judged = time.monotonic()
         self._num_signs = 0
         self._num_met = 0
         """Meetings at which this process has arrived."""
@@ -58,16 +89,84 @@ class Pulse(threading.Thread):
 
     def run(self) -> None:
         """Write a sign of life every two seconds until `end`."""
+        asking: threading.Thread | None = None
         while not self._is_over.is_set():
-            self._num_signs += 1
-            waits = self.waits_for is not None
-            sign = {"number": self._num_signs, "step": self.step, "waits": waits, "met": self._num_met}
-            try:
-                self.store.set(str(self.rank), json.dumps(sign))
-                self.ending.look()
-            except RuntimeError:  # the process that holds the store has ended
+            if asking is None or not asking.is_alive():
+                # In a thread: if the process that holds the store hangs, so does every request.
+                asking = threading.Thread(target=self._exchange_signs, name=STORE_THREAD, daemon=True)
+                asking.start()
+            asking.join(PATIENCE_S)
+            if self._is_store_gone and self.blocks:
                 return
+            if (error := self._judge(is_there=not (asking.is_alive() or self._is_store_gone))) is not None:
+                self._end_with(error)
             self._is_over.wait(EVERY_S)
+        if asking is not None:
+            asking.join(PATIENCE_S)
+
+    def _exchange_signs(self) -> None:
+        """Write this process's sign of life and, at times, read those of the others."""
+        self._num_signs += 1
+        sign = {"number": self._num_signs, "step": self.step, "waits": self.waits_for is not None}
+        sign |= {"met": self._num_met, "begun": waits.num_begun()}
+        self._signs_read[self.rank] = sign
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            self.store.set(str(self.rank), json.dumps(sign))
+            self.ending.look()
+            if time.monotonic() < self._next_read or not self.store.check([str(rank) for rank in others]):
+                return
+            signs = map(json.loads, self.store.multi_get([str(rank) for rank in others]))
+            self._signs_read |= dict(zip(others, signs, strict=True))
+            self._next_read = time.monotonic() + max(EVERY_S, self.timeout_s / LOOKS)
+        except RuntimeError:  # the process that holds the store has ended
+            self._is_store_gone = True
+
+    def _judge(self, *, is_there: bool) -> Exception | None:
+        """What ends this process if no process has begun a collective operation for `distributed.timeout_s`, although
+        one process is silent, or has begun fewer than the others; else None.
+
+        With equal numbers they all compute. If the store does not answer (`is_there`), process 0 is silent.
+        """
+        now, limit = time.monotonic(), max(self.timeout_s, 3 * EVERY_S)
+        if now - self._judged > 3 * EVERY_S + 2 * PATIENCE_S:
+            self._seen = {}  # this process was stopped itself
+        self._judged = now
+        for rank, sign in dict(self._signs_read).items():
+            last = self._seen.get(rank)
+            is_new = last is None or sign["number"] != last.sign["number"]
+            has_moved = last is None or sign["begun"] != last.sign["begun"]
+            heard, moved = (now if is_new else last.heard), (now if has_moved else last.moved)  # type: ignore[union-attr]
+            self._seen[rank] = _Seen(sign, heard, moved)
+        limit += max(EVERY_S, self.timeout_s / LOOKS) + (LATER_S if self.blocks or self._meets else 0)
+        self._answered = now if is_there else self._answered
+        waited_s = now - max(seen.moved for seen in self._seen.values())
+        if waited_s <= limit:
+            return None
+        signs = {rank: seen.sign for rank, seen in self._seen.items()}
+        if not is_there:
+            if self.rank == 0 or now - self._answered <= limit:
+                return None
+            self.ending.is_store_gone = True
+            return self._missing(self._last_what, waited_s, [0], [], signs)
+        silent = [rank for rank, seen in self._seen.items() if rank != self.rank and now - seen.heard > limit]
+        begun = {rank: int(sign["begun"]) for rank, sign in signs.items() if rank not in silent}
+        behind = [rank for rank in begun if begun[rank] < max(begun.values())]
+        return self._missing(self._last_what, waited_s, silent, behind, signs) if silent or behind else None
+
+    def _end_with(self, error: Exception) -> None:
+        """End this process with one line. Its main thread hangs in the queue of a GPU, or computes for too long."""
+        from rlhf_cli.training.launch import exit_code
+
+        def fail() -> None:
+            raise error
+
+        if isinstance(error, RunError):
+            with contextlib.suppress(Exception):
+                self.keep_end(error)
+        code = exit_code(fail)
+        sys.stdout.flush()
+        os._exit(code)
 
     def end(self) -> None:
         """Write no further signs. Call it before Python's finalization, which aborts the process if a thread is in the
@@ -81,6 +180,7 @@ class Pulse(threading.Thread):
         Raises what `failure` returns if it takes longer than the timeout, or the connection to another process is lost.
         """
         self.waits_for, began = what, time.monotonic()
+        self._last_what = what
         try:
             with waits.exchange():
                 return work()
@@ -96,11 +196,11 @@ class Pulse(threading.Thread):
         has ended.
         """
         self._num_met += 1
-        self.waits_for, began = what, time.monotonic()
+        self.waits_for, began, self._meets = what, time.monotonic(), True
         try:
             self._wait_for_all(what, self._num_met, began)
         finally:
-            self.waits_for = None
+            self.waits_for, self._meets = None, False
         waits.count(began, time.monotonic())
 
     def _wait_for_all(self, what: str, number: int, began: float) -> None:
@@ -181,15 +281,27 @@ class Pulse(threading.Thread):
         others = [rank for rank in range(self.size) if rank != self.rank]
         signs = self._signs_twice()
         if signs is None:
-            return RunError(self._sentence(what, waited_s, "process 0 gives no sign of life"))
+            return self._missing(what, waited_s, [0], [], {})
         before, after = signs
         silent = list(known_silent) or _silent(before, after)
         busy = [rank for rank in others if rank not in silent and not after[rank].get("waits")]
+        return self._missing(what, waited_s, silent, busy, after)
+
+    def _missing(
+        self,
+        what: str,
+        waited_s: float,
+        silent: Sequence[int],
+        busy: Sequence[int],
+        signs: Mapping[int, Mapping[str, Any]],
+    ) -> Exception:
+        """The error for a wait for processes that are silent or compute. The first of those that wait reports it."""
         waiting = [rank for rank in range(self.size) if rank not in (*silent, *busy)]
-        if waiting[0] != self.rank:
+        if signs and waiting[0] != self.rank:
             return EndedElsewhere(LOST)
-        found = [f"{_name(rank, after)} gives no sign of life" for rank in silent]
-        found += [f"process {rank} still computes {after[rank].get('step', 'start')}" for rank in busy]
+        note_hanging([*silent, *busy])
+        found = [f"{_name(rank, signs)} gives no sign of life" for rank in silent]
+        found += [f"process {rank} still computes {signs[rank].get('step', 'start')}" for rank in busy]
         network = "every process waits, so the network between them failed"
         return RunError(self._sentence(what, waited_s, "; ".join(found) or network))
 

@@ -59,7 +59,9 @@ class StageRun:
         require_inputs(config)
         distributed.at_step(f"{stage} start")
         self.world = distributed.start(config.device, config.distributed.timeout_s)
-        distributed.name_checkpoint(partial(checkpoint_files.last_step_in_words, config.artifacts, stage))
+        distributed.name_checkpoint(
+            partial(checkpoint_files.last_step_in_words, config.artifacts, stage), self._keep_end
+        )
         self.world.of_main(lambda: check(config))  # nothing is written yet
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)

@@ -124,6 +124,46 @@ def test_a_process_that_is_told_to_stop_does_not_wait_the_whole_timeout_for_one_
     assert len(output.splitlines()) == 1, output
 
 
+@pytest.mark.parametrize("fate", ["computes", "stopped"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_hangs_is_named_where_operations_return_at_once(start, fate, rank, tmp_path):
+    """As over NCCL: the others hang later, in no operation of ours, and no exception reaches their main thread."""
+    body = f"""
+    distributed.at_step("ppo step 7")
+    distributed._pulse.blocks = False
+    world.barrier()
+    open(f"{tmp_path}/ready{{world.rank}}", "w")
+    if world.rank != {rank}:
+        distributed.together("the gradients", lambda: None)
+    time.sleep(600)
+    """
+    processes = start(body, 3, timeout_s=2.0, patience_s=1.0)
+    wait_for(lambda: all(Path(f"{tmp_path}/ready{i}").exists() for i in range(3)))
+    if fate == "stopped":
+        os.kill(processes[rank].pid, signal.SIGSTOP)
+    others = [processes[i] for i in range(3) if i != rank]
+    ended = [process.wait(120) for process in others]
+    (line,) = "".join(output for _, output in ended).splitlines()
+    first = min(i for i in range(3) if i != rank)
+    assert line.startswith(f"error: ppo step 7: process {first} waited "), line
+    found = {"computes": f"process {rank} still computes ppo step 7", "stopped": f"process {rank}"}[fate]
+    assert f"s for the gradients of all 3 processes: {found}" in line
+    assert ("gives no sign of life" in line) is (fate == "stopped")
+    assert [code for code, _ in ended] == [1, LOST]
+    if fate == "computes":
+        assert processes[rank].wait(120) == (LOST, ""), "it ends itself"
+
+
+def test_processes_that_compute_for_longer_than_the_timeout_are_left_alone(start):
+    body = """
+    distributed._pulse.blocks = False
+    world.barrier()
+    time.sleep(5)
+    print(world.gather(world.rank))
+    """
+    assert [process.wait(120) for process in start(body, 2, timeout_s=1.0)] == [(0, "[0, 1]\n")] * 2
+
+
 def test_an_error_of_the_first_process_ends_all_and_is_printed_once(start):
     body = """
     def work():

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_a_process_that_hangs_is_killed_after_the_grace(tmp_path):
     assert run(body, grace_s=0.2) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "0").read_text()), 0)
+
+
+def test_a_process_that_was_named_is_killed_at_once(capfd):
+    """The line is printed, and nothing of it can be saved. It would have the time to save otherwise."""
+    body = """
+    from rlhf_cli.training.processes import note_hanging
+    if rank == 1:
+        note_hanging([0])
+        sys.exit(print("error: process 0 gives no sign of life, process 1 waited", file=sys.stderr) or 1)
+    time.sleep(600)
+    """
+    began = time.monotonic()
+    assert run(f"sys.path[:0] = {sys.path!r}\n" + textwrap.dedent(body), grace_s=300) == 1
+    assert time.monotonic() - began < 200
+    assert capfd.readouterr().err == "error: process 0 gives no sign of life, process 1 waited\n"
 
 
 SAVES = """
