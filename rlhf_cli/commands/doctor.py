@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import shutil
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ def doctor(
     for line in _lines(directory):
         problems += line.word == "problem"
         text = printable(line.text)
+        if console.is_terminal:  # a file keeps one line for each finding
+            room = max(20, console.width - 22)
+            text = f"\n{'':22}".join(textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False))
         console.print(Text.assemble((f"{line.word:8}", COLOURS[line.word]), f"{line.what:13} {text}"))
     if problems:
         raise ArtifactError(f"{problems} problem{'s' if problems > 1 else ''}, see above")

@@ -126,10 +126,9 @@ def _report(root: Path, display: Display) -> None:
 
 
 def _show_next(root: str, display: Display) -> None:
-    """What to do with the finished run. With the line about the report these are at most three lines."""
+    """What to do with the finished run."""
     if not (Path(root) / "eval").is_dir():
         display.note(f"for intervals, calibration and best-of-n: {command('eval', root)}")
-    display.note(f"to start from your own data: {command('init', 'DIR', '--from', 'blank')}")
 
 
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from rlhf_cli.console import Console
 from rlhf_cli.diagnosis import rules_ppo, rules_rm, rules_sft
 from rlhf_cli.diagnosis.causes import Cause, Finding, not_judged, rank
 from rlhf_cli.diagnosis.evidence import Evidence, read_evidence
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, EndedElsewhere
 from rlhf_cli.printing import printable, say
 from rlhf_cli.training.checkpoint_files import StageState, unfinished_stages
 
@@ -28,8 +28,8 @@ COLOURS = {"sure": "red", "likely": "yellow"}
 def diagnose(root: Path, *, device: str = "auto", files_only: bool = False, as_json: bool = False) -> None:
     """Print the stages that are not finished, then the causes that the run at `root` shows, the one to mend first.
 
-    Raises ArtifactError with the number of causes if there are any, for a stage that failed or was interrupted, and if
-    the run has no figures yet.
+    Raises EndedElsewhere with exit code 2 if there are causes, and ArtifactError for a stage that failed or was
+    interrupted, and if the run has no figures yet.
     """
     unfinished = unfinished_stages(root)
     evidence = gather(root, device=device, files_only=files_only)
@@ -41,7 +41,7 @@ def diagnose(root: Path, *, device: str = "auto", files_only: bool = False, as_j
         _show(root, evidence, findings, skipped, unfinished)
     ended = [text for state, text in unfinished if state.name in ("failed", "interrupted")]
     if findings:
-        raise ArtifactError(f"{len(findings)} cause{'s' if len(findings) > 1 else ''} named, see above")
+        raise EndedElsewhere(ArtifactError.exit_code)  # the findings are the message
     if ended:
         raise ArtifactError(f"{root}: not finished, see above. Run the same command again")
 

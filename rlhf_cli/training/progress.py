@@ -95,7 +95,7 @@ class Progress:
         line.append(self.stage, "bold")
         line.append(" ")
         character = "-" if options.ascii_only else "━"
-        line.append(character * filled, "bar.complete")
+        line.append(character * filled, "cyan")  # rich's own colour looks like an error
         # Without colours the rest of the bar would look like the filled part.
         has_colours = console.color_system is not None and not console.no_color and not options.ascii_only
         line.append((character if has_colours else " ") * (bar - filled), "bar.back")

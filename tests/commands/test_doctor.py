@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from rlhf_cli.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.cli import app
 from rlhf_cli.commands import doctor as module
 from rlhf_cli.commands.doctor import Line
+from rlhf_cli.console import Console
 from rlhf_cli.printing import size
 from rlhf_cli.program import install_extra
 from rlhf_cli.training.checkpoint_files import checkpoints_directory, new_checkpoint
@@ -505,3 +507,18 @@ def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
     os.mkfifo(checkpoint(run, "sft", 3) / "pipe")
     os.mkfifo(run / ".sft.lock")
     assert words(module.unfinished(run, "sft")) == ["problem", "problem"]
+
+
+def test_lines_break_between_words_on_a_terminal(monkeypatch, capsys) -> None:
+    """At 80 columns, below the text. A file keeps one line for each."""
+    text = "supercalifragilistic " * 9
+    monkeypatch.setattr(module, "_lines", lambda _: iter([Line("ok", "torch", text.strip())]))
+    for is_terminal in (True, False):
+        monkeypatch.setattr(
+            module, "Console", lambda on=is_terminal, **more: Console(force_terminal=on, width=80, **more)
+        )
+        module.doctor(None)
+        lines = re.sub("\x1b[^m]*m", "", capsys.readouterr().out).splitlines()
+        assert len(lines) == (5 if is_terminal else 1)
+        assert all(line[:22].strip() == "" for line in lines[1:])
+        assert " ".join(" ".join(lines).split()).endswith(text.strip())

@@ -1,4 +1,4 @@
-"""A reward function to start from, named in ppo.yaml as `reward.py:brevity`."""
+"""A reward function to start from. In ppo.yaml its path begins where rlhf is called: `DIR/reward.py:brevity`."""
 
 
 def brevity(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:  # noqa: ARG001
