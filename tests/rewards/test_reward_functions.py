@@ -122,6 +122,20 @@ def test_async_options_are_refused_for_a_plain_function(function):
             source_of(function("return rows", batch_size=1, **{key: value}))
 
 
+def test_several_per_token_rewards_add_up_at_each_token(function):
+    """1 at each token with weight 2, and its number with weight 10; the totals are the sums over the tokens."""
+    bodies = {"ones": "[1.0] * len(row['tokens'])", "numbers": "[float(n) for n in range(len(row['tokens']))]"}
+    sources = [
+        source_of(function(f"return [{body} for row in rows]", per_token=True, weight=weight, name=name))
+        for (name, body), weight in zip(bodies.items(), (2.0, 10.0), strict=True)
+    ]
+    samples = batch(["a b", "c"])
+    samples = Samples(**{**vars(samples), "tokens": [["t"] * len(ids) for ids in samples.response_ids]})
+    scores = total_score(sources, samples)
+    assert scores.dense == [[2.0, 12.0, 22.0], [2.0, 12.0]]
+    assert scores.total.tolist() == [36.0, 14.0]
+
+
 def test_a_failed_per_token_reward_counts_as_zeros(function):
     body = "return [[0.5] * (len(row['tokens']) + (row['n'] == 1)) if row['n'] != 3 else 'no' for row in rows]"
     texts = ["a b", "c", "d e f", "g", "h"]
