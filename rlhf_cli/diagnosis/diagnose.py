@@ -53,8 +53,10 @@ def gather(root: Path, *, device: str = "auto", files_only: bool = False) -> Evi
         return evidence
     from rlhf_cli.diagnosis.probes import probe
 
-    figures, problems = probe(root, device)
-    return replace(evidence, figures=evidence.figures | figures, problems=problems)
+    found, problems = probe(root, device)
+    figures = {name: value for name, value in found.items() if not isinstance(value, str)}
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    return replace(evidence, figures=evidence.figures | figures, texts=evidence.texts | texts, problems=problems)
 
 
 def _show(
@@ -95,6 +97,12 @@ def _show(
         else:
             show(f"Try: {cause.advice}.", "   ", "   ")
             show(f"See: {PAGE}, {cause.name}", "   ", "   ")
+    shown = {sign.text for finding in findings for sign in finding.signs}
+    for name, said in evidence.findings.items():
+        if said["message"] not in shown:
+            stage, _, name = name.partition(".")
+            show(f"Health of {stage}, {name}: {said['message']}", "", "  ")
+            show(f"To try: {said['advice']}", "  ", "  ")
     for problem in evidence.problems:
         show(f"Not measured: {problem}", "", "  ")
     for cause in skipped:

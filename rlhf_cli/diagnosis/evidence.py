@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rlhf_cli.config.by_stage import load_stage_config
@@ -32,10 +32,12 @@ SETTINGS = (
     "rm.optimizer.learning_rate",
     "ppo.data.prompt_template",
     "ppo.optimizer.learning_rate",
+    "ppo.ppo.clip_range",
     "ppo.ppo.kl_coef",
     "ppo.ppo.kl_controller",
     "ppo.ppo.kl_in",
     "ppo.ppo.ppo_epochs",
+    "ppo.ppo.rollout_batch_size",
     "ppo.rollout.max_new_tokens",
     "ppo.rollout.temperature",
 )
@@ -44,6 +46,10 @@ OF_ITERATIONS = (
     "objective/score",
     "objective/score_std",
     "objective/kl",
+    "objective/kl_coef",
+    "objective/return_variance",
+    "value/error",
+    "value/explained_variance",
     "policy/entropy",
     "response/length",
     "response/eos_fraction",
@@ -71,8 +77,8 @@ class Evidence:
     """Config values by stage and dotted key."""
     texts: dict[str, str] = field(default_factory=dict)
     """`<stage>.prompt_start` and `<stage>.prompt_end`: what all prompts of a stage begin and end with."""
-    findings: dict[str, str] = field(default_factory=dict)
-    """The last message of each health finding of PPO, by name."""
+    findings: dict[str, dict[str, str]] = field(default_factory=dict)
+    """`<stage>.<name>` of each health finding -> its last `message` and `advice`."""
 
     problems: list[str] = field(default_factory=list)
     """What could not be measured, a line each."""
@@ -80,6 +86,10 @@ class Evidence:
     def __getitem__(self, name: str) -> float:
         """A figure; NaN if it is unknown, so that every comparison with it is false."""
         return self.figures.get(name, math.nan)
+
+    def said(self, *names: str) -> list[str]:
+        """The messages of those of these health findings that the run had."""
+        return [self.findings[name]["message"] for name in names if name in self.findings]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,8 +116,12 @@ def read_evidence(root: Path) -> Evidence:
     if "rm" in run.stages:
         figures |= _eval_of_rm(run.stages["rm"].evaluation)
     finished = [stage for stage, data in run.stages.items() if data.manifest is not None]
-    found = run.stages["ppo"].findings if "ppo" in run.stages else []
-    findings = {finding["name"]: finding["message"] for finding in found if {"name", "message"} <= finding.keys()}
+    findings = {
+        f"{stage}.{finding['name']}": {key: str(finding[key]) for key in ("message", "advice")}
+        for stage, data in run.stages.items()
+        for finding in data.findings
+        if {"name", "message", "advice"} <= finding.keys()
+    }
     return Evidence(list(run.stages), finished, figures, settings, _texts(run), findings)
 
 
@@ -121,8 +135,9 @@ def _settings(stage: str, config: Mapping[str, Any]) -> dict[str, Any]:
                 value = value[key]
             found[name] = value
     if stage == "ppo":
-        kinds = {reward["type"] for reward in config["rewards"]}
-        found["ppo.has_reward_model"] = "reward_model" in kinds
+        rewards = config["rewards"]
+        found["ppo.has_reward_model"] = any(reward["type"] == "reward_model" for reward in rewards)
+        found["ppo.opposed"] = [r["weight"] for r in rewards if r["type"] == "reward_model" and r["weight"] < 0]
     return found
 
 
@@ -162,6 +177,8 @@ def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, floa
         f"{stage}.loss_lowest": min(_means(loss, tenth)),
         f"{stage}.bad_steps": sum(row.get(f"{stage}/bad_steps", 0.0) for row in rows),
     }
+    if norms := [row[f"{stage}/grad_norm"] for row in rows if row.get(f"{stage}/grad_norm") is not None][half:]:
+        found[f"{stage}.grad_spike"] = max(norms) / max(median(norms), 1e-12)
     if accuracy := [row["rm/accuracy"] for row in rows if "rm/accuracy" in row]:
         found["rm.training_accuracy"] = fmean(accuracy[-tenth:])
     return found
@@ -194,7 +211,7 @@ def _ppo(rows: Sequence[Mapping[str, float]], config: PPOConfig) -> dict[str, fl
     for name in ("approx_kl", "clip_fraction"):
         values = [row[f"policy/{name}"] for row in iterations if f"policy/{name}" in row]
         if values:
-            found[f"ppo.most.{name}"] = max(values)
+            found |= {f"ppo.most.{name}": max(values), f"ppo.mean.{name}": fmean(values)}
     cut = [sum(v for k, v in row.items() if k.startswith("reward/") and k.endswith("_cut")) for row in iterations]
     found["ppo.cut_share"] = fmean(cut) / config.ppo.rollout_batch_size
     only = config.rewards[0] if len(config.rewards) == 1 else None

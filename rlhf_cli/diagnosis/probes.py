@@ -20,10 +20,11 @@ from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder, answer_encoder
 from rlhf_cli.data.encode import Example, encode_prompts, prompt_text
-from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import rm_rows, sft_rows
+from rlhf_cli.data.views import ppo_rows, rm_rows, sft_rows
+from rlhf_cli.diagnosis.evidence import common_start
 from rlhf_cli.errors import RunError, UserError
 from rlhf_cli.evaluation.language_model import row_sums
 from rlhf_cli.evaluation.run import Run, open_run
@@ -42,21 +43,32 @@ ROWS = 200
 PAIRS = 400
 """Held-out pairs. The standard error of an accuracy is then at most 0.025."""
 AT_A_TIME = 16
+TRAINING_ROWS = 20_000
+"""Training pairs and prompts that are read."""
+PROMPTS = 2000
+"""Prompts whose words are compared."""
+LONG = 4
+"""Characters of a text that all prompts share, to count as their template."""
+MARKUP = ("</s>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|eot_id|>", "[/INST]", "<eos>", "<end_of_turn>")
+"""Texts that end or begin a turn in other formats. As letters of an answer they are a mistake."""
+
+Found = dict[str, float | str]
+"""Figures, and texts."""
 
 
-def probe(root: Path, device: str) -> tuple[dict[str, float], list[str]]:
-    """The figures of all probes on the finished stages of a run, and a line for each probe that could not be made.
+def probe(root: Path, device: str) -> tuple[Found, list[str]]:
+    """The figures and texts of all probes on the finished stages of a run, and a line for each probe that failed.
 
     A model, data file or judge that is missing ends only its own probe.
     """
     world = start(device)
-    figures: dict[str, float] = {}
+    figures: Found = {}
     problems = []
     try:
         run = open_run(root, stage=None, device=world.device, seed=0)
     except UserError as error:
         return {}, [str(error)]
-    for stage, measure in (("sft", _sft), ("rm", _rm), ("rm", _judged)):
+    for stage, measure in (("sft", _sft), ("rm", _rm), ("rm", _judged), ("ppo", _prompts)):
         if stage in run.stages:
             try:
                 figures |= measure(run)
@@ -69,12 +81,13 @@ def probe(root: Path, device: str) -> tuple[dict[str, float], list[str]]:
 
 
 @torch.no_grad()
-def _sft(run: Run) -> dict[str, float]:
-    """SFT on its held-out demonstrations: loss, entropy of the target tokens, probability of EOS at the end."""
+def _sft(run: Run) -> Found:
+    """SFT on its held-out demonstrations: loss, with the prompts of other rows too, entropy of the target tokens,
+    probability of EOS at the end, and answers that contain the template."""
     assert run.sft is not None
     model, tokenizer = run.load(run.model_path("sft"))
     eos = int(tokenizer.eos_token_id)
-    found = {"sft.pad_is_eos": float(tokenizer.pad_token_id == eos)}
+    found: Found = {"sft.pad_is_eos": float(tokenizer.pad_token_id == eos)}
     data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft)), longest=positions(model))
     rows = Drawn(data.test, min(ROWS, run.sft.evaluation.max_rows), run.seed)
     if not rows:
@@ -82,9 +95,48 @@ def _sft(run: Run) -> dict[str, float]:
     sums = row_sums(model, rows, run.budget(model, run.sft.precision), run.sft.precision)
     found["sft.probed_loss"] = (sums.nll.sum() / sums.tokens.sum()).item()
     found["sft.token_entropy"] = _entropy([t for row in rows for t in _targets(row)])
+    found |= _markup(rows, tokenizer) | _other_prompts(rows, sums.nll / sums.tokens, model, run)
     if ending := [row for row in rows if row.ids[-1] == eos and row.loss_mask[-1]]:
         found["sft.eos_probability"] = _eos_probability(model, ending, run)
     return found
+
+
+def _other_prompts(rows: Sequence[Example], own: torch.Tensor, model: PreTrainedModel, run: Run) -> dict[str, float]:
+    """By how much the loss of an answer, [n] with its own prompt, rises behind the prompt of the row before.
+
+    Rows count whose targets follow their prompt without a gap.
+    """
+    assert run.sft is not None
+    prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
+    mixed, kept = [], []
+    for i, row in enumerate(rows):
+        prompt, answer = prompts[i - 1], row.ids[len(prompts[i]) :]
+        fits = positions(model) is None or len(prompt) + len(answer) <= (positions(model) or 0)
+        if prompt and prompts[i] and prompt != prompts[i] and fits and all(row.loss_mask[len(prompts[i]) :]):
+            mask = [False] * len(prompt) + [True] * len(answer)
+            mixed.append(Example(prompt + answer, mask, row.where))
+            kept.append(i)
+    if len(mixed) < 2:
+        return {}
+    sums = row_sums(model, mixed, run.budget(model, run.sft.precision), run.sft.precision)
+    gain, error = paired((sums.nll / sums.tokens).tolist(), own[kept].tolist())
+    return {"sft.gain_of_prompt": gain, "sft.gain_of_prompt_error": error, "sft.mixed_rows": float(len(mixed))}
+
+
+def _markup(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Found:
+    """The share of answers that contain words around the prompts or the end of a turn as letters, and which."""
+    answers = [str(tokenizer.decode(_targets(row), skip_special_tokens=True)) for row in rows]
+    prompts = {str(tokenizer.decode(row.ids[: row.loss_mask.index(True)], skip_special_tokens=True)) for row in rows}
+    around = []
+    if len(prompts) > 1:
+        ends = common_start([prompt[::-1] for prompt in prompts])[::-1]
+        around = [text.strip() for text in (common_start(list(prompts)), ends.strip().rpartition("\n")[2])]
+    words = {text for text in (*around, *MARKUP, str(tokenizer.eos_token)) if len(text) >= LONG}
+    counts = Counter(word for answer in answers for word in words if word in answer)
+    if not counts:
+        return {"sft.answers_with_markup": 0.0}
+    word, count = counts.most_common(1)[0]
+    return {"sft.answers_with_markup": count / len(rows), "sft.markup": word}
 
 
 def _targets(row: Example) -> list[int]:
@@ -117,12 +169,14 @@ def _eos_probability(model: PreTrainedModel, rows: Sequence[Example], run: Run) 
 
 
 @torch.no_grad()
-def _rm(run: Run) -> dict[str, float]:
-    """The reward model on its held-out pairs, with and without EOS and by length; and how far its weights moved."""
+def _rm(run: Run) -> Found:
+    """The reward model on its held-out pairs, with and without EOS and by length; how far its weights moved; and
+    whether its training pairs contradict each other."""
     assert run.rm is not None
     model, tokenizer = _reward_model(run)
-    found = _movement(model, model_directory(run.rm.stage_model(run.rm.model.path, "sft")))
-    rows = _pairs(run, model, tokenizer)
+    found: Found = {**_movement(model, model_directory(run.rm.stage_model(run.rm.model.path, "sft")))}
+    train, rows = _pairs(run, model, tokenizer)
+    found |= _contradictions(train[:TRAINING_ROWS])
     if not rows:
         return found
     pairs = [[row.answers[0], row.answers[-1]] for row in rows]
@@ -150,14 +204,29 @@ def _reward_model(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-def _pairs(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sequence[RankedIds]:
-    """Held-out pairs or rankings of the rm stage; none for a stage that learns scores or labels."""
+def _pairs(
+    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[RankedIds], Sequence[RankedIds]]:
+    """Training and held-out pairs or rankings of the rm stage; none for a stage that learns scores or labels."""
     assert run.rm is not None
     encoder = answer_encoder(tokenizer, rm_rows(run.rm), reads_last_token=reads_last_token(model))
     if not isinstance(encoder, RankingEncoder):
-        return []
-    table = tokenise(encoder, longest=longest_input(model, tokenizer)).test
-    return Drawn(table, min(PAIRS, run.rm.evaluation.max_rows), run.seed)
+        return [], []
+    data = tokenise(encoder, longest=longest_input(model, tokenizer))
+    return data.train, Drawn(data.test, min(PAIRS, run.rm.evaluation.max_rows), run.seed)
+
+
+def _contradictions(pairs: Sequence[RankedIds]) -> dict[str, float]:
+    """How many training pairs repeat an earlier one, and the share of them that order it the other way round."""
+    first: dict[tuple[str, frozenset[str]], str] = {}
+    repeats = []
+    for pair in pairs:
+        best, key = pair.row.answers[0], (pair.row.prompt, frozenset((pair.row.answers[0], pair.row.answers[-1])))
+        if key in first:
+            repeats.append(first[key] != best)
+        first.setdefault(key, best)
+    share = {"rm.contradicted_share": sum(repeats) / len(repeats)} if repeats else {}
+    return {"rm.repeated_pairs": float(len(repeats)), **share}
 
 
 def _scores(model: PreTrainedModel, pairs: Sequence[list[list[int]]], run: Run) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,24 +257,25 @@ def _movement(model: PreTrainedModel, start_path: str) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _judged(run: Run) -> dict[str, float]:
+def _judged(run: Run) -> Found:
     """The share of pairs in which the judge prefers the answer that the label prefers, and that the model prefers.
 
     Pairs that the judge scores equally do not count. Empty without a judge or without pairs.
     """
-    if run.ppo is None or run.ppo.evaluation.gold is None:
+    if run.ppo is None or run.ppo.evaluation.gold is None or run.rm is None:
         return {}
     model, tokenizer = _reward_model(run)
-    rows = _pairs(run, model, tokenizer)
+    rows = _pairs(run, model, tokenizer)[1]
     if not rows:
         return {}
     judge = load_function(run.ppo.evaluation.gold)
     best, worst = (torch.tensor(_gold(judge, run.ppo, rows, which, tokenizer)) for which in (0, -1))
     gap, differ = best - worst, best != worst
+    found: Found = {"ppo.gold_std": torch.cat([best, worst]).std(correction=0).item()}
     if not bool(differ.any()):
-        return {}
+        return found
     better, worse = _scores(model, [[row.answers[0], row.answers[-1]] for row in rows], run)
-    found = _share("rm.judge_agrees_with_labels", (gap[differ] > 0).double())
+    found |= _share("rm.judge_agrees_with_labels", (gap[differ] > 0).double())
     return found | _share("rm.judge_agrees_with_model", (gap * (better - worse) > 0)[differ].double())
 
 
@@ -230,3 +300,24 @@ def _gold(
     advice = "Fix the function, or give --files-only"
     numbers = call(f"evaluation.gold ({config.evaluation.gold})", judge, samples, named_numbers, advice)
     return [row["gold"] if "gold" in row else next(iter(row.values())) for row in numbers]
+
+
+# ---------------------------------------------------------------------------------------------- PPO
+
+
+def _prompts(run: Run) -> Found:
+    """How many of PPO's training prompts differ, and how many of their words the reward model's prompts lack."""
+    assert run.ppo is not None
+    tokenizer = load_tokenizer(run.model_path("ppo"))
+    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo))).train[:TRAINING_ROWS]
+    prompts = [row.row.prompt for row in rows]
+    found: Found = {"ppo.prompts": float(len(prompts)), "ppo.distinct_prompts": float(len(set(prompts)))}
+    if run.rm is None:
+        return found
+    train, test = _pairs(run, *_reward_model(run))
+    known = {word for row in train[:PROMPTS] for word in row.row.prompt.split()}
+    for name, texts in (("ppo", prompts[:PROMPTS]), ("rm", [row.row.prompt for row in test[:PROMPTS]])):
+        words = [word for text in texts for word in text.split()]
+        if known and words:
+            found[f"{name}.unknown_words"] = sum(word not in known for word in words) / len(words)
+    return found

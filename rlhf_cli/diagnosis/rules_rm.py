@@ -9,6 +9,15 @@ from rlhf_cli.training.health_start import GUESSING, weak_reward
 
 OPPOSITE = 0.45
 """Share of pairs, with its interval. A random head may be below chance too, but seldom far."""
+NOISY = 0.75
+"""Share of pairs, with its interval, in which the judge prefers the chosen answer. Good: 0.97; people agree with
+people in 0.65 to 0.75 of hard pairs."""
+GOLD_KNOWS = 0.1
+"""By how much the accuracy by gold columns is above the accuracy by labels."""
+CONTRADICTED = 0.15
+"""Share of repeated training pairs whose labels differ."""
+MEMORISED = 0.25
+"""Training accuracy less held-out accuracy at the end. Good: up to 0.03."""
 ANTI_CORRELATED = -0.2
 """Correlation of score and gold over SFT's replies. Its standard error is 0.06 with 256 replies."""
 MIN_REPLIES = 100
@@ -93,6 +102,52 @@ def _labels_swapped(run: Evidence) -> list[Sign]:
                 1,
                 f"PPO raised the score by {score:.2g} and lowered gold from {run['ppo.before.gold']:.3g} to "
                 f"{run['ppo.after.gold']:.3g}.",
+            )
+        )
+    return signs
+
+
+def _noisy(run: Evidence) -> list[Sign]:
+    signs, agrees = [], run["rm.judge_agrees_with_labels"]
+    if run["rm.judge_agrees_with_labels_high"] < NOISY and run["rm.judge_agrees_with_labels_high"] >= OPPOSITE:
+        model = run["rm.judge_agrees_with_model"]
+        signs.append(
+            Sign(
+                2,
+                f"The judge prefers the chosen answer in only {agrees:.0%} of "
+                f"{run['rm.judge_agrees_with_labels_rows']:.0f} held-out pairs (limit {NOISY:.0%}), and the reward "
+                f"model's choice in {model:.0%}.",
+            )
+        )
+    if run["rm.gold_accuracy"] - run["rm.accuracy"] > GOLD_KNOWS:
+        signs.append(
+            Sign(
+                2,
+                f"By the columns gold_chosen and gold_rejected the model is right in {run['rm.gold_accuracy']:.0%} of "
+                f"the held-out pairs, by their labels in {run['rm.accuracy']:.0%}.",
+            )
+        )
+    if run["rm.repeated_pairs"] >= MIN_PAIRS and run["rm.contradicted_share"] > CONTRADICTED:
+        signs.append(
+            Sign(
+                2,
+                f"{run['rm.contradicted_share']:.0%} of {run['rm.repeated_pairs']:.0f} training pairs that occur again "
+                f"have the opposite label there (limit {CONTRADICTED:.0%}).",
+            )
+        )
+    return signs
+
+
+def _memorised(run: Evidence) -> list[Sign]:
+    signs = [Sign(2, text) for text in run.said("rm.memorises")]
+    if run["rm.training_accuracy"] - run["rm.accuracy_high95"] > MEMORISED / 2 and (
+        run["rm.training_accuracy"] - run["rm.accuracy"] > MEMORISED
+    ):
+        signs.append(
+            Sign(
+                2,
+                f"The training accuracy ended at {run['rm.training_accuracy']:.2f}, and the held-out accuracy is "
+                f"{_accuracy(run)}.",
             )
         )
     return signs
@@ -222,7 +277,14 @@ CAUSES = (
         _labels_swapped,
         "Read a few pairs (`rlhf data show`). If they are swapped, set data.train.keys: {chosen: rejected, rejected: "
         "chosen}, also for data.test, and train RM and PPO again",
-        explains=("rm_without_eos", "rm_weak", "policy_overoptimised", "kl_unrestrained"),
+        explains=(
+            "rm_without_eos",
+            "rm_weak",
+            "rm_memorised",
+            "policy_overoptimised",
+            "score_unlearned",
+            "kl_unrestrained",
+        ),
         needs=("rm.judge_agrees_with_labels", "rm.gold_accuracy", "ppo.score_gold_correlation"),
         wants="a judge (evaluation.gold) or pairs with the columns gold_chosen and gold_rejected",
     ),
@@ -240,6 +302,7 @@ CAUSES = (
             "ppo_hardly_moved",
             "kl_unrestrained",
             "policy_overoptimised",
+            "score_unlearned",
         ),
     ),
     Cause(
@@ -248,7 +311,14 @@ CAUSES = (
         "The steps of the reward model were too large.",
         _steps_too_large,
         "Lower rm optimizer.learning_rate to a third or a tenth, and lengthen optimizer.warmup_steps",
-        explains=("rm_weak", "ppo_hardly_moved", "kl_unrestrained", "policy_overoptimised", "rm_without_eos"),
+        explains=(
+            "rm_weak",
+            "ppo_hardly_moved",
+            "kl_unrestrained",
+            "policy_overoptimised",
+            "score_unlearned",
+            "rm_without_eos",
+        ),
     ),
     Cause(
         "rm_without_eos",
@@ -257,7 +327,7 @@ CAUSES = (
         _without_eos,
         "Train it on whole answers with EOS: raise rm data.max_length, set data.truncation: drop, and encode pairs of "
         "other tools with EOS",
-        explains=("rm_weak", "ppo_hardly_moved", "kl_unrestrained", "policy_overoptimised"),
+        explains=("rm_weak", "ppo_hardly_moved", "kl_unrestrained", "policy_overoptimised", "score_unlearned"),
     ),
     Cause(
         "pairs_length_biased",
@@ -266,7 +336,38 @@ CAUSES = (
         _length_biased,
         "Add pairs of similar length, or pairs whose better answer is the other one in length; until then set "
         "ppo.length_penalty",
-        explains=("rm_weak", "policy_overoptimised", "kl_unrestrained", "replies_cut"),
+        explains=("rm_weak", "policy_overoptimised", "score_unlearned", "kl_unrestrained", "replies_cut"),
+    ),
+    Cause(
+        "labels_noisy",
+        "rm",
+        "Many labels of the pairs are wrong.",
+        _noisy,
+        "Label a few pairs yourself (`rlhf label`): where you disagree with one source or labeller, leave it out. "
+        "Pairs with a clear difference teach more than many noisy ones",
+        explains=(
+            "rm_weak",
+            "rm_memorised",
+            "rm_without_eos",
+            "policy_overoptimised",
+            "score_unlearned",
+            "kl_unrestrained",
+        ),
+    ),
+    Cause(
+        "rm_memorised",
+        "rm",
+        "The reward model memorised its training pairs.",
+        _memorised,
+        "Add pairs, lower rm training.num_steps, or set evaluation.keep_best",
+        explains=(
+            "rm_weak",
+            "rm_without_eos",
+            "policy_overoptimised",
+            "score_unlearned",
+            "kl_unrestrained",
+            "ppo_hardly_moved",
+        ),
     ),
     Cause(
         "rm_weak",
@@ -274,6 +375,6 @@ CAUSES = (
         "The reward model may be no better than guessing, or than a simple rule.",
         _weak,
         "Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval",
-        explains=("ppo_hardly_moved", "kl_unrestrained", "policy_overoptimised"),
+        explains=("ppo_hardly_moved", "kl_unrestrained", "policy_overoptimised", "score_unlearned"),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhf_cli.diagnosis.causes import Cause, Sign
 from rlhf_cli.diagnosis.evidence import Evidence
 
@@ -17,6 +19,17 @@ there, seldom below 0.2."""
 EOS_RARE = 0.2
 """Share of replies that end by themselves."""
 SAMPLES = 4
+LITTLE = 0.05
+"""Nats per token. Near a loss of 0 smaller differences mean nothing, however large their ratio is."""
+PROMPT_GAIN = 0.03
+"""By what share of itself the held-out loss rises behind the prompt of another row. Good: 5."""
+FEW_MIXED = 20
+MARKUP = 0.02
+"""Share of held-out answers."""
+MEMORISED = 1.5
+"""Held-out loss, as a multiple of the training loss at the end. Good: 0.97."""
+SPIKE = 10.0
+"""The largest gradient norm of the second half of the steps, divided by their median. Good: 2."""
 LOST_AGAIN = 1.5
 """Training loss at the end, divided by the lowest tenth of the steps."""
 
@@ -66,9 +79,22 @@ def _without_eos(run: Evidence) -> list[Sign]:
     return signs
 
 
+def _ignores_prompts(run: Evidence) -> list[Sign]:
+    gain, error, loss = run["sft.gain_of_prompt"], run["sft.gain_of_prompt_error"], run["sft.probed_loss"]
+    if not (gain + 2 * error < max(PROMPT_GAIN * loss, LITTLE / 10)) or run["sft.mixed_rows"] < FEW_MIXED:
+        return []
+    return [
+        Sign(
+            2,
+            f"Behind the prompt of another row the held-out answers are as likely as behind their own: the loss of "
+            f"{loss:.3g} nats per token changes by {gain:+.2g} (standard error {error:.1g}, limit {PROMPT_GAIN:.0%}).",
+        )
+    ]
+
+
 def _steps_too_large(run: Evidence) -> list[Sign]:
     signs = []
-    if run["sft.loss_end"] > LOST_AGAIN * run["sft.loss_lowest"]:
+    if run["sft.loss_end"] > LOST_AGAIN * run["sft.loss_lowest"] + LITTLE:
         signs.append(
             Sign(
                 2,
@@ -84,8 +110,44 @@ def _steps_too_large(run: Evidence) -> list[Sign]:
                 f"({run['sft.loss_first']:.2f}).",
             )
         )
+    if run["sft.grad_spike"] > SPIKE:
+        ignores = _ignores_prompts(run)
+        signs.append(
+            Sign(
+                1,
+                f"In the second half of the steps the gradient norm jumped to {run['sft.grad_spike']:.0f} times its "
+                f"median (limit {SPIKE:g}).",
+            )
+        )
+        signs += [replace(sign, weight=1) for sign in ignores]
     if run["sft.bad_steps"] > 0:
         signs.append(Sign(1, f"{run['sft.bad_steps']:.0f} steps had a NaN or infinite loss or gradient."))
+    return signs
+
+
+def _holds_markup(run: Evidence) -> list[Sign]:
+    signs, word = [], run.texts.get("sft.markup")
+    if word is not None and run["sft.answers_with_markup"] > MARKUP:
+        signs.append(
+            Sign(
+                2,
+                f"{run['sft.answers_with_markup']:.0%} of the held-out answers contain {word!r} as letters, which "
+                "belongs around prompts or at the end of a turn.",
+            )
+        )
+    return signs
+
+
+def _memorised(run: Evidence) -> list[Sign]:
+    signs = [Sign(2, text) for text in run.said("sft.memorises")]
+    if run["sft.loss"] > MEMORISED * run["sft.loss_end"] + LITTLE:
+        signs.append(
+            Sign(
+                2,
+                f"The held-out loss is {run['sft.loss']:.3g} nats per token, and the training loss ended at "
+                f"{run['sft.loss_end']:.3g} (limit {MEMORISED:g} times that).",
+            )
+        )
     return signs
 
 
@@ -98,6 +160,10 @@ DOWNSTREAM = (
     "kl_unrestrained",
     "ppo_hardly_moved",
     "policy_overoptimised",
+    "policy_misjudged",
+    "value_untrained",
+    "score_unlearned",
+    "prompts_differ",
 )
 """What a language model that cannot answer may cause in the later stages."""
 
@@ -109,7 +175,7 @@ CAUSES = (
         _steps_too_large,
         "Lower sft optimizer.learning_rate to a third or a tenth, lengthen optimizer.warmup_steps, and run all stages "
         "again",
-        explains=("sft_underfit", "sft_without_eos", *DOWNSTREAM),
+        explains=("sft_underfit", "sft_without_eos", "sft_ignores_prompts", *DOWNSTREAM),
     ),
     Cause(
         "sft_underfit",
@@ -118,7 +184,36 @@ CAUSES = (
         _underfit,
         "Raise sft training.num_steps (or num_epochs), or a learning rate that is too low, until the held-out loss is "
         "flat; then run RM and PPO again",
+        explains=("sft_without_eos", "sft_ignores_prompts", *DOWNSTREAM),
+    ),
+    Cause(
+        "sft_memorised",
+        "sft",
+        "SFT memorised its training rows.",
+        _memorised,
+        "Lower sft training.num_steps, set evaluation.keep_best, or add demonstrations",
+        explains=("sft_underfit", "sft_ignores_prompts", *DOWNSTREAM),
+    ),
+    Cause(
+        "sft_ignores_prompts",
+        "sft",
+        "SFT's answers do not depend on their prompts.",
+        _ignores_prompts,
+        "Read a few demonstrations (`rlhf data show`): answers may be in another order than their prompts, or the same "
+        "for all. If they fit, train longer or lower optimizer.learning_rate",
+        explains=DOWNSTREAM,
+        needs=("sft.gain_of_prompt",),
+        wants="held-out rows of SFT",
+    ),
+    Cause(
+        "demonstrations_hold_markup",
+        "sft",
+        "The demonstrations contain the template or an end token as text, and so will the replies.",
+        _holds_markup,
+        "Cut the answers where the turn ends: `rlhf data show` marks the learned tokens. This program adds EOS itself",
         explains=("sft_without_eos", *DOWNSTREAM),
+        needs=("sft.answers_with_markup",),
+        wants="held-out rows of SFT",
     ),
     Cause(
         "sft_without_eos",

@@ -372,6 +372,8 @@ MEMORISES = "memorises"
 """The name of the finding."""
 HELD_OUT_RISE = 1.05
 """Held-out loss, divided by its lowest so far. Good: up to 1.01."""
+LEAST_RISE = 0.01
+"""Nats: near a loss of 0 smaller differences mean nothing."""
 
 
 def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> str | None:
@@ -389,7 +391,12 @@ def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[in
     window = step - held_out[-2][0]
     before = [loss for at, loss in training if best_step - window < at <= best_step]
     last = [loss for at, loss in training if step - window < at <= step]
-    if not before or not last or not now > HELD_OUT_RISE * best or not fmean(last) < fmean(before):
+    if (
+        not before
+        or not last
+        or not now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
+        or not fmean(last) < fmean(before)
+    ):
         return None
     return (
         f"The held-out loss is {now:.3g}, {now / best - 1:.0%} above the {best:.3g} of step {best_step}, and the "

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
@@ -96,3 +97,135 @@ def test_a_template_is_what_prompts_end_with() -> None:
     assert signs(".\n\nAssistant:", "\n\nAssistant:") == 0, "four prompts may share their last letter by chance"
     assert signs("?", ".") == 0
     assert signs("", "") == 0
+
+
+def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> None:
+    """The files of a real run with rows of which each figure was worked out by hand; no two figures are equal."""
+
+    def set_metrics(stage: str, metrics: dict[str, float]) -> None:
+        manifest = run / stage / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"metrics": metrics}))
+
+    squares = [float((i - 14) ** 2 + 1) for i in range(20)]  # 197 170 ... 37 26 ... 2 1 2 5 10 17 26
+    rows: list[dict] = [
+        {"step": i + 1, "loss/sft": loss, "sft/bad_steps": float(i == 3), "sft/grad_norm": i + 1.0}
+        for i, loss in enumerate(squares)
+    ]
+    write_jsonl(run / "sft/metrics.jsonl", [*rows, {"step": 20, "eval/loss": 9.25}])
+    set_metrics("sft", {"eval/loss": 9.25})
+    prompts = ["Q: one A:", "Q: two A:", "Q: three A:", "Q: two A:"]
+    samples = [
+        {"step": 10, "prompt": "Q: one A:", "ended": True},
+        *({"step": 20, "prompt": p, "ended": p < "Q: t"} for p in prompts),
+    ]
+    write_jsonl(run / "sft/samples.jsonl", samples)
+
+    rows = [{"step": i + 1, "loss/rm": 0.9 - i / 100, "rm/accuracy": i / 20, "rm/bad_steps": 2.0} for i in range(20)]
+    write_jsonl(run / "rm/metrics.jsonl", rows)
+    set_metrics("rm", {"eval/accuracy": 0.61, "rm/sft_score_mean": -0.3})
+
+    def row(i: int) -> dict[str, float]:  # i is 1 to 8: the first three have the mean 2, the last three 7
+        names = ["objective/score", "objective/kl", "objective/kl_coef", "policy/entropy", "response/length"]
+        names += ["objective/score_std", "objective/return_variance", "value/error", "value/explained_variance"]
+        names += ["response/eos_fraction", "response/distinct_2", "response/score_length_correlation"]
+        figures = {name: 10.0 * number + i for number, name in enumerate(names, 1)}
+        return figures | {
+            "step": i,
+            "policy/approx_kl": 0.5 * i,
+            "policy/clip_fraction": 0.01 * i,
+            "reward/rm_cut": float(i),
+        }
+
+    write_jsonl(run / "ppo/metrics.jsonl", [row(i) for i in range(1, 9)])
+    sides = {"score_mean": 1.5, "kl": 0.25, "length": 31.0, "eos_fraction": 0.75, "distinct_2": 0.125, "seconds": 3.0}
+    judged = {f"sft/{k}": v for k, v in (sides | {"wit": 2.5}).items()} | {
+        f"ppo/{k}": v + 100 for k, v in (sides | {"wit": 2.5}).items()
+    }
+    set_metrics("ppo", judged)
+    findings = [
+        {"name": "empty", "severity": "warning", "message": text, "advice": "Rest."} for text in ("First.", "Last.")
+    ]
+    write_jsonl(
+        run / "ppo/health.jsonl", [{"step": i, "line": None, "findings": [one]} for i, one in enumerate(findings)]
+    )
+    for stage, report in (
+        ("rm", {"figures": {"accuracy_longer_is_worse": {"value": 0.31, "high": 0.42}, "margin": {"value": 8.0}}}),
+        (
+            "ppo",
+            {
+                "difference": {"gold": {"low": -0.7, "high": 0.9}},
+                "replies": [
+                    {"sft": {"score": x, "gold": y}} for x, y in ((0.0, 0.0), (1.0, 1.0), (2.0, 0.0), (3.0, 1.0))
+                ],
+            },
+        ),
+    ):
+        (run / "eval" / stage).mkdir(parents=True, exist_ok=True)
+        (run / "eval" / stage / "evaluation.json").write_text(json.dumps(report))
+
+    evidence = gather(run, files_only=True)
+    ppo = {
+        f"ppo.{side}.{name}": 10.0 * number + mean
+        for side, mean in (("start", 2.0), ("end", 7.0))
+        for number, name in enumerate(
+            ["score", "kl", "kl_coef", "entropy", "length", "score_std", "return_variance", "error"]
+            + ["explained_variance", "eos_fraction", "distinct_2", "score_length_correlation"],
+            1,
+        )
+    }
+    batch = yaml.safe_load((run / "ppo/config.yaml").read_text())["ppo"]["rollout_batch_size"]
+    assert evidence.figures == pytest.approx(
+        {
+            "sft.loss": 9.25,
+            "sft.steps": 20.0,
+            "sft.loss_first": 197.0,
+            "sft.loss_start": 183.5,
+            "sft.loss_half": 31.5,
+            "sft.loss_end": 21.5,
+            "sft.loss_lowest": 1.5,
+            "sft.bad_steps": 1.0,
+            "sft.grad_spike": 20 / 15.5,
+            "sft.samples": 4.0,
+            "sft.samples_ended": 0.25,
+            "rm.accuracy": 0.61,
+            "rm.rm/sft_score_mean": -0.3,
+            "rm.steps": 20.0,
+            "rm.loss_first": 0.9,
+            "rm.loss_start": 0.895,
+            "rm.loss_half": 0.815,
+            "rm.loss_end": 0.715,
+            "rm.loss_lowest": 0.715,
+            "rm.bad_steps": 40.0,
+            "rm.training_accuracy": 0.925,
+            "rm.accuracy_longer_is_worse": 0.31,
+            "rm.accuracy_longer_is_worse_high": 0.42,
+            **ppo,
+            **{f"ppo.before.{k}": v for k, v in (sides | {"gold": 2.5}).items() if k != "seconds"},
+            **{f"ppo.after.{k}": v + 100 for k, v in (sides | {"gold": 2.5}).items() if k != "seconds"},
+            "ppo.iterations": 8.0,
+            "ppo.most.approx_kl": 4.0,
+            "ppo.mean.approx_kl": 2.25,
+            "ppo.most.clip_fraction": 0.08,
+            "ppo.mean.clip_fraction": 0.045,
+            "ppo.cut_share": 4.5 / batch,
+            "ppo.only_normalised_rewards": 1.0,
+            "ppo.gold_change_low": -0.7,
+            "ppo.gold_change_high": 0.9,
+            "ppo.score_gold_correlation": 5**-0.5,
+            "ppo.score_gold_pairs": 4.0,
+        }
+    )
+    assert evidence.texts["sft.prompt_start"] == "Q: "
+    assert evidence.texts["sft.prompt_end"] == " A:"
+    assert evidence.findings == {"ppo.empty": {"message": "Last.", "advice": "Rest."}}
+    for stage in ("sft", "rm", "ppo"):
+        learning_rate = yaml.safe_load((run / stage / "config.yaml").read_text())["optimizer"]["learning_rate"]
+        assert evidence.settings[f"{stage}.optimizer.learning_rate"] == learning_rate
+
+
+def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> None:
+    path = run / "sft" / "health.jsonl"
+    finding = {"name": "high_loss", "severity": "warning", "message": "The loss is 9.", "advice": "Lower it"}
+    write_jsonl(path, [{"step": 1, "line": None, "findings": [finding]}])
+    output = run_command(run, "--files-only").output
+    assert "Health of sft, high_loss: The loss is 9.\n  To try: Lower it\n" in output

@@ -14,16 +14,20 @@ from rlhf_cli.diagnosis import diagnose
 from rlhf_cli.diagnosis.causes import not_judged, rank
 from rlhf_cli.diagnosis.diagnose import CAUSES, gather
 from rlhf_cli.diagnosis.evidence import Evidence, load_evidence
-from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
+from support.faults import EVERYTHING, FAULTS, FRESH, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
 
 OF_PROBES = {
-    "sft": ("eos_probability", "pad_is_eos", "probed_loss", "token_entropy"),
-    "rm": ("accuracy_without_eos", "gain_without_eos", "judge_agrees", "moved", "probed_accuracy", "score_length"),
+    "sft": ("answers_with", "eos_probability", "gain_of_prompt", "mixed", "pad_is_eos", "probed_loss", "token_entropy"),
+    "rm": ("accuracy_without_eos", "contradicted", "gain_without_eos", "judge_agrees", "moved", "probed_accuracy")
+    + ("repeated", "score_length", "unknown"),
+    "ppo": ("distinct_prompts", "gold_std", "prompts", "unknown"),
 }
-"""What the names of the figures of forward passes and of the judge begin with, by stage."""
+"""What the names of the figures of forward passes, of the data and of the judge begin with, by stage."""
+WITHOUT_RUN = {"policy_overoptimised", "ppo_hardly_moved", "replies_cut", "rm_weak"}
+"""Causes that no planted fault has as its first; they show beside others."""
 GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
-FAULTY = [name for name, fault in FAULTS.items() if fault.cause is not None]
+FAULTY = [name for name, fault in FAULTS.items() if fault.cause is not None and name not in FRESH]
 
 
 def recorded(name: str) -> Evidence:
@@ -37,14 +41,14 @@ def named(evidence: Evidence) -> list[str]:
 def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
-    evidence = recorded("labels_swapped")
-    diagnose._show(ROOT, evidence, rank(CAUSES, evidence)[:1], [])
+    evidence = replace(recorded("labels_swapped"), findings={})
+    diagnose._show(ROOT, evidence, rank(CAUSES, evidence)[:1], [], [])
     assert f"```\n{capsys.readouterr().out}```" in page
 
 
 def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    diagnose._show(ROOT, recorded("good"), [], CAUSES[:2])
+    diagnose._show(ROOT, recorded("good"), [], CAUSES[:2], [])
     assert f"none of {len(CAUSES) - 2} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
 
 
@@ -58,9 +62,25 @@ def test_nothing_is_named_on_a_recorded_good_run(name: str) -> None:
     assert named(recorded(name)) == []
 
 
-def test_ten_faults_and_three_good_runs_are_recorded() -> None:
-    assert len(FAULTY) >= 10
-    assert len(GOOD) >= 3
+def line(cause: str | None) -> str | None:
+    """Stage and sentence of a cause, as the command prints them."""
+    return next((f"{one.stage}: {one.title}" for one in CAUSES if one.name == cause), None)
+
+
+def wrongly_named(first: dict[str, str | None]) -> list[str]:
+    """A line for each run, "fault, expected line, line", where the first cause is not the planted one."""
+    wrong = {name: cause for name, cause in first.items() if cause != FAULTS[name].cause}
+    return [f"{name}, {line(FAULTS[name].cause)}, {line(cause)}" for name, cause in wrong.items()]
+
+
+def test_of_eleven_faults_on_which_no_limit_was_chosen_ten_are_named_first() -> None:
+    wrong = wrongly_named({name: (named(recorded(name)) or [None])[0] for name in FRESH})
+    assert len(FRESH) == 11
+    assert len(wrong) <= 1, wrong
+
+
+def test_every_cause_but_rare_ones_has_a_run_that_shows_it() -> None:
+    assert {cause.name for cause in CAUSES} - {FAULTS[name].cause for name in FAULTS} == WITHOUT_RUN
 
 
 def test_every_cause_is_documented_and_every_documented_one_exists() -> None:
@@ -102,15 +122,12 @@ def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> 
 
 
 @pytest.mark.slow
-def test_of_ten_faulty_runs_nine_and_of_five_all_are_named_rightly_and_good_ones_not_at_all(
+def test_few_faulty_runs_all_are_named_rightly_of_all_most_and_good_ones_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     folder = tmp_path_factory.mktemp("faults")
-    first = {}
-    for name in OF_THE_TEST:
-        first[name] = (named(gather(make_run(folder, name), device="cpu")) or [None])[0]
-    wrong = {name: cause for name, cause in first.items() if cause != FAULTS[name].cause}
-    assert not set(wrong) & set(GOOD), wrong
-    assert len(set(first) - set(GOOD)) == (10 if EVERYTHING else 5)
-    assert len(wrong) <= (1 if EVERYTHING else 0), wrong
+    first = {name: (named(gather(make_run(folder, name), device="cpu")) or [None])[0] for name in OF_THE_TEST}
+    wrong = wrongly_named(first)
+    assert not [one for one in wrong if one.startswith(tuple(GOOD))], wrong
+    assert len(wrong) <= (3 if EVERYTHING else 0), wrong

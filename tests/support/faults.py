@@ -145,6 +145,22 @@ def first_prompts(number: int) -> Callable[[Path], dict[str, tuple[str, ...]]]:
     return make
 
 
+def few(stage: str, name: str, number: int) -> Callable[[Path], dict[str, tuple[str, ...]]]:
+    """Only the first rows of a stage's training data."""
+
+    def make(folder: Path) -> dict[str, tuple[str, ...]]:
+        return {stage: (f"data.train={write(folder / f'{stage}_train.jsonl', read(name)[:number])}",)}
+
+    return make
+
+
+def stories(folder: Path) -> dict[str, tuple[str, ...]]:
+    """PPO's prompts are those of the story task, in the template of this one."""
+    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
+    rows = [{"prompt": f"Human: {text.strip()}\n\nAssistant:"} for text in texts]
+    return {"ppo": (f"data.train={write(folder / 'stories.jsonl', rows)}",)}
+
+
 def scored_by(body: str) -> Callable[[Path], dict[str, tuple[str, ...]]]:
     """A reward function in place of the reward model: an expression of `prompt` and `text`."""
 
@@ -164,6 +180,17 @@ def noisy(share: float) -> Callable[[str, str], tuple[str, str]]:
     """Pairs of which this share has its labels swapped by chance."""
     generator = random.Random(0)
     return lambda chosen, rejected: (rejected, chosen) if generator.random() < share else (chosen, rejected)
+
+
+def bare_pairs(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Pairs whose prompts lack the words that SFT and PPO write around them."""
+    overrides = []
+    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
+        rows = [
+            row | {"prompt": row["prompt"].removeprefix("Human: ").removesuffix("\n\nAssistant:")} for row in read(name)
+        ]
+        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', rows)}")
+    return {"rm": tuple(overrides)}
 
 
 @contextlib.contextmanager
@@ -227,12 +254,23 @@ FAULTS: dict[str, Fault] = {
     "weight_negative": Fault("reward_opposed", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: -1}]",)}),
     "reward_constant": Fault("reward_constant", "ppo", {}, scored_by("1.0")),
     "answers_shuffled": Fault("sft_ignores_prompts", "sft", {}, demonstrations(shuffled)),
-    "answers_run_on": Fault("demonstrations_run_on", "sft", {}, demonstrations(run_on)),
+    "answers_run_on": Fault("demonstrations_hold_markup", "sft", {}, demonstrations(run_on)),
     "kl_coef_10": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=10",)}),
     "four_prompts": Fault("prompts_few", "ppo", {}, first_prompts(4)),
     "value_untrained": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1e-12",)}),
     "clip_narrow": Fault("clip_too_narrow", "ppo", {"ppo": ("ppo.clip_range=0.001",)}),
     "labels_noisy": Fault("labels_noisy", "rm", {}, pairs(noisy(0.4))),
+    "sft_learning_rate_30": Fault("sft_steps_too_large", "sft", {"sft": ("optimizer.learning_rate=0.12",)}),
+    "reward_of_noise": Fault(
+        "score_unlearned",
+        "ppo",
+        {},
+        scored_by("int(hashlib.md5((prompt + text).encode()).hexdigest(), 16) % 1000 / 300"),
+    ),
+    "reward_of_length": Fault("policy_misjudged", "ppo", {}, scored_by("len(text.split()) / 10")),
+    "prompts_of_stories": Fault("prompts_differ", "ppo", {}, stories),
+    "sixty_pairs": Fault("rm_memorised", "rm", {}, few("rm", "pref_train.jsonl.gz", 60)),
+    "forty_demonstrations": Fault("sft_memorised", "sft", {}, few("sft", "sft_train.jsonl.gz", 40)),
     "eos_as_text": Fault(
         "demonstrations_hold_markup",
         "sft",
@@ -240,12 +278,35 @@ FAULTS: dict[str, Fault] = {
         demonstrations(lambda rows: [row | {"response": row["response"] + "</s>"} for row in rows]),
     ),
 }
-
+FRESH: dict[str, Fault] = {
+    "reward_of_brevity": Fault("policy_misjudged", "ppo", {}, scored_by("-len(text.split()) / 10")),
+    "some_answers_with_markup": Fault(
+        "demonstrations_hold_markup",
+        "sft",
+        {},
+        demonstrations(
+            lambda rows: [
+                row | {"response": row["response"] + "<|im_end|>" * (i % 10 < 3)} for i, row in enumerate(rows)
+            ]
+        ),
+    ),
+    "kl_coef_4": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=4",)}),
+    "eight_prompts": Fault("prompts_few", "ppo", {}, first_prompts(8)),
+    "labels_noisier": Fault("labels_noisy", "rm", {}, pairs(noisy(0.3))),
+    "sft_slow": Fault("sft_underfit", "sft", {"sft": ("optimizer.learning_rate=1e-5",)}),
+    "rm_learning_rate_30": Fault("rm_steps_too_large", "rm", {"rm": ("optimizer.learning_rate=2.1e-2",)}),
+    "cold_sampling": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=0.25",)}),
+    "value_fast": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1.0",)}),
+    "rm_cut": Fault("rm_without_eos", "rm", {"rm": ("data.max_length=24", "data.truncation=right")}),
+    "rm_other_template": Fault("template_differs", "rm", {}, bare_pairs),
+}
+"""Faults on whose runs no limit was chosen."""
+FAULTS |= FRESH
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
-FEW = ("good", "labels_swapped", "rm_without_eos", "sft_underfit", "kl_coef_0", "wrong_template")
+FEW = ("good", "labels_swapped", "rm_without_eos", "answers_shuffled", "reward_constant", "wrong_template")
 OF_THE_TEST = tuple(FAULTS) if EVERYTHING else FEW
-"""The runs of the slow test: with RLHF_ALL_SEEDS=1 ten faults and three good runs, else five and one."""
+"""The runs of the slow test: with RLHF_ALL_SEEDS=1 all of them, else five faults and a good run."""
 
 
 def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = None) -> Path:
@@ -315,7 +376,7 @@ def record(root: Path, name: str) -> None:
     values = gather(root, device="cpu").as_json()
     values["figures"] = {key: float(f"{value:.4g}") for key, value in values["figures"].items()}
     RECORDED.mkdir(parents=True, exist_ok=True)
-    (RECORDED / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    (RECORDED / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
