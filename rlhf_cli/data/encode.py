@@ -333,17 +333,27 @@ def chat_text(
     """
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
-    before, limit = sys.gettrace(), _TemplateLimit()
-    sys.settrace(limit.enter)
+    template = str(tokenizer.chat_template)
+    # Tracing makes a rendering four times as slow, so only the first one of each template is traced.
+    before, is_known = sys.gettrace(), template in _rendered
     try:
-        _require_small_products(str(tokenizer.chat_template))
-        return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
+        _require_small_products(template)
+        if not is_known:
+            sys.settrace(_TemplateLimit().enter)
+        text = str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
+        _rendered.add(template)
+        return text
     except Exception as error:
         # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(f"the tokenizer's chat template fails: {reason}. Give data.prompt_template instead") from None
     finally:
-        sys.settrace(before)
+        if not is_known:
+            sys.settrace(before)
+
+
+_rendered: set[str] = set()
+"""The chat templates that have rendered a conversation within the limits."""
 
 
 @functools.lru_cache(maxsize=16)
