@@ -26,7 +26,8 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.training import health
 from support.paths import ROOT, TESTS
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+MOVED = [ROOT / "benchmarks" / name for name in ("TESTS.md", "TUNING.md")]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *MOVED])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = ("rlhf_cli", "stages", "data")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
