@@ -27,7 +27,7 @@ GPU_TOKENS = 65_536
 FEWEST_TOKENS = 256
 SHARE_OF_GPU = 0.8
 """Share of a GPU's memory that a planned phase may take. Measured peaks were at most 1.14 times the planned ones
-(docs/scale.md), on a CPU; 1.14 times 0.8 leaves a tenth for CUDA and NCCL and for gaps between the allocator's
+(benchmarks/PLAN.md), on a CPU; 1.14 times 0.8 leaves a tenth for CUDA and NCCL and for gaps between the allocator's
 blocks."""
 SHARE_OF_CPU = 0.6
 """The same on a CPU, whose C library keeps freed memory: the peaks of models whose weights are trained were then up to

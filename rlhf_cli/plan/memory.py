@@ -1,7 +1,7 @@
 """The memory of a run, phase by phase, computed from the shapes of its models. Bytes, for one process.
 
-What is counted is what lives at the same time. The allocators of torch and of the system take more: docs/scale.md has
-the measured difference.
+What is counted is what lives at the same time. The allocators of torch and of the system take more:
+benchmarks/PLAN.md has the measured difference.
 """
 
 from __future__ import annotations

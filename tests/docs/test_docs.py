@@ -26,7 +26,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.training import health
 from support.paths import ROOT, TESTS
 
-MOVED = [ROOT / "benchmarks" / name for name in ("TESTS.md", "TUNING.md")]
+MOVED = [ROOT / "benchmarks" / name for name in ("COSTS.md", "PLAN.md", "SCALE.md", "TESTS.md", "TUNING.md")]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *MOVED])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = ("rlhf_cli", "stages", "data")

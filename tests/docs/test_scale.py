@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import ROOT
 
-PAGE = ROOT / "docs" / "scale.md"
+PAGE = ROOT / "benchmarks" / "SCALE.md"
 SEVEN_B = 6_738_415_616
 """Parameters of Llama 2 7B, as published."""
 ENDS = 2 * 32000 * 4096
@@ -23,7 +23,7 @@ PASS_OF_SCORER = PASS - 2 * ENDS
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale", PAGE.with_suffix(".py"))
+    spec = importlib.util.spec_from_file_location("scale", PAGE.with_name("scale.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -52,7 +52,7 @@ def test_a_step_of_7_b_by_hand(page: ModuleType, text: str, gpus: int, shard: bo
     row = page.sft_row("7 B", gpus, shard)
     by_hand = [f"{plan.peak.total / 1e9:.0f}", f"{inside / 1e9:.0f} / {between / 1e9:.0f}", f"{computes:.1f}"]
     assert row[3:] == [*by_hand, f"{sends:.1f}", f"{max(inside / 400e9, between / 40e9):.1f}"]
-    assert f"| {' | '.join(row)} |" in text, "run python docs/scale.py"
+    assert f"| {' | '.join(row)} |" in text, "run python benchmarks/scale.py"
 
 
 @pytest.mark.parametrize(("shard", "copies"), [(True, True), ("hybrid", False)])
@@ -67,7 +67,7 @@ def test_an_iteration_of_ppo_of_7_b_by_hand(page: ModuleType, text: str, shard: 
     assert [each.inside for each in sent] == pytest.approx([share * size for size in passes], rel=1e-4)
     between = [0.0, 0.0, 2 * 7 / 8 * gradients] if shard == "hybrid" else [each.inside for each in sent]
     assert [each.between for each in sent] == pytest.approx(between, rel=1e-4)
-    assert f"| {' | '.join(page.ppo_row('7 B', 64, shard, copies))} |" in text, "run python docs/scale.py"
+    assert f"| {' | '.join(page.ppo_row('7 B', 64, shard, copies))} |" in text, "run python benchmarks/scale.py"
 
 
 def test_the_page_holds_an_rl_step_of_7_b_against_others(page: ModuleType, text: str) -> None:
@@ -79,7 +79,7 @@ def test_the_page_holds_an_rl_step_of_7_b_against_others(page: ModuleType, text:
     by_hand = computing + 1024 * (2 * SEVEN_B + cache) / 2.0e12 + copy
     seconds = page.rl_step(shape, "A800", 16, 1024, 1024, 1024, trained_models=2, passes=4)
     assert seconds == pytest.approx(by_hand)
-    assert f"| 471, 855 | {seconds:.0f} |" in text, "run python docs/scale.py"
+    assert f"| 471, 855 | {seconds:.0f} |" in text, "run python benchmarks/scale.py"
 
 
 def test_every_row_of_the_page_is_there_and_its_worked_lines_are_computed(page: ModuleType, text: str) -> None:

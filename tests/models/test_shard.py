@@ -160,10 +160,10 @@ def test_a_process_that_ends_its_sampling_one_pass_early_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize(("count", "per_node"), [(2, None), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count, per_node, tmp_path):
-    """docs/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""
+    """benchmarks/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""
     make_models(tmp_path, "llama")
     figures = run("counted", count, tmp_path, per_node)
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "docs" / "scale.py")
+    spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
     scale = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scale)
     config = AutoConfig.from_pretrained(tmp_path / "llama")

@@ -72,7 +72,7 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(benchmark, 
     """Not of models whose weights are held in fewer bits: the pages of their files are in the measured memory, too.
 
     At 1 million parameters 20 MB are allowed: there loading and saving are hardly more than the libraries' fixed part.
-    Two phases are planned too low, and no peak is there: docs/scale.md names them.
+    Two phases are planned too low, and no peak is there: benchmarks/PLAN.md names them.
     """
     too_low = {f"100M-rm-sharded-bfloat16-2: {phase}" for phase in ("load", "normalisation")}
     found, seen = {}, set()

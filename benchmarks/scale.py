@@ -1,6 +1,6 @@
-"""Write the tables of docs/scale.md about 8 to 1,024 GPUs, and hold them against figures of others.
+"""Write the tables of benchmarks/SCALE.md about 8 to 1,024 GPUs, and hold them against figures of others.
 
-    python docs/scale.py          # rewrites the end of docs/scale.md, seconds
+    python benchmarks/scale.py          # rewrites the end of benchmarks/SCALE.md, seconds
 
 Memory comes from `rlhf plan`'s own functions. Communication is counted from the sizes of the models, as the text above
 the tables says.
@@ -21,10 +21,9 @@ from rlhf_cli.plan.sources import Sources
 from rlhf_cli.plan.stages import plan_stage
 
 Shard = bool | Literal["hybrid"]
-PAGE = Path(__file__).with_suffix(".md")
-MARK = "<!-- Written by docs/scale.py from here on; do not edit by hand. -->\n"
-GPUS = (8, 64, 256, 1024)
-GPUS_OF_PPO = (8, 64, 1024)
+PAGE = Path(__file__).with_name("SCALE.md")
+MARK = "<!-- Written by benchmarks/scale.py from here on; do not edit by hand. -->\n"
+GPUS = (8, 64, 1024)
 MACHINE = 8
 """GPUs of a machine."""
 TOKENS = 8192
@@ -154,7 +153,7 @@ def ppo_cases() -> list[tuple[str, int, Shard, bool]]:
     return [
         (name, gpus, shard, copies)
         for name in ways
-        for gpus in GPUS_OF_PPO
+        for gpus in GPUS
         for shard, copies in ways[name]
         if shard is True or gpus > MACHINE
     ]
