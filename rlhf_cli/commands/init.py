@@ -19,7 +19,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
-Template = Literal["support", "sentiment", "hh", "stories", "blank"]
+Template = Literal["support", "sentiment", "hh", "stories", "blank", "bilingual"]
 Files = dict[str, Callable[[], str]]
 """The files of a template: the name below the folder, and what writes the text."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,7 +29,7 @@ def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")],
     template: Annotated[
         Template,
-        typer.Option("--from", help="The example to start from. support and blank run without the hub."),
+        typer.Option("--from", help="The example to start from. support, blank and bilingual run without the hub."),
     ] = "support",
 ) -> None:
     """Write configs, sample data and a reward function to start from."""
@@ -58,6 +58,7 @@ def _files(template: Template) -> Files:
 
     stages = [f"{stage}.yaml" for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()]
     files = {name: copy(name) for name in stages}
+    data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
     match template:
         case "support":
             return {**files, "judge.py": copy("gold.py"), **_support_data()}
@@ -68,8 +69,9 @@ def _files(template: Template) -> Files:
         case "stories":
             return {**files, "reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts}
         case "blank":
-            data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
             return {**files, "reward.py": copy("reward.py"), **data}
+        case "bilingual":
+            return {**_files("blank"), **files, **data}
         case _:
             assert_never(template)
 
@@ -141,7 +143,7 @@ def _needs(template: Template) -> str:
     match template:
         case "support":
             return "It runs on a CPU without the hub, in about two minutes."
-        case "blank":
+        case "blank" | "bilingual":
             return "It runs on a CPU without the hub, in seconds. Put your data and your model into the YAML files."
         case "sentiment":
             return "It needs the hub (gpt2 and rotten_tomatoes) and a GPU."

@@ -121,8 +121,8 @@ class Screen:
         pair: RenderableType = Group(*panels)
         if console.width >= TWO_COLUMNS:
             pair = table = Table.grid(expand=True)
-            table.add_column(ratio=1)
-            table.add_column(ratio=1)
+            for _ in panels:  # a reply without spaces is one long word
+                table.add_column(ratio=1, overflow="fold")
             table.add_row(*panels)
         body = Group(Text(shown.prompt.strip()), "", pair)
         console.print(body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -159,10 +158,16 @@ class Watched:
 
 
 def _wrapped(text: str, indent: str, width: int, most: int, style: str) -> list[Text]:
-    """A text in at most `most` lines behind an indent."""
-    line = _one_line(text)
+    """A text in at most `most` lines behind an indent. A wide character, such as a Chinese one, takes two columns."""
+    line, more = _one_line(text), " ..."
     room = max(1, width - len(indent))
-    parts = textwrap.wrap(line, room, max_lines=most, placeholder=" ...") if room > len(" ...") else [line]
+
+    def parts_of(text: str, room: int) -> list[str]:
+        return [part.plain.rstrip() for part in Text(text).wrap(Console(), room)] if text else []
+
+    parts = parts_of(line, room) if room > len(more) else [line]
+    if len(parts) > most:
+        parts = [*parts[: most - 1], parts_of(parts[most - 1], room - len(more))[0] + more]
     return [Text(indent + part, style=style, no_wrap=True, overflow="ellipsis") for part in parts]
 
 

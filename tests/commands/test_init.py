@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -14,10 +18,14 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.init import Template
+from rlhf_cli.commands.label import ask_for_labels
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.models.load import load_tokenizer
 from support.paths import ROOT
+from support.tiny import read_jsonl
 
 TEMPLATES = get_args(Template)
 
@@ -69,7 +77,7 @@ def test_a_template_is_written_and_valid(
         assert [name for name in local if not Path(name).is_file()] == []
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "blank"])
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("blank", "bilingual")])
 def test_a_template_is_the_shipped_config(
     template: str, written: Callable[[str], tuple[Result, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,9 +160,63 @@ def test_the_blank_template_is_valid_in_any_folder(folder: str) -> None:
     assert load_stage_config("ppo", f"{folder}/ppo.yaml").sources["train"].path == f"{folder}/data/prompts.jsonl"
 
 
-@pytest.mark.usefixtures("empty")
-def test_the_blank_template_runs() -> None:
-    init("with space", "blank")
-    result = CliRunner().invoke(app, ["pipeline", "with space", "--quiet"])
-    assert result.exit_code == 0, result.output
-    assert Path("artifacts/with-space/ppo/model/model.safetensors").is_file()
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory where the pipeline of `with space`, the bilingual sample, has run. Tests may add files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("bilingual"))
+        init("with space", "bilingual")
+        result = CliRunner().invoke(app, ["pipeline", "with space", "--quiet"])
+        assert result.exit_code == 0, result.output
+        yield Path.cwd()
+
+
+def test_the_bilingual_template_runs(ran: Path) -> None:
+    """So do the configs of the blank one, from which it takes those of the last two stages."""
+    assert (ran / "artifacts/with-space/ppo/model/model.safetensors").is_file()
+
+
+def test_the_bilingual_rows_are_in_both_languages_and_survive_the_tokenizer(ran: Path) -> None:
+    tokenizer = load_tokenizer(ran / "artifacts/with-space/sft/model")
+    scripts = Counter()
+    for name in ("sft", "preferences", "prompts"):
+        for row in read_jsonl(ran / f"with space/data/{name}.jsonl"):
+            chinese, english = (any(re.search(kind, text) for text in row.values()) for kind in ("[一-鿿]", "[a-z]"))
+            scripts[name, chinese, english] += 1
+            for text in row.values():
+                assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+        found = [scripts[name, *kinds] for kinds in ((True, False), (False, True), (True, True))]
+        assert min(found) >= 2, (name, found)
+        for_ = {"sft": "sft", "preferences": "rm", "prompts": "ppo"}[name]
+        checked = CliRunner().invoke(app, ["data", "check", f"with space/data/{name}.jsonl", "--for", for_, "--json"])
+        assert checked.exit_code == 0, checked.output
+        assert json.loads(checked.stdout)["sides"]["train"]["used"] == 12
+
+
+def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
+    ran: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the two commands in the comments of sft.yaml."""
+    comments = (ran / "with space/sft.yaml").read_text(encoding="utf-8").replace("\\\n# ", "")
+    generate, label = re.findall(r"#   rlhf ((?:data generate|label) .*?)  +#", comments)
+    generate, label = (line.replace("with space", "'with space'") for line in (generate, label))
+    made = CliRunner().invoke(app, shlex.split(generate))
+    assert made.exit_code == 0, made.output
+    text = (ran / "with space/samples.jsonl").read_text(encoding="utf-8")
+    prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]
+    assert [row["prompt"] for row in map(json.loads, text.splitlines())] == prompts
+    assert "天空是什么颜色？" in text
+    reading, writing = os.pipe()
+    os.write(writing, b"1" * 6 + b"q")
+    os.close(writing)
+    with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
+        patch.chdir(ran)
+        patch.setattr("sys.stdin", stdin)
+        name, path = shlex.split(label)
+        assert name == "label"
+        capsys.readouterr()
+        ask_for_labels(DataSource(path=path), None)
+    pairs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    labels = (ran / "with space/samples.labels.jsonl").read_text(encoding="utf-8")
+    assert [row["prompt"] for row in map(json.loads, labels.splitlines())] == [pair["prompt"] for pair in pairs[:6]]
+    assert re.search("[一-鿿]", labels)

@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +26,12 @@ import pytest
 
 from rlhf_cli.commands.label import ask_for_labels, labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
+from rlhf_cli.commands.label_terminal import Screen
 from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.output import items
 from rlhf_cli.commands.output_files import Output
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.console import Console
 from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from support.paths import ROOT
@@ -368,6 +371,27 @@ def test_a_terminal_sends_single_keys_and_is_restored(
     assert termios.tcgetattr(program) == before
     for descriptor in (terminal, program):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("columns", [60, 130])
+def test_wide_characters_take_two_columns_each(columns: int, tmp_path: Path) -> None:
+    """In both layouts every line of a panel ends at the last column, and no character is lost."""
+    wide = frozenset("WF")
+    rows = read_jsonl(ROOT / "rlhf_cli/templates/bilingual/preferences.jsonl")
+    rows = [{key: text * 30 if key != "prompt" else text for key, text in row.items()} for row in rows]
+    pairs, _ = pairs_of(DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", rows))), "error")
+    screen, text = Screen(), io.StringIO()
+    screen.console = Console(file=text, width=columns)
+    with Output(tmp_path / "out.jsonl", {}) as output:
+        labelling = Labelling(pairs, output, 0, None)
+        while (shown := labelling.current) is not None:
+            screen.show(labelling, shown)
+            labelling.take("1")
+    panels = [line for line in text.getvalue().splitlines() if line[:1] in ("╭", "│", "╰")]
+    assert {sum(1 + (unicodedata.east_asian_width(c) in wide) for c in line) for line in panels} == {columns}
+    expected = Counter("".join("".join(row.values()) for row in rows))
+    found = Counter(text.getvalue())
+    assert {c: found[c] for c in expected if ord(c) > 255} == {c: n for c, n in expected.items() if ord(c) > 255}
 
 
 # ------------------------------------------------------------------------------------------- two labellers

@@ -81,6 +81,7 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
     for template, code in {
         "blank": ("reward.py",),
+        "bilingual": ("reward.py", "data/prompts.jsonl"),
         "sentiment": ("judge.py",),
         "hh": (),
         "stories": ("reward.py", "data/prompts.jsonl"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from unicodedata import east_asian_width
 
 import pytest
 from rich.console import Console
@@ -100,6 +101,16 @@ def test_many_runs_fit_the_terminal_and_every_run_is_named(run, tmp_path):
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(run, width):
     assert max(len(line.rstrip()) for line in shown(run, width).splitlines()) <= width
+
+
+@pytest.mark.parametrize(("width", "rest"), [(40, " ..."), (80, "")])
+def test_a_sample_of_wide_characters_takes_two_columns_for_each(run, width, rest):
+    row = {"step": 13, "prompt": "天空是什么颜色" * 10 + "！", "response": "蓝"}
+    write(run / ".ppo.partial" / "samples.jsonl", [row])
+    lines = [line.rstrip() for line in shown(run, width).splitlines() if "天" in line]
+    cells = [sum(1 + (east_asian_width(character) in ("W", "F")) for character in line) for line in lines]
+    assert cells == {40: [40, 40, 40], 80: [80, 66]}[width]
+    assert "".join(line.strip() for line in lines).removesuffix(rest) == row["prompt"][: 55 if rest else None]
 
 
 def test_escapes_of_a_sample_do_not_reach_the_terminal(run):
