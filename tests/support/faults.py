@@ -161,6 +161,24 @@ def stories(folder: Path) -> dict[str, tuple[str, ...]]:
     return {"ppo": (f"data.train={write(folder / 'stories.jsonl', rows)}",)}
 
 
+def pairs_of_stories(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The reward model learns from pairs of another task: which of two endings of a story is happy."""
+    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
+    happy = [" They laughed and were happy all day.", " Then a friend came and helped. It was a good day."]
+    sad = [" It began to rain and nobody came.", " Then it was dark. It was a sad and lonely day."]
+    generator = random.Random(0)
+    rows = [
+        {
+            "prompt": f"Human: {text.strip()}\n\nAssistant:",
+            "chosen": generator.choice(happy),
+            "rejected": generator.choice(sad),
+        }
+        for text in texts
+    ]
+    train, test = write(folder / "pairs_train.jsonl", rows[100:]), write(folder / "pairs_test.jsonl", rows[:100])
+    return {"rm": (f"data.train={train}", f"data.test={test}")}
+
+
 def scored_by(body: str) -> Callable[[Path], dict[str, tuple[str, ...]]]:
     """A reward function in place of the reward model: an expression of `prompt` and `text`."""
 
@@ -299,6 +317,13 @@ FRESH: dict[str, Fault] = {
     "value_fast": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1.0",)}),
     "rm_cut": Fault("rm_without_eos", "rm", {"rm": ("data.max_length=24", "data.truncation=right")}),
     "rm_other_template": Fault("template_differs", "rm", {}, bare_pairs),
+    "six_tokens": Fault("replies_cut", "ppo", {"ppo": ("rollout.max_new_tokens=6",)}),
+    "learning_rate_of_a_large_model": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.learning_rate=1e-6",)}),
+    "score_clip_small": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.score_clip=0.01",)}),
+    "pairs_of_stories": Fault("prompts_differ", "rm", {}, pairs_of_stories),
+    "prompts_cut": Fault(
+        "template_differs", "ppo", {"ppo": ("data.max_prompt_length=16", "data.truncation=right")}
+    ),
 }
 """Faults on whose runs no limit was chosen."""
 FAULTS |= FRESH
