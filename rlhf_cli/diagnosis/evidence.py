@@ -38,6 +38,7 @@ SETTINGS = (
     "ppo.ppo.kl_in",
     "ppo.ppo.ppo_epochs",
     "ppo.ppo.rollout_batch_size",
+    "ppo.ppo.score_clip",
     "ppo.rollout.max_new_tokens",
     "ppo.rollout.temperature",
 )

@@ -306,18 +306,30 @@ def _gold(
 
 
 def _prompts(run: Run) -> Found:
-    """How many of PPO's training prompts differ, and how many of their words the reward model's prompts lack."""
+    """How many of PPO's training prompts differ, and how many of their words the rows of SFT and RM lack."""
     assert run.ppo is not None
     tokenizer = load_tokenizer(run.model_path("ppo"))
     rows = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo))).train[:TRAINING_ROWS]
     prompts = [row.row.prompt for row in rows]
     found: Found = {"ppo.prompts": float(len(prompts)), "ppo.distinct_prompts": float(len(set(prompts)))}
+    if run.sft is not None:
+        demonstrations = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft))).train[:PROMPTS]
+        texts = [str(tokenizer.decode(row.ids, skip_special_tokens=True)) for row in demonstrations]
+        found |= _unknown("ppo.unknown_to_sft", prompts[:PROMPTS], texts)
     if run.rm is None:
         return found
     train, test = _pairs(run, *_reward_model(run))
-    known = {word for row in train[:PROMPTS] for word in row.row.prompt.split()}
-    for name, texts in (("ppo", prompts[:PROMPTS]), ("rm", [row.row.prompt for row in test[:PROMPTS]])):
-        words = [word for text in texts for word in text.split()]
-        if known and words:
-            found[f"{name}.unknown_words"] = sum(word not in known for word in words) / len(words)
-    return found
+    known = [row.row.prompt for row in train[:PROMPTS]]
+    found |= _unknown("ppo.unknown_words", prompts[:PROMPTS], known)
+    return found | _unknown("rm.unknown_words", [row.row.prompt for row in test[:PROMPTS]], known)
+
+
+def _unknown(name: str, texts: Sequence[str], known_texts: Sequence[str]) -> dict[str, float]:
+    """The share of the words of some texts that other texts lack.
+
+    >>> _unknown("share", ["late again", "late"], ["it is late"])["share"] == 1 / 3
+    True
+    """
+    known = {word for text in known_texts for word in text.split()}
+    words = [word for text in texts for word in text.split()]
+    return {name: sum(word not in known for word in words) / len(words)} if known and words else {}

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from rlhf_cli.diagnosis.causes import Cause, Sign
 from rlhf_cli.diagnosis.evidence import Evidence
+from rlhf_cli.diagnosis.rules_rm import UNKNOWN_WORDS, is_shifted, other_ends, other_words, shift
 from rlhf_cli.training.health_trends import KL_RUNAWAY, MOVED
 
-FIXED = 4
-"""Characters that all prompts of a stage must share to count as a template rather than as chance."""
 OTHER_TEMPERATURE = 1.25
 """PPO's temperature, as a multiple of the one at which the reward model was normalised, or the other way round."""
 OTHER_ENTROPY = 2.0
 """Entropy of the first replies, as a multiple of SFT's held-out loss, or the other way round. At the temperature of
 training the two are about equal."""
-SHIFTED = 0.5
-"""Distance of the first scores from 0, in standard deviations of the SFT samples that the score is normalised on."""
 CHEAP_KL = 0.05
 """Cost of the KL, as a share of the gain in score."""
 ENOUGH = ("ppo.approx_kl", "ppo.clip_fraction")
@@ -39,10 +36,6 @@ BEST_KL = 0.1
 s * sqrt(2 * K), so a penalty c * K is best paid at K = s ** 2 / (2 * c ** 2). Good: 45."""
 PASSES = 50
 """How often PPO uses each prompt, if all fit into one batch."""
-UNKNOWN_WORDS = 0.2
-"""Share of the words of PPO's prompts that the reward model's training prompts lack ..."""
-MORE_UNKNOWN = 3.0
-"""... as a multiple of the share in its own held-out prompts."""
 LEARNING = 20
 """Iterations after which a value model should know the mean of the returns."""
 VALUE_ERROR = 2.0
@@ -58,36 +51,13 @@ ROSE = 0.5
 
 
 def _template_differs(run: Evidence) -> list[Sign]:
-    signs = []
-    for stage in ("sft", "rm"):
-        end, of_ppo = run.texts.get(f"{stage}.prompt_end"), run.texts.get("ppo.prompt_end")
-        if end is not None and of_ppo is not None and _differ(end, of_ppo):
-            signs.append(Sign(2, f"The prompts of {stage} end with {_shown(end)}, those of PPO with {_shown(of_ppo)}."))
-    if signs and _is_shifted(run):
-        signs.append(Sign(1, _shift(run)))
+    of_sft, of_rm = other_ends(run)
+    if of_rm and not of_sft and "sft.prompt_end" in run.texts:
+        return []  # the reward model is the odd one
+    signs = [*of_sft, *of_rm]
+    if signs and is_shifted(run):
+        signs.append(Sign(1, shift(run)))
     return signs
-
-
-def _differ(one: str, other: str) -> bool:
-    """Whether two ends of prompts cannot come from one template."""
-    if max(len(one), len(other)) < FIXED:
-        return False
-    return not (one and other and (one.endswith(other) or other.endswith(one)))
-
-
-def _shown(text: str) -> str:
-    return repr(text[-30:]) if text else "nothing in common"
-
-
-def _is_shifted(run: Evidence) -> bool:
-    return run["ppo.only_normalised_rewards"] == 1 and abs(run["ppo.start.score"]) > SHIFTED
-
-
-def _shift(run: Evidence) -> str:
-    return (
-        f"PPO's first replies score {run['ppo.start.score']:+.2f} standard deviations from SFT's samples in the RM "
-        f"stage (limit {SHIFTED:g}), although the same model wrote both."
-    )
 
 
 def _temperature_differs(run: Evidence) -> list[Sign]:
@@ -110,8 +80,8 @@ def _temperature_differs(run: Evidence) -> list[Sign]:
                 f"{loss:.2f}; at the temperature of training they are about equal.",
             )
         )
-    if _is_shifted(run):
-        signs.append(Sign(1, _shift(run)))
+    if is_shifted(run):
+        signs.append(Sign(1, shift(run)))
     return signs
 
 
@@ -194,13 +164,17 @@ def _kl_too_strong(run: Evidence) -> list[Sign]:
     spread, kl_coef, kl = run["ppo.start.score_std"], run["ppo.end.kl_coef"], run["ppo.end.kl"]
     if not spread > 0 or not kl_coef > 0:
         return []
+    clip, clipped = run.settings.get("ppo.ppo.score_clip"), ""
+    if clip is not None and clip < spread:
+        spread, clipped = clip, f"; ppo.score_clip makes that at most {clip:g}"
     best = spread**2 / (2 * kl_coef**2)
     if not best < BEST_KL:
         return []
     return [
         Sign(
             2,
-            f"The scores of the first replies have a standard deviation of {spread:.2g}, so with ppo.kl_coef "
+            f"The scores of the first replies have a standard deviation of {run['ppo.start.score_std']:.2g}"
+            f"{clipped}, so with ppo.kl_coef "
             f"{kl_coef:.3g} the best policy is {best:.2g} nats from SFT and gains {spread**2 / kl_coef:.2g} in score. "
             f"The run's KL of {kl:.2g} nats costs {kl_coef * kl:.2g}, and its score changed by "
             f"{run['ppo.end.score'] - run['ppo.start.score']:+.2g}.",
@@ -223,16 +197,7 @@ def _few_prompts(run: Evidence) -> list[Sign]:
 
 
 def _prompts_differ(run: Evidence) -> list[Sign]:
-    unknown, own = run["ppo.unknown_words"], run["rm.unknown_words"]
-    if not (unknown > UNKNOWN_WORDS and unknown > MORE_UNKNOWN * own):
-        return []
-    return [
-        Sign(
-            2,
-            f"{unknown:.0%} of the words in PPO's prompts are in none of the prompts that the reward model was trained "
-            f"on (limit {UNKNOWN_WORDS:.0%}); of its own held-out prompts {own:.0%}.",
-        )
-    ]
+    return [] if run["ppo.unknown_to_sft"] <= UNKNOWN_WORDS else other_words(run)
 
 
 def _value_untrained(run: Evidence) -> list[Sign]:
@@ -361,7 +326,7 @@ CAUSES = (
         "PPO's prompts are written in another template than those of the stages before.",
         _template_differs,
         "Give data.prompt_template the same value in all three stages, or write the prompts as SFT's: `rlhf data show` "
-        "prints them as the model reads them",
+        "prints them as the model reads them. If they are cut, raise data.max_prompt_length",
         explains=("ppo_steps_too_large", "kl_unrestrained", "policy_overoptimised", "replies_cut", "ppo_hardly_moved"),
         needs=("sft.prompt_end", "rm.prompt_end"),
         wants="three prompts in samples.jsonl of SFT or RM",
@@ -379,7 +344,8 @@ CAUSES = (
         "ppo",
         "The KL penalty costs more than the score can gain.",
         _kl_too_strong,
-        "Lower ppo.kl_coef (0.05 to 0.2 for normalised scores), or raise ppo.kl_target",
+        "Lower ppo.kl_coef (0.05 to 0.2 for normalised scores), or raise ppo.kl_target. If ppo.score_clip is below the "
+        "standard deviation of the scores, raise it to about 5 of them",
         explains=("ppo_hardly_moved", "value_untrained", "score_unlearned"),
     ),
     Cause(
@@ -403,7 +369,7 @@ CAUSES = (
         "Replies are cut before they end.",
         _replies_cut,
         "Raise rollout.max_new_tokens to the length of the demonstrations",
-        explains=("ppo_hardly_moved",),
+        explains=("ppo_hardly_moved", "policy_overoptimised", "policy_misjudged", "score_unlearned"),
     ),
     Cause(
         "ppo_steps_too_large",

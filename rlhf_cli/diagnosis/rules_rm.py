@@ -45,6 +45,14 @@ DIVERGED = 1.2
 """Training loss at the end, as a multiple of LOG_2."""
 CHANGED_MUCH = 0.5
 """Relative change of a weight matrix, together with an accuracy that is no better than guessing or a simple rule."""
+FIXED = 4
+"""Characters that all prompts of a stage must share to count as a template rather than as chance."""
+SHIFTED = 0.5
+"""Distance of the first scores from 0, in standard deviations of the SFT samples that the score is normalised on."""
+UNKNOWN_WORDS = 0.2
+"""Share of the words of PPO's prompts that the reward model's training prompts lack ..."""
+MORE_UNKNOWN = 3.0
+"""... as a multiple of the share in its own held-out prompts."""
 
 
 def _is_guessing(run: Evidence) -> bool:
@@ -269,6 +277,63 @@ def _weakness(run: Evidence) -> str | None:
     return weak_reward("rm", figures)
 
 
+def _prompts_differ(run: Evidence) -> list[Sign]:
+    of_sft, of_rm = other_ends(run)
+    signs = list(of_rm) if not of_sft and "sft.prompt_end" in run.texts else []
+    if run["ppo.unknown_to_sft"] <= UNKNOWN_WORDS and (words := other_words(run)):
+        lack = f"SFT's training rows lack only {run['ppo.unknown_to_sft']:.0%} of the words in PPO's prompts."
+        signs += [*words, Sign(1, lack)]
+    if signs and is_shifted(run):
+        signs.append(Sign(1, shift(run)))
+    return signs
+
+
+def other_ends(run: Evidence) -> tuple[list[Sign], list[Sign]]:
+    """The signs that the prompts of SFT, and those of the reward model, end otherwise than PPO's."""
+    found: list[list[Sign]] = []
+    for stage in ("sft", "rm"):
+        end, of_ppo = run.texts.get(f"{stage}.prompt_end"), run.texts.get("ppo.prompt_end")
+        differ = end is not None and of_ppo is not None and _differ(end, of_ppo)
+        text = f"The prompts of {stage} end with {_shown(end or '')}, those of PPO with {_shown(of_ppo or '')}."
+        found.append([Sign(2, text)] if differ else [])
+    return found[0], found[1]
+
+
+def other_words(run: Evidence) -> list[Sign]:
+    unknown, own = run["ppo.unknown_words"], run["rm.unknown_words"]
+    if not (unknown > UNKNOWN_WORDS and unknown > MORE_UNKNOWN * own):
+        return []
+    return [
+        Sign(
+            2,
+            f"{unknown:.0%} of the words in PPO's prompts are in none of the prompts that the reward model was trained "
+            f"on (limit {UNKNOWN_WORDS:.0%}); of its own held-out prompts {own:.0%}.",
+        )
+    ]
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two ends of prompts cannot come from one template."""
+    if max(len(one), len(other)) < FIXED:
+        return False
+    return not (one and other and (one.endswith(other) or other.endswith(one)))
+
+
+def _shown(text: str) -> str:
+    return repr(text[-30:]) if text else "nothing in common"
+
+
+def is_shifted(run: Evidence) -> bool:
+    return run["ppo.only_normalised_rewards"] == 1 and abs(run["ppo.start.score"]) > SHIFTED
+
+
+def shift(run: Evidence) -> str:
+    return (
+        f"PPO's first replies score {run['ppo.start.score']:+.2f} standard deviations from SFT's samples in the RM "
+        f"stage (limit {SHIFTED:g}), although the same model wrote both."
+    )
+
+
 CAUSES = (
     Cause(
         "labels_swapped",
@@ -287,6 +352,25 @@ CAUSES = (
         ),
         needs=("rm.judge_agrees_with_labels", "rm.gold_accuracy", "ppo.score_gold_correlation"),
         wants="a judge (evaluation.gold) or pairs with the columns gold_chosen and gold_rejected",
+    ),
+    Cause(
+        "rm_prompts_differ",
+        "rm",
+        "The reward model was trained on other prompts than SFT and PPO have.",
+        _prompts_differ,
+        "Train the reward model on pairs of this task, with prompts written as SFT's: `rlhf data show` prints them as "
+        "the model reads them",
+        explains=(
+            "rm_weak",
+            "ppo_steps_too_large",
+            "kl_unrestrained",
+            "policy_overoptimised",
+            "replies_cut",
+            "ppo_hardly_moved",
+            "score_unlearned",
+        ),
+        needs=("rm.prompt_end", "ppo.unknown_to_sft"),
+        wants="three prompts in samples.jsonl of SFT, RM and PPO, or a finished PPO stage and its prompts",
     ),
     Cause(
         "rm_untrained",

@@ -24,7 +24,7 @@ OF_PROBES = {
     "ppo": ("distinct_prompts", "gold_std", "prompts", "unknown"),
 }
 """What the names of the figures of forward passes, of the data and of the judge begin with, by stage."""
-WITHOUT_RUN = {"policy_overoptimised", "ppo_hardly_moved", "replies_cut", "rm_weak"}
+WITHOUT_RUN = {"policy_overoptimised", "rm_weak"}
 """Causes that no planted fault has as its first; they show beside others."""
 GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
 FAULTY = [name for name, fault in FAULTS.items() if fault.cause is not None and name not in FRESH]
@@ -73,10 +73,19 @@ def wrongly_named(first: dict[str, str | None]) -> list[str]:
     return [f"{name}, {line(FAULTS[name].cause)}, {line(cause)}" for name, cause in wrong.items()]
 
 
-def test_of_eleven_faults_on_which_no_limit_was_chosen_ten_are_named_first() -> None:
-    wrong = wrongly_named({name: (named(recorded(name)) or [None])[0] for name in FRESH})
-    assert len(FRESH) == 11
-    assert len(wrong) <= 1, wrong
+def test_sixteen_faults_on_which_no_limit_was_chosen_are_named_first() -> None:
+    assert len(FRESH) == 16
+    assert wrongly_named({name: (named(recorded(name)) or [None])[0] for name in FRESH}) == []
+
+
+def test_where_only_the_reward_model_read_other_prompts_its_stage_is_named() -> None:
+    ends = {"sft.prompt_end": "\n\nAssistant:", "rm.prompt_end": "\n### Answer\n", "ppo.prompt_end": "\n\nAssistant:"}
+    evidence = Evidence(["sft", "rm", "ppo"], texts=ends)
+    assert named(evidence) == ["rm_prompts_differ"]
+    assert named(replace(evidence, texts=ends | {"sft.prompt_end": "\n### Answer\n"})) == ["template_differs"]
+    words = {"ppo.unknown_words": 0.5, "rm.unknown_words": 0.01, "ppo.unknown_to_sft": 0.02}
+    assert named(replace(evidence, texts={}, figures=words)) == ["rm_prompts_differ"]
+    assert named(replace(evidence, texts={}, figures=words | {"ppo.unknown_to_sft": 0.5})) == ["prompts_differ"]
 
 
 def test_every_cause_but_rare_ones_has_a_run_that_shows_it() -> None:

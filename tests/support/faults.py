@@ -316,13 +316,15 @@ FRESH: dict[str, Fault] = {
     "cold_sampling": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=0.25",)}),
     "value_fast": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1.0",)}),
     "rm_cut": Fault("rm_without_eos", "rm", {"rm": ("data.max_length=24", "data.truncation=right")}),
-    "rm_other_template": Fault("template_differs", "rm", {}, bare_pairs),
+    "rm_other_template": Fault("rm_prompts_differ", "rm", {}, bare_pairs),
     "six_tokens": Fault("replies_cut", "ppo", {"ppo": ("rollout.max_new_tokens=6",)}),
     "learning_rate_of_a_large_model": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.learning_rate=1e-6",)}),
     "score_clip_small": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.score_clip=0.01",)}),
-    "pairs_of_stories": Fault("prompts_differ", "rm", {}, pairs_of_stories),
+    "pairs_of_stories": Fault("rm_prompts_differ", "rm", {}, pairs_of_stories),
     "prompts_cut": Fault(
-        "template_differs", "ppo", {"ppo": ("data.max_prompt_length=16", "data.truncation=right")}
+        "template_differs",
+        "ppo",
+        {"ppo": ("data.max_prompt_length=16", "data.truncation=right", "evaluation.gold=null")},
     ),
 }
 """Faults on whose runs no limit was chosen."""
