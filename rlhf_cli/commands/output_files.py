@@ -124,7 +124,7 @@ class Output:
             self.settings_path.unlink(missing_ok=True)
             for file in self._files:
                 file.truncate(0)
-            write_text(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
+            write_text(self.settings_path, json_line(self.settings, indent=2).decode())
         except OSError as error:
             raise self._not_writable(error) from None
         self._is_started = True
@@ -141,7 +141,8 @@ class Output:
         for key in changed:
             old, new = (_at(values, key) for values in (before, self.settings))
             short = all(isinstance(v, int | float | None) or (isinstance(v, str) and len(v) < 60) for v in (old, new))
-            shown.append(f"{key} ({json.dumps(old)}, now {json.dumps(new)})" if short else key)
+            texts = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            shown.append(f"{key} ({texts[0]}, now {texts[1]})" if short else key)
         return ", ".join(shown)
 
     def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
@@ -245,12 +246,12 @@ class Output:
                 file.close()
 
 
-def json_line(values: dict[str, Any]) -> bytes:
-    """The values as one line of JSON."""
+def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
+    """The values as one line of JSON, or as several with an indent."""
     try:
-        line = json.dumps(values, ensure_ascii=False, default=str).encode()
+        line = json.dumps(values, ensure_ascii=False, default=str, indent=indent).encode()
     except UnicodeEncodeError:  # a lone surrogate in a column of the input row
-        line = json.dumps(values, default=str).encode()
+        line = json.dumps(values, default=str, indent=indent).encode()
     return line + b"\n"
 
 

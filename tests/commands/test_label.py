@@ -179,7 +179,7 @@ def test_back_takes_answers_back_also_those_of_an_earlier_session(source: Path, 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"labeller": "ben"}, ConfigError, r'made with other settings: labeller \("ada", now "ben"\)'),
+        ({"labeller": "小王"}, ConfigError, r'made with other settings: labeller \("ada", now "小王"\)'),
         ({"seed": 1}, ConfigError, r"made with other settings: seed \(0, now 1\)"),
         ({"row": True}, ConfigError, "made with other settings: data.rows"),
         (
@@ -326,8 +326,11 @@ def test_keys_that_fail_and_an_early_end_of_a_pipe_are_errors_and_keep_the_answe
 
 
 def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:
-    ask("1", source, labeller="ada")
-    assert len(read_jsonl(tmp_path / "replies.labels.ada.jsonl")) == 1
+    for name in ("ada", "小王"):
+        ask("1", source, labeller=name)
+        out = tmp_path / f"replies.labels.{name}.jsonl"
+        assert len(read_jsonl(out)) == 1
+        assert f'"labeller": "{name}"' in out.with_name(out.name + ".settings").read_text(encoding="utf-8")
     with pytest.raises(ConfigError, match="--out: is missing"):
         ask("1", tmp_path)
     with pytest.raises(ConfigError, match="--labeller: 'a/b' cannot be part of a file name"):
