@@ -26,7 +26,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.training import health
 from support.paths import ROOT, TESTS
 
-MOVED = [ROOT / "benchmarks" / name for name in ("COSTS.md", "PLAN.md", "SCALE.md", "TESTS.md", "TUNING.md")]
+MOVED = [ROOT / "benchmarks" / name for name in ("COSTS.md", "FORMULAS.md", "PLAN.md", "SCALE.md", "TESTS.md", "TUNING.md")]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *MOVED])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = ("rlhf_cli", "stages", "data")
@@ -260,10 +260,10 @@ def choices_of(kind: Any) -> Iterator[Any]:
                     yield from choices_of(section)
 
 
-def test_the_page_of_other_libraries_lists_the_golden_cases_that_are_not_checked() -> None:
+def test_the_page_of_formulas_lists_the_golden_cases_that_are_not_checked() -> None:
     tree = ast.parse((TESTS / "algorithms" / "test_golden.py").read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "NOT_OFFERED")
-    listed = re.findall(r"^\| `(\w+)` \| [^|]*\|$", TEXTS["docs/other_libraries.md"].split("| case |")[1], re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \| [^|]*\|$", TEXTS["benchmarks/FORMULAS.md"].split("| case |")[1], re.MULTILINE)
     assert listed[: len(ast.literal_eval(node.value))] == list(ast.literal_eval(node.value))
 
 
