@@ -26,8 +26,11 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.training import health
 from support.paths import ROOT, TESTS
 
-MOVED = [ROOT / "benchmarks" / name for name in ("COSTS.md", "FORMULAS.md", "PLAN.md", "SCALE.md", "TESTS.md", "TUNING.md")]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *MOVED])
+MOVED = ["COSTS", "FORMULAS", "PLAN", "SCALE", "TESTS", "TUNING"]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    + [ROOT / "benchmarks" / f"{name}.md" for name in MOVED]
+)
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = ("rlhf_cli", "stages", "data")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
