@@ -243,6 +243,8 @@ def require_rows_for_all(world: World, batch_size: int, key: str) -> None:
 def stop() -> None:
     """Leave the process group."""
     global _pulse
+    if _pulse is not None:
+        _pulse.end()
     _pulse = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,7 +3,7 @@
 Every two seconds each process writes to the store of the process group what it is doing, and how many collective
 operations it has begun. Whoever waits longer than `distributed.timeout_s` for another process in a collective operation
 reads there which one is missing. Over NCCL such an operation returns at once, and the process hangs later, in the GPU's
-queue, until NCCL aborts it. So the thread of signs compares the numbers itself (`_judge`), and ends the process first.
+queue, until NCCL aborts it. So the thread of signs compares the numbers itself (`missing`), and ends the process first.
 Work that only one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long
 as the missing process gives signs of life.
 """
@@ -39,12 +39,14 @@ SLOWEST_POLL_S = 0.25
 """Seconds between two looks at the store in a long wait."""
 LATER_S = 30.0
 """Seconds that the thread of signs leaves to a main thread that judges its wait itself."""
+NO_SIGN = {"number": 0, "begun": 0, "waits": False}
+"""In place of the sign of a process of which none was read yet."""
 LOOKS = 20
 """How often the thread of signs reads the signs of the others during `distributed.timeout_s`."""
 
 
 @dataclass
-class _Seen:
+class Seen:
     """What this process has seen of one process, itself included."""
 
     sign: Mapping[str, Any]
@@ -52,6 +54,32 @@ class _Seen:
     """When its last new sign was seen."""
     moved: float
     """When the number of collective operations that it has begun was last seen to grow."""
+
+
+def missing(seen: Mapping[int, Seen], now: float, limit: float) -> tuple[list[int], list[int]]:
+    """(the processes that give no sign of life, those that compute too long); both are empty while a run is healthy.
+
+    A run is healthy if a process has begun a collective operation in the last `limit` seconds, or if nobody waits: no
+    process that gives signs has begun more operations than another one, or waits for one that is silent. So all may
+    compute for as long as they need, and one may work alone while the others wait for it in `Pulse.meet`.
+
+    >>> def seen(begun, heard, waits=False):
+    ...     return Seen({"begun": begun, "waits": waits}, heard=heard, moved=0)
+    >>> missing({0: seen(8, heard=99), 1: seen(7, heard=99)}, now=100, limit=60)
+    ([], [1])
+    >>> missing({0: seen(7, heard=99, waits=True), 1: seen(7, heard=99)}, now=100, limit=60)
+    ([], [])
+    >>> missing({0: seen(7, heard=99, waits=True), 1: seen(7, heard=0)}, now=100, limit=60)
+    ([1], [])
+    """
+    if not seen or now - max(one.moved for one in seen.values()) <= limit:
+        return [], []
+    silent = [rank for rank, one in seen.items() if now - one.heard > limit]
+    signs = {rank: one.sign for rank, one in seen.items() if rank not in silent}
+    most = max((sign["begun"] for sign in signs.values()), default=0)
+    behind = [rank for rank, sign in signs.items() if sign["begun"] < most]
+    waits = any(sign["waits"] for sign in signs.values()) or any(seen[rank].sign["begun"] < most for rank in silent)
+    return (silent, behind) if behind or waits else ([], [])
 
 
 class Pulse(threading.Thread):
@@ -63,6 +91,8 @@ class Pulse(threading.Thread):
         # Connections of its own: the process group may wait in the other one.
         self._group_store = ending.store
         self.store = self._connected("rlhf", PATIENCE_S)
+        self._spare: dist.Store | None = self._connected("rlhf", PATIENCE_S)
+        """Another connection: one that timed out once cannot be used again."""
         self._meetings = self._connected("rlhf meetings", timeout_s)
         self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s
         self.step = step
@@ -77,82 +107,79 @@ class Pulse(threading.Thread):
         """Whether a collective operation returns when it is complete, or fails, so that the main thread judges it."""
         self._last_what = "the arrival"
         self._meets = False
-        self._seen: dict[int, _Seen] = {}
-        self._signs_read: dict[int, dict[str, Any]] = {}
+        self._seen: dict[int, Seen] = {}
+        self._signs_read: dict[int, dict[str, Any]] = {rank: dict(NO_SIGN) for rank in range(self.size)}
         self._is_store_gone = False
         self._next_read = 0.0
-        self._answered = self._judged = time.monotonic()
+        self._judged = time.monotonic()
         self._num_signs = 0
         self._num_met = 0
         """Meetings at which this process has arrived."""
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        """Write a sign of life every two seconds until `end`."""
+        """Write a sign of life every two seconds, and a last one at `end`, so that nobody seems behind who has left."""
         asking: threading.Thread | None = None
-        while not self._is_over.is_set():
+        while True:
+            is_last = self._is_over.is_set()
             if asking is None or not asking.is_alive():
                 # In a thread: if the process that holds the store hangs, so does every request.
                 asking = threading.Thread(target=self._exchange_signs, name=STORE_THREAD, daemon=True)
                 asking.start()
             asking.join(PATIENCE_S)
-            if self._is_store_gone and self.blocks:
+            if is_last or (self._is_store_gone and self.blocks):
                 return
             if (error := self._judge(is_there=not (asking.is_alive() or self._is_store_gone))) is not None:
                 self._end_with(error)
             self._is_over.wait(EVERY_S)
-        if asking is not None:
-            asking.join(PATIENCE_S)
 
     def _exchange_signs(self) -> None:
         """Write this process's sign of life and, at times, read those of the others."""
         self._num_signs += 1
-        sign = {"number": self._num_signs, "step": self.step, "waits": self.waits_for is not None}
-        sign |= {"met": self._num_met, "begun": waits.num_begun()}
-        self._signs_read[self.rank] = sign
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            self.store.set(str(self.rank), json.dumps(sign))
+            self.store.set(str(self.rank), json.dumps(self._own_sign()))
             self.ending.look()
+            self._spare = self._spare or self._connected("rlhf", PATIENCE_S)
             if time.monotonic() < self._next_read or not self.store.check([str(rank) for rank in others]):
                 return
             signs = map(json.loads, self.store.multi_get([str(rank) for rank in others]))
             self._signs_read |= dict(zip(others, signs, strict=True))
             self._next_read = time.monotonic() + max(EVERY_S, self.timeout_s / LOOKS)
-        except RuntimeError:  # the process that holds the store has ended
-            self._is_store_gone = True
+        except RuntimeError:  # the process that holds the store has ended, or was late
+            self._is_store_gone = self._spare is None
+            self.store, self._spare = self._spare or self.store, None
+
+    def _own_sign(self) -> dict[str, Any]:
+        sign = {"number": self._num_signs, "step": self.step, "waits": self.waits_for is not None}
+        return sign | {"met": self._num_met, "begun": waits.num_begun()}
 
     def _judge(self, *, is_there: bool) -> Exception | None:
-        """What ends this process if no process has begun a collective operation for `distributed.timeout_s`, although
-        one process is silent, or has begun fewer than the others; else None.
+        """What ends this process if another one waits for a `missing` one, for `distributed.timeout_s`; else None.
 
-        With equal numbers they all compute. If the store does not answer (`is_there`), process 0 is silent.
+        If the store does not answer (`is_there`), process 0 is silent, and of the others nothing is known.
         """
         now, limit = time.monotonic(), max(self.timeout_s, 3 * EVERY_S)
         if now - self._judged > 3 * EVERY_S + 2 * PATIENCE_S:
             self._seen = {}  # this process was stopped itself
         self._judged = now
-        for rank, sign in dict(self._signs_read).items():
+        for rank, sign in {**self._signs_read, self.rank: self._own_sign()}.items():
             last = self._seen.get(rank)
-            is_new = last is None or sign["number"] != last.sign["number"]
+            is_new = last is None or rank == self.rank or sign["number"] != last.sign["number"]
             has_moved = last is None or sign["begun"] != last.sign["begun"]
             heard, moved = (now if is_new else last.heard), (now if has_moved else last.moved)  # type: ignore[union-attr]
-            self._seen[rank] = _Seen(sign, heard, moved)
+            self._seen[rank] = Seen(sign, heard, moved)
         limit += max(EVERY_S, self.timeout_s / LOOKS) + (LATER_S if self.blocks or self._meets else 0)
-        self._answered = now if is_there else self._answered
-        waited_s = now - max(seen.moved for seen in self._seen.values())
-        if waited_s <= limit:
+        seen = {rank: one for rank, one in self._seen.items() if is_there or rank in (0, self.rank)}
+        silent, behind = missing(seen, now, limit)
+        if not silent and not behind:
             return None
-        signs = {rank: seen.sign for rank, seen in self._seen.items()}
         if not is_there:
-            if self.rank == 0 or now - self._answered <= limit:
-                return None
-            self.ending.is_store_gone = True
-            return self._missing(self._last_what, waited_s, [0], [], signs)
-        silent = [rank for rank, seen in self._seen.items() if rank != self.rank and now - seen.heard > limit]
-        begun = {rank: int(sign["begun"]) for rank, sign in signs.items() if rank not in silent}
-        behind = [rank for rank in begun if begun[rank] < max(begun.values())]
-        return self._missing(self._last_what, waited_s, silent, behind, signs) if silent or behind else None
+            silent, behind = [0], []
+        self.ending.is_store_gone |= not is_there
+        waited_s = now - max(one.moved for one in seen.values())
+        signs = {rank: one.sign if one.sign["number"] else {} for rank, one in seen.items()}
+        return self._missing(self._last_what, waited_s, silent, behind, signs)
 
     def _end_with(self, error: Exception) -> None:
         """End this process with one line. Its main thread hangs in the queue of a GPU, or computes for too long."""

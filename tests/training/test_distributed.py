@@ -17,6 +17,7 @@ import pytest
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.training.processes import LOST
+from rlhf_cli.training.pulse import Seen, missing
 from support.crash import wait_for
 from support.forked import Forked
 from support.paths import ROOT
@@ -155,13 +156,46 @@ def test_a_process_that_hangs_is_named_where_operations_return_at_once(start, fa
 
 
 def test_processes_that_compute_for_longer_than_the_timeout_are_left_alone(start):
+    """Also the one that is left when the other has parted, whichever holds the store."""
     body = """
     distributed._pulse.blocks = False
     world.barrier()
     time.sleep(5)
     print(world.gather(world.rank))
+    if world.rank == 1:
+        time.sleep(2.5)
+    distributed.stop()
+    if world.rank == 0:
+        time.sleep(5)
     """
     assert [process.wait(120) for process in start(body, 2, timeout_s=1.0)] == [(0, "[0, 1]\n")] * 2
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        # Each process: (exchanges begun, whether it waits, whether it gives signs, whether it has begun one lately).
+        ([(7, False, True, False)] * 3, ([], [])),  # all compute: a reward, a compilation
+        ([(7, False, True, False), (7, True, True, False), (7, True, True, False)], ([], [])),  # the first works alone
+        ([(7, False, False, False), (7, False, True, False), (7, False, True, False)], ([], [])),  # nobody waits for it
+        ([(7, False, True, False), (7, False, False, False), (7, False, False, False)], ([], [])),  # the others left
+        ([(7, False, True, False), (6, True, False, False), (5, True, True, True)], ([], [])),  # one has just begun one
+        ([(7, False, True, False), (7, True, False, False)], ([], [])),  # the one that waited is gone itself
+        ([(7, False, True, False), (8, True, True, False), (8, True, True, False)], ([], [0])),
+        ([(8, False, True, False), (7, False, True, False)], ([], [1])),  # over NCCL no process waits
+        ([(7, True, True, False), (7, False, True, False), (7, False, False, False)], ([2], [])),
+        ([(8, False, True, False), (7, False, False, False), (7, False, True, False)], ([1], [2])),
+        ([(8, False, True, False), (7, False, False, False)], ([1], [])),
+    ],
+)
+def test_a_process_is_missing_only_if_another_one_waits_for_it(table, found):
+    now, limit = 1000.0, 300.0
+    seen = {
+        rank: Seen({"begun": begun, "waits": waits}, now - (0 if gives_signs else 301), now - (0 if moves else 301))
+        for rank, (begun, waits, gives_signs, moves) in enumerate(table)
+    }
+    assert missing(seen, now, limit) == found
+    assert missing(seen, now - 2, limit) == ([], []), "not yet"
 
 
 def test_an_error_of_the_first_process_ends_all_and_is_printed_once(start):
