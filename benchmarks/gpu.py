@@ -1,13 +1,13 @@
 """Measure on a GPU what has been measured on CPUs only: memory against the plan, rollouts and speed; run the GPU tests.
 
-    python benchmarks/gpu.py --work DIR [--trl-ppo-python PYTHON]      # about 10 minutes
+    python benchmarks/gpu.py --work DIR [--trl-ppo-python PYTHON]      # up to 30 minutes
     python benchmarks/gpu.py --work DIR --list                         # the parts, in their order
-    python benchmarks/gpu.py --work DIR --parts "memory 1.5 B PPO LoRA" tests
+    python benchmarks/gpu.py --work DIR --parts "memory 1.5 B PPO LoRA" "tests test_nf4"
     python benchmarks/gpu.py --work DIR --device cpu --tiny            # check that every line runs
 
-Each part runs in a process of its own, the most important first: gpu_memory.py, gpu_speed.py, and the tests that need a
-GPU. A part that fails is reported, and the others run. A finished part is not repeated: the same command once more runs
-those that failed or for which the time (`--minutes`) was too short.
+Each part runs in a process of its own, the most important first: gpu_memory.py, gpu_speed.py, and each file of tests
+that need a GPU. A part that fails is reported, and the others run. A finished part is not repeated: the same command
+once more runs those that failed or for which the time (`--minutes`) was too short.
 The models are Llamas of the sizes of Qwen2, with random weights. DIR needs 30 GB.
 
 Writes DIR/results/gpu.json with the machine, the versions and every figure, and prints tables for docs/speed.md.
@@ -48,7 +48,11 @@ EVERY_SIZE = {
 }
 MOST_S = 240
 """Seconds after which a part is ended."""
-TESTS_HEAD = ["passed", "failed", "skipped", "s"]
+TESTS_S = 600
+"""Seconds after which a file of tests is ended. Each of its tests may load a model, and compile its passes."""
+TESTS = {path.stem: path for path in sorted(ROOT.glob("tests/*/test_*.py")) if "support.gpu" in path.read_text("utf-8")}
+"""The files with tests that need a GPU."""
+TESTS_HEAD = ["file", "passed", "failed", "skipped", "s"]
 
 
 def main() -> None:
@@ -88,7 +92,7 @@ def parts_of(sizes: list[str]) -> list[str]:
     return [
         *(f"memory {first} PPO {kind}" for kind in ("LoRA", "NF4")),
         f"speed {first} rollouts",
-        "tests",
+        *(f"tests {name}" for name in TESTS),
         f"memory {first} PPO full",
         *(f"memory {first} {stage} {kind}" for kind in ("LoRA", "full") for stage in ("SFT", "RM")),
         *speed,
@@ -116,7 +120,7 @@ def advance(name: str, args: argparse.Namespace, left: float) -> str:
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
-            child.wait(min(MOST_S, left))
+            child.wait(min(TESTS_S if name.startswith("tests ") else MOST_S, left))
         except subprocess.TimeoutExpired:
             output.write(f"ended after {time.monotonic() - began:.0f} s\n")
         finally:
@@ -133,8 +137,8 @@ def run_part(args: argparse.Namespace) -> dict[str, Any]:
     """Measure one part in this process."""
     began, device = time.monotonic(), torch.device(args.device)
     quiet_bitsandbytes()
-    if args.part == "tests":
-        result = run_tests(args)
+    if args.part.startswith("tests "):
+        result = run_tests(args.part.removeprefix("tests "), args.part_file)
     else:
         room, rest = args.part.split(" ", 1)
         size, plan = next((size, plan) for size, (_, plan) in EVERY_SIZE.items() if rest.startswith(f"{size} "))
@@ -156,12 +160,9 @@ def measure_speed(inputs: Inputs, what: str, trl_python: Path | None) -> dict[st
     return {"rows": getattr(bench, what.lower())(), "flops": bench.flops, "bandwidth": bench.bandwidth}
 
 
-def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the tests that are marked `gpu`. Without a GPU most are skipped."""
-    files = [
-        str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "support.gpu" in path.read_text("utf-8")
-    ]
-    report = args.part_file.with_suffix(".xml")
+def run_tests(name: str, part_file: Path) -> dict[str, Any]:
+    """Run the tests of a file that are marked `gpu`. Without a GPU they are skipped."""
+    report = part_file.with_suffix(".xml")
     command = [
         sys.executable,
         "-m",
@@ -172,17 +173,18 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
-        *files,
+        str(TESTS[name]),
     ]
     code = subprocess.run(command, cwd=ROOT).returncode
     suite = ElementTree.parse(report).getroot()[0]
     failed = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
     failed += [case.get("name") for case in suite.iter("testcase") if case.find("error") is not None]
     count, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
-    row = [str(count - skipped - len(failed)), str(len(failed)), str(skipped), f"{float(suite.get('time', 0)):.0f}"]
+    seconds = float(suite.get("time", 0))
+    row = [name, *map(str, (count - skipped - len(failed), len(failed), skipped)), f"{seconds:.0f}"]
     if code not in (0, 1):
         raise SystemExit(f"pytest ended with exit code {code}")
-    return {"rows": [row], "failed": failed, "seconds_of_tests": float(suite.get("time", 0))}
+    return {"rows": [row], "failed": failed, "seconds_of_tests": seconds}
 
 
 # ----------------------------------------------------------------------------------------------- the figures
@@ -294,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, to check that every line runs")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
-    parser.add_argument("--minutes", type=float, default=10, help="no part runs longer than this after the start")
+    parser.add_argument("--minutes", type=float, default=30, help="no part runs longer than this after the start")
     parser.add_argument("--trl-ppo-python", type=Path, help="Python of an environment with TRL 1.12.0")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--part-file", type=Path, help=argparse.SUPPRESS)

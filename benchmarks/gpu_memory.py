@@ -10,7 +10,7 @@ import gc
 import importlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "NF4": {"lora": {"r": 16, "quantize": "nf4"}},
 }
 """What is trained, as keys of `model`, `policy` and `value_model`. Adapters are saved alone, which saves time."""
+PACE = ("data", "step", "rollout", "scoring", "reward", "update")
+"""The phases of a step or an iteration whose seconds are in metrics.jsonl."""
 FUNCTIONS = {
     # The innermost function that is at work gives the phase.
     "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.loop.Loop": {"save": "save"}},
@@ -124,7 +126,8 @@ def measure(inputs: Inputs, stage: str, kind: str) -> dict[str, Any]:
             meter.watch(_import(owner), name, phase)
     _import(f"stages.{stage}").run(config, quiet=True)
     meter.begin("end")
-    metrics = json.loads((Path(config.artifacts) / stage / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = (Path(config.artifacts) / stage / "metrics.jsonl").read_text().splitlines()
+    metrics = last_with_pace([json.loads(line) for line in lines])
     shutil.rmtree(config.artifacts, ignore_errors=True)
     gc.collect()
     planned = plan_of(path, [], stage, machine(inputs.device), 1e15, None)[0].plan
@@ -158,14 +161,22 @@ def rows_of(
     ]
 
 
+def last_with_pace(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last row of metrics with the seconds of a step. The row of an evaluation has none.
+
+    >>> last_with_pace([{"time/step_s": 1.0}, {"time/step_s": 2.0}, {"eval/loss": 3.0}])
+    {'time/step_s': 2.0}
+    """
+    return next(row for row in reversed(rows) if any(f"time/{name}_s" in row for name in PACE))
+
+
 def pace(what: str, metrics: Mapping[str, float], tokens: int) -> list[str]:
     """The row of the table of speed: the seconds of the last step or iteration by phase, and the sampler's gap.
 
     >>> pace("PPO LoRA", {"time/rollout_s": 4.0, "time/update_s": 1.5, "policy/sampler_gap_mean": 0.004}, 8192)[-1]
     'rollout 4.00 s, update 1.50 s; at most 8,192 tokens per microbatch; sampler gap 0.0040 nats'
     """
-    names = ("data", "step", "rollout", "scoring", "reward", "update")
-    seconds = {name: metrics[f"time/{name}_s"] for name in names if f"time/{name}_s" in metrics}
+    seconds = {name: metrics[f"time/{name}_s"] for name in PACE if f"time/{name}_s" in metrics}
     phases = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     remarks = f"{phases}; at most {tokens:,} tokens per microbatch"
     if "policy/sampler_gap_mean" in metrics:
