@@ -26,7 +26,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.training import health
 from support.paths import ROOT, TESTS
 
-MOVED = ["COSTS", "FORMULAS", "PLAN", "SCALE", "TESTS", "TUNING"]
+MOVED = ["COSTS", "FORMULAS", "KL", "PLAN", "SCALE", "TESTS", "TUNING"]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     + [ROOT / "benchmarks" / f"{name}.md" for name in MOVED]
