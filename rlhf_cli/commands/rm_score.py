@@ -69,9 +69,10 @@ def rm_score(
     on_bad_row: OnBadRow = "error",
     quiet: Quiet = False,
 ) -> None:
-    """Score the answers of a file with a reward model; of pairs, show good beside bad. SOURCE - scores what you type.
+    """Score the answers of a file with a reward model; of pairs, show good beside bad.
 
-    Type a line per answer; a tab separates the prompt before it. The score of each line follows it.
+    SOURCE - scores what you type. Type a line per answer; a tab separates the prompt before it. The score of each line
+    follows it.
     """
 
     settings = Settings(model, raw=raw, label=label, probability=probability, template=template, device=device)

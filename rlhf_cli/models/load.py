@@ -363,8 +363,8 @@ def _load(
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
-        refuse_endless(path, config.get_text_config())
         refuse_pickles(path, revision, config)
+        refuse_endless(path, config.get_text_config())
         if auto is AutoModelForCausalLM:
             refuse_classifier(path, config)
             auto = AutoModelForSeq2SeqLM if is_seq2seq_config(config) else auto

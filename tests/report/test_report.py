@@ -707,8 +707,7 @@ def test_a_pipeline_ends_with_its_report(project, monkeypatch):
     assert f"the report is {page}" in output
     end = output[output.index("the report is") :]
     assert "eval" in end
-    assert "init" in end
-    assert end.count("pipeline: ") <= 2, "three lines say what to do next"
+    assert end.count("pipeline: ") <= 1, "two lines say what to do next"
     first = page.read_bytes()
     run_pipeline(project, monkeypatch)
     assert page.read_bytes() == first, "the same run gives the same page"
