@@ -326,6 +326,9 @@ FRESH: dict[str, Fault] = {
         "ppo",
         {"ppo": ("data.max_prompt_length=16", "data.truncation=right", "evaluation.gold=null")},
     ),
+    "sixteen_epochs": Fault("ppo_steps_too_large", "ppo", {"ppo": ("ppo.ppo_epochs=16",)}),
+    "labels_of_chance": Fault("labels_noisy", "rm", {}, pairs(noisy(0.5))),
+    "rm_twenty_steps": Fault("rm_weak", "rm", {"rm": ("training.num_steps=20",)}),
 }
 """Faults on whose runs no limit was chosen."""
 FAULTS |= FRESH
