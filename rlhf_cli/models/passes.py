@@ -97,7 +97,9 @@ def recompute_layers(model: PreTrainedModel) -> None:
     """
     try:
         # The lengths of the packed row are arguments of the layer, so the recomputation has them too.
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed the function in 5.23, and vLLM needs an earlier one.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     except ValueError:
         raise ConfigError(
             f"gradient_checkpointing: transformers does not support it for a {type(model).__name__}. Remove the key, "

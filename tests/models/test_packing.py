@@ -21,6 +21,7 @@ from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.loading import set_dropout_off
+from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
 from rlhf_cli.rewards.agreement import scores_of_rows
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
@@ -226,7 +227,7 @@ def test_gradient_checkpointing_recomputes_the_same_row(pair):
     """The recomputation also needs the ends and prefixes of the sequences."""
     plain, model = pair
     model = copy.deepcopy(model).train()
-    model.activation_checkpointing_enable()
+    recompute_layers(model)
     batch = pack(SEQUENCES, groups=GROUPS)
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     hidden_at(model, batch, everywhere(batch)).square().sum().backward()
