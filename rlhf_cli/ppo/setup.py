@@ -49,7 +49,7 @@ from rlhf_cli.sharding import is_sharded, whole
 from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.gradients import GradientSum
-from rlhf_cli.training.optimizer import Stepper, build_stepper, warmup_warning
+from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
 from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
 
@@ -389,6 +389,8 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
         models.policy, config.optimizer, policy_steps, seed=config.seed, scale=stage.loss_scale
     )
     value = models.value_model if models.value_model is not None else models.value_head
+    for line in float32_moments(config.optimizer, models.policy, value):
+        stage.display.note(line)
     if value is None:
         return policy_stepper, None
     rate = config.value_model.learning_rate

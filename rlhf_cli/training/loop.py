@@ -24,7 +24,7 @@ from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.health import Finding
 from rlhf_cli.training.health_recap import findings_of
 from rlhf_cli.training.health_trends import MEMORISES, memorises
-from rlhf_cli.training.optimizer import build_stepper, warmup_warning
+from rlhf_cli.training.optimizer import build_stepper, float32_moments, warmup_warning
 from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
 from rlhf_cli.training.zero_gradient import no_gradient
@@ -94,7 +94,7 @@ class Loop(Generic[T]):
         self._after_evaluation = after_evaluation
         stage.tokens_per_microbatch = passes.budget.tokens
         stage.speed.peak_flops = passes.peak_flops
-        for line in [self._plan(num_rows, mean_length), *passes.lines]:
+        for line in [self._plan(num_rows, mean_length), *passes.lines, *float32_moments(config.optimizer, model)]:
             stage.display.note(line)
         choice = "evaluation.keep_best" if best.metric is not None else None
         for line in held_out.notes("evaluation.max_rows", choice):

@@ -17,9 +17,12 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.sharding import local
 from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
-from rlhf_cli.training.checkpoint_shards import restored_state, saved_state
+from rlhf_cli.training.checkpoint_shards import BLOCK, has_whole_blocks, restored_state, saved_state
 from rlhf_cli.training.distributed import World, together
 from rlhf_cli.training.loss_scale import LossScale
+
+SMALLEST_8BIT = 4096
+"""Numbers of the smallest weight whose moments bitsandbytes keeps in 8 bits."""
 
 
 @dataclass
@@ -129,6 +132,21 @@ def warmup_warning(warmup_steps: int, steps: int) -> str:
         f"optimizer.warmup_steps is {warmup_steps} and the run has {steps} steps: the learning rate never reaches "
         "its peak. Lower optimizer.warmup_steps"
     )
+
+
+def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[str]:
+    """The line about large divided weights that 8-bit AdamW steps with float32 moments, if there are any."""
+    trained = {p for model in models if model is not None for p in model.parameters() if p.requires_grad}
+    # bitsandbytes keeps the moments of smaller weights in float32 everywhere.
+    sizes = [p.numel() for p in trained if p.numel() >= SMALLEST_8BIT and not has_whole_blocks(p)]
+    if config.precision != "8bit" or not sizes:
+        return []
+    share = sum(sizes) / sum(p.numel() for p in trained)
+    return [
+        f"optimizer.precision: 8bit keeps the moments of {len(sizes):,} divided weights ({share:.2%} of the trained "
+        f"numbers) in float32: their rows are no multiple of {BLOCK} numbers. One process has them in 8 bits, so its "
+        "result differs"
+    ]
 
 
 def build_stepper(
