@@ -179,6 +179,7 @@ class CheckpointStore:
                 own = save_rows(tensors, directory, world.rank, world.size)
             except (OSError, SafetensorError) as error:
                 problem = str(error)
+            world.barrier("the checkpoint to be written")  # a slow disk may take longer than a collective operation
             everyone = world.gather((problem, own and (own.name, digest_file(own))))
             for text, file in everyone:
                 if text:
