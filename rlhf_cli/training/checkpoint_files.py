@@ -283,10 +283,13 @@ def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
 
     The next run of the stage removes it. Does nothing if the stage has no unfinished run, or if it cannot be written.
     """
+    # Not in the stage's folder: the first process may be flushing all files there while another one ends.
+    temporary = Path(root) / f".{stage}.end.{os.getpid()}"
     with contextlib.suppress(OSError):
-        write_text(
-            partial_directory(root, stage) / END, json.dumps({"state": name, "line": line[:LONGEST_LINE]}) + "\n"
-        )
+        temporary.write_text(json.dumps({"state": name, "line": line[:LONGEST_LINE]}) + "\n", encoding="utf-8")
+        temporary.rename(partial_directory(root, stage) / END)
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def unfinished_state(root: str | Path, stage: str) -> StageState | None:
