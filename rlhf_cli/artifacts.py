@@ -426,7 +426,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _allow_reading(folder: Path) -> None:
-    """Give every file the permissions of a new one. safetensors lets nobody but the owner read its files."""
+    """Give every file the permissions of a new one. Only the owner can read what safetensors writes."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):

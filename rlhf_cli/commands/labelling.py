@@ -231,7 +231,7 @@ class Labelling:
 
 
 def _checked(line: Line) -> Line:
-    """A line of an earlier run. Raises ArtifactError for one that was changed so that it is no answer."""
+    """A line of an earlier run. Raises ArtifactError if the line was edited and does not hold an answer any more."""
     if "reason" in line:
         names = line["columns"]
         if line["reason"] not in (TIE, SKIPPED) or not isinstance(names, list) or len(names) != 2:

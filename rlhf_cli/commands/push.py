@@ -172,7 +172,7 @@ def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
 
 
 def _require_own_file(path: Path) -> None:
-    """Raise ArtifactError for what is no file of this folder: a link would upload any file of this machine.
+    """Raise ArtifactError unless the path is a file of this folder: a link could upload any file of this machine.
 
     A snapshot in the hub's cache has links to the `blobs` of its repository.
     """

@@ -307,7 +307,7 @@ class Tree:
     def unset(self, keys: Keys) -> bool:
         """Remove a null that a ``--set``, or a file that extends another, gave to a key; returns whether there was one.
 
-        A ``--set key=`` with nothing behind it, which an empty variable of the shell makes, is no null.
+        ``--set key=`` with nothing behind it does not mean null: an empty shell variable leaves that, too.
         """
         place = self.places.get(keys)
         if place is None or place.source == len(self.files) - 1:
