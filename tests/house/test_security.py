@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -711,31 +710,18 @@ SECRETS = (
 )  # fmt: skip
 
 
-def in_a_process(*arguments: str, folder: Path) -> str:
-    """Run a command with secrets in its environment; return its whole output."""
-    env = {
-        **os.environ,
-        **{name: f"{MARKER}-{name}" for name in SECRETS},
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "rlhf_cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=300, check=False)
-    return done.stdout + done.stderr
-
-
-def in_a_fork(*arguments: str, folder: Path) -> str:
-    """The same in a process that is forked from one with torch imported."""
+def run_with_secrets(*arguments: str, folder: Path) -> str:
+    """Run a command with secrets in its environment, in a fork of this process; return its whole output."""
     attempt = crash.Attempt(arguments, folder / "log", **{name: f"{MARKER}-{name}" for name in SECRETS})
     attempt.wait()
     return attempt.output
 
 
-def leaks(folder: Path, commands: list[list[str]], run: Callable[..., str]) -> list[str]:
+def leaks(folder: Path, commands: list[list[str]]) -> list[str]:
     """Commands and files that contain a secret."""
     leaking = []
     for arguments in commands:
-        output = run(*arguments, folder=folder)
+        output = run_with_secrets(*arguments, folder=folder)
         assert output
         assert "Traceback" not in output
         leaking += [" ".join(arguments)] if MARKER in output else []
@@ -763,7 +749,7 @@ def with_function(folder: Path, name: str) -> str:
 
 def test_secrets_in_the_environment_are_never_written(rewarded: Path) -> None:
     run = ["pipeline", str(rewarded), "--set", "ppo:" + with_function(rewarded, "score")]
-    assert leaks(rewarded, [run, ["status", str(rewarded / "run")]], in_a_fork) == []
+    assert leaks(rewarded, [run, ["status", str(rewarded / "run")]]) == []
     assert (rewarded / "run" / "ppo" / "manifest.json").is_file()
 
 
@@ -780,4 +766,4 @@ def test_secrets_are_not_in_error_messages(rewarded: Path) -> None:
         ["doctor", str(rewarded / "run")],
         ["config", "show", str(rewarded / "ppo.yaml")],
     ]
-    assert leaks(rewarded, commands, in_a_process) == []
+    assert leaks(rewarded, commands) == []

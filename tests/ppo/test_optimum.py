@@ -38,6 +38,7 @@ from support.optimum_task import (
     kl_regularised,
     make_task,
     mean_of_prompt,
+    score_at,
     soft_rule,
     token_k3_rule,
     token_kl_rule,
@@ -303,17 +304,6 @@ def test_preferences_lead_to_bradley_terry_strengths():
 
 
 # ---- bugs
-
-
-def score_at(column: int | slice) -> Callable[..., Tensor]:
-    """Token rewards with the score in one column, or in all, regardless of where the response ends."""
-
-    def rewards_of(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-        scores = torch.zeros_like(kl)
-        scores[:, column] = score.unsqueeze(1) if isinstance(column, slice) else score
-        return torch.where(mask, scores - kl_coef * kl, 0)
-
-    return rewards_of
 
 
 SHIFTED = torch.cat([TASK.state[:, :1], TASK.state[:, :-1]], 1)
