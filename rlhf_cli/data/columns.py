@@ -62,6 +62,11 @@ def first_key(row: Row, names: tuple[str, ...]) -> str:
     )
 
 
+def column(row: Row, name: str) -> Any:
+    """The value of a column that every row needs; raises DataError if it is missing."""
+    return row.values[first_key(row, (name,))]
+
+
 def mapped(row: Row, source: DataSource) -> Row:
     """The row with its columns renamed to our names, as `source.keys` says.
 
@@ -106,9 +111,7 @@ def at(row: Row, path: str, why: str = "") -> Any:
 
 def text(row: Row, name: str, *, empty: bool = False) -> str:
     """A column that must be text; blank text is allowed only with `empty`."""
-    if name not in row.values:
-        first_key(row, (name,))
-    return checked(row.values[name], f"`{name}`", row.where, empty=empty)
+    return checked(column(row, name), f"`{name}`", row.where, empty=empty)
 
 
 def optional_text(row: Row, name: str) -> str:
@@ -299,9 +302,7 @@ def record(
 
 def column_number(row: Row, name: str) -> float:
     """A column that must be a finite number."""
-    if name not in row.values:
-        first_key(row, (name,))
-    return number(row.values[name], name, row.where)
+    return number(column(row, name), name, row.where)
 
 
 def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
@@ -321,11 +322,11 @@ def optional_number(value: Any, name: str, row: Row) -> float | None:
     return number(value, name, row.where)
 
 
-def weighted(row: Row, weights: Mapping[str, float]) -> float:
-    """The weighted sum of columns that must be numbers, score = sum over attributes of weight * value.
+def weighted(grades: Mapping[str, Any], weights: Mapping[str, float], where: str, of: str = "") -> float:
+    """The weighted sum of grades that must be numbers. Messages append `of` to the name of each.
 
-    >>> weighted(Row({"helpfulness": 3, "verbosity": 2}, "file:1"), {"helpfulness": 1.0, "verbosity": -0.5})
+    >>> weighted({"helpfulness": 3, "verbosity": "2"}, {"helpfulness": 1.0, "verbosity": -0.5}, "file:1")
     2.0
     """
-    total = sum(weight * number(at(row, name), name, row.where) for name, weight in weights.items())
-    return number(total, "the weighted score", row.where)
+    total = sum(weight * number(grades[name], name + of, where) for name, weight in weights.items())
+    return number(total, f"the weighted score{of}", where)

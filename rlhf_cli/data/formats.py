@@ -1,20 +1,23 @@
 """The formats of rows: each is recognised by its keys, or named in the config, and read into a Record.
 
+To add a format, write its reader and its entry in `FORMATS` below, name it in `rlhf_cli.config.data.Format`, and show a
+row of it in docs/data.md and tests/fixtures/formats. `rlhf_cli.data.columns` reads single columns.
+
 The first row of a source decides its format, and every other row must fit it. A file with two kinds of rows is
-therefore reported instead of being read in part. docs/data.md shows a row of each format; `formats_plain` and
-`formats_graded` read them.
+therefore reported instead of being read in part.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data import formats_graded as graded
-from rlhf_cli.data import formats_plain as plain
 from rlhf_cli.data.columns import (
     ANSWERS_KEYS,
     CONTEXT_KEYS,
@@ -23,19 +26,365 @@ from rlhf_cli.data.columns import (
     PROMPT_KEYS,
     RESPONSE_KEYS,
     SYSTEM_KEYS,
+    answer,
+    at,
+    checked,
+    column,
+    column_number,
+    conversation,
+    first_key,
     found_keys,
     has,
     mapped,
+    one_of,
+    optional_number,
+    optional_text,
+    prompt,
+    prompt_and_answers,
+    record,
+    sequence,
+    system_message,
+    text,
+    weighted,
 )
-from rlhf_cli.data.records import Record, shown_name
+from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, kind_of, shown_name, transcript
 from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
 Purpose = Literal["sft", "rm pairs", "rm scores", "ppo"]
 Values = dict[str, Any]
+BLANKS_AND_WORD = re.compile(r"\s*\S*")
+
+
+# --------------------------------------------------------------------------------------- readers: one answer
+
+
+def read_prompt_response(row: Row, score: float | None = None, *, undesirable: bool = False) -> Record:
+    """A prompt and an answer; each is text or messages."""
+    prompt_text, before = prompt(row)
+    name = first_key(row, RESPONSE_KEYS)
+    said = [answer(row.values[name], name, row)]
+    prompt_text, before, (response,) = prompt_and_answers(row, prompt_text, before, said)
+    return record(row, prompt_text, before, (Answer(response, score),), undesirable=undesirable)
+
+
+def read_prompt(row: Row) -> Record:
+    """A prompt without an answer; it must not be blank."""
+    prompt_text, before = prompt(row, empty=False)
+    return record(row, prompt_text, before, ())
+
+
+def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
+    """A text whose first words are the prompt; with `labelled`, the label or score is that of the whole text.
+
+    The key is the whole text. A text of at most `prompt_words` words has no prompt.
+    """
+    full_text = text(row, "text")
+    start, rest = first_words(full_text, prompt_words)
+    if not rest.strip():
+        start, rest = "", full_text
+    score = column_number(row, first_key(row, LABEL_KEYS)) if labelled else None
+    return Record(row.where, start, (Answer(rest, score),), full_text, columns=row.values)
+
+
+def first_words(text: str, count: int) -> tuple[str, str]:
+    """The first `count` words with the white space before them, and the rest.
+
+    >>> first_words("a slow film, but good", 3)
+    ('a slow film,', ' but good')
+    """
+    end = 0
+    for _ in range(count):
+        end = BLANKS_AND_WORD.match(text, end).end()  # type: ignore[union-attr]  # matches the empty text too
+    return text[:end], text[end:]
+
+
+def read_messages(row: Row) -> Record:
+    """A conversation: a last message of the assistant is the answer; a last message of the user ends a prompt."""
+    name = first_key(row, CONVERSATION_KEYS)
+    turns = conversation(row, name)
+    if turns[-1].role == "user":
+        return record(row, transcript(turns), turns, ())
+    if turns[-1].role == "system" or not turns[-1].content.strip():
+        raise DataError(
+            f"{row.where}: the last message of `{name}` must be the assistant's and not empty, or the user's"
+        )
+    before = turns[:-1]
+    if not before:
+        raise DataError(f"{row.where}: `{name}` has no prompt, there must be a message before the assistant's")
+    return record(row, transcript(before), before, (Answer(" " + turns[-1].content),))
+
+
+def read_instruction(row: Row, *, template: bool) -> Record:
+    """An instruction with an optional input, and its output; without a column `output` it is a prompt only.
+
+    The prompt uses Alpaca's `template`, or the format of `instructed`.
+    """
+    prompt_text = alpaca(text(row, "instruction"), optional_text(row, "input")) if template else instructed(row)
+    answers = (Answer(text(row, "output")),) if "output" in row.values else ()
+    return record(row, prompt_text, (), answers)
+
+
+def alpaca(instruction: str, context: str) -> str:
+    """The prompt of Stanford Alpaca (Taori et al. 2023), with an input if it is not blank.
+
+    The answer follows the last colon directly.
+    """
+    if context.strip():
+        return (
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            f"### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:"
+        )
+    return (
+        "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{instruction}\n\n### Response:"
+    )
+
+
+def instructed(row: Row) -> str:
+    """An instruction; a blank line and the input follow if the row has one."""
+    instruction, context = text(row, "instruction"), optional_text(row, "input")
+    return f"{instruction}\n\n{context}" if context.strip() else instruction
+
+
+# -------------------------------------------------------------------------------------------- readers: pairs
+
+
+def read_preference(row: Row) -> Record:
+    """A prompt with a chosen and a rejected answer; each answer is text, a message or a conversation.
+
+    The prompt is text, messages, ShareGPT's `conversations`, or the messages that both conversations share. It may be
+    in a column `context`.
+    """
+    names = PROMPT_KEYS + CONTEXT_KEYS
+    answers = [answer(row.values[first_key(row, (name,))], name, row) for name in ("chosen", "rejected")]
+    prompt_text: str | None = None
+    before: tuple[Message, ...] = ()
+    whole = next((turns for turns, _ in answers if turns), ())
+    if has(row.values, names) or (not whole and has(row.values, CONVERSATION_KEYS)):
+        prompt_text, before = prompt(row, names=names)
+    elif whole and whole[0].role != "system":
+        before = system_message(row) or ()
+    prompt_text, before, (chosen, rejected) = prompt_and_answers(row, prompt_text, before, answers)
+    return record(row, prompt_text, before, (Answer(chosen), Answer(rejected)), ranked=True)
+
+
+def read_hh(row: Row) -> Record:
+    """HH-RLHF (Bai et al. 2022): two transcripts. The prompt is their common beginning up to its last "Assistant:"."""
+    chosen, rejected = text(row, "chosen"), text(row, "rejected")
+    cut = end_of_prompt(chosen, rejected)
+    if cut == 0:
+        raise DataError(
+            f'{row.where}: chosen and rejected have no common beginning that ends in "Assistant:". '
+            "Give the prompt in its own column"
+        )
+    # The published HH-RLHF has empty answers: they are worse answers, not faulty rows.
+    answers = (Answer(chosen[cut:] or " "), Answer(rejected[cut:] or " "))
+    return record(row, chosen[:cut], (), answers, ranked=True)
+
+
+def end_of_prompt(chosen: str, rejected: str) -> int:
+    """Where the answers begin in two transcripts: after the last "Assistant:" of their common beginning, else 0."""
+    low, high = 0, min(len(chosen), len(rejected))
+    while low < high:  # Bisection: comparing slices is much faster than comparing characters.
+        middle = (low + high + 1) // 2
+        if chosen[low:middle] == rejected[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    cut = chosen[:low].rfind(ASSISTANT)
+    return cut + len(ASSISTANT) if cut >= 0 else 0
+
+
+def read_shp(row: Row) -> Record:
+    """SHP (Ethayarajh et al. 2022): `labels` is 1 if A is preferred and 0 if B is. Votes, if given, are the scores."""
+    first, second = (
+        Answer(text(row, f"human_ref_{side}"), optional_number(row.values.get(f"score_{side}"), f"score_{side}", row))
+        for side in "AB"
+    )
+    a_is_better = one_of(column(row, "labels"), "labels", (0, 1), row) == 1
+    return record(row, text(row, "history"), (), (first, second) if a_is_better else (second, first), ranked=True)
+
+
+def read_summarize(row: Row) -> Record:
+    """Comparisons of summaries (Stiennon et al. 2020): `choice` is the index of the better one, 0 or 1.
+
+    The prompt has the format of the paper's models: a Reddit post with its title, or a news article.
+    """
+    info = column(row, "info")
+    if not isinstance(info, dict):
+        raise DataError(f"{row.where}: `info` is {kind_of(info)}, it must be a mapping")
+    summaries = sequence(column(row, "summaries"), "`summaries`", row.where)
+    if len(summaries) != 2:
+        raise DataError(f"{row.where}: `summaries` has {len(summaries)} items, it must have two")
+    texts = [checked(_inner(item, "text"), f"`text` of summary {n}", row.where) for n, item in enumerate(summaries)]
+    choice = one_of(column(row, "choice"), "choice", (0, 1), row)
+    inside = Row(info, row.where)
+    if optional_text(inside, "article").strip():
+        prompt_text = f"Article:\n{info['article']}\n\nTL;DR:\n"
+    else:
+        subreddit, title = optional_text(inside, "subreddit"), optional_text(inside, "title")
+        post = checked(info.get("post"), "`post` of `info`", row.where)
+        prompt_text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+    return record(row, prompt_text, (), (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
+
+
+def read_webgpt(row: Row) -> Record:
+    """WebGPT comparisons (Nakano et al. 2021): two answers with opposite scores; equal scores are a tie."""
+    question = column(row, "question")
+    prompt_text = checked(
+        _inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row.where
+    )
+    answers = tuple(Answer(text(row, f"answer_{n}"), column_number(row, f"score_{n}")) for n in (0, 1))
+    return record(row, prompt_text, (), answers)
+
+
+def read_stackexchange(row: Row) -> Record:
+    """Stack Exchange questions with two answers, `response_j` with more votes than `response_k`."""
+    answers = (Answer(text(row, "response_j")), Answer(text(row, "response_k")))
+    return record(row, text(row, "question"), (), answers, ranked=True)
+
+
+def read_pandalm(row: Row) -> Record:
+    """PandaLM (Wang et al. 2023): two responses and votes, 1 or 2 for the better one, 0 or "Tie" for neither.
+
+    The votes are in `vote`, or in `annotator1`, `label_0` and so on. The majority decides. A majority for neither,
+    or no majority, is a tie.
+    """
+    answers = (Answer(text(row, "response1")), Answer(text(row, "response2")))
+    names = ["vote"] if "vote" in row.values else [n for n in row.values if re.fullmatch(r"annotator\d+|label_\d+", n)]
+    if not names:
+        first_key(row, ("vote", "annotator1", "label_0"))
+    votes = Counter(_vote(row, name) for name in names).most_common()
+    clear = votes[0][0] != 0 and (len(votes) == 1 or votes[0][1] > votes[1][1])
+    if clear and votes[0][0] == 2:
+        answers = answers[::-1]
+    return record(row, instructed(row), (), answers, ranked=clear)
+
+
+def _vote(row: Row, name: str) -> int:
+    value = row.values[name]
+    if isinstance(value, str) and value.strip().lower() == "tie":
+        return 0
+    return one_of(value, name, (0, 1, 2), row)
+
+
+# ------------------------------------------------------------------------------ readers: grades and rankings
+
+
+def read_ultrafeedback(row: Row, weights: Mapping[str, float]) -> Record:
+    """UltraFeedback (Cui et al. 2023): completions with their `overall_score`, or the weighted sum of their ratings.
+
+    A completion with a rating of "N/A" among those in `weights` has no score.
+    """
+    completions = sequence(column(row, "completions"), "`completions`", row.where)
+    answers = []
+    for n, item in enumerate(completions, 1):
+        response = checked(_inner(item, "response"), f"`response` of completion {n}", row.where)
+        if weights:
+            ratings = {name: _inner(item.get("annotations"), name) for name in weights}
+            grades = {
+                name: found.get("Rating") if isinstance(found, dict) else found for name, found in ratings.items()
+            }
+            score = None if "N/A" in grades.values() else weighted(grades, weights, row.where, f" of completion {n}")
+        elif "overall_score" in item:
+            score = optional_number(item["overall_score"], f"overall_score of completion {n}", row)
+        else:
+            raise DataError(f"{row.where}: completion {n} has no `overall_score`. Give `weights` for its annotations")
+        answers.append(Answer(response, score))
+    return record(row, text(row, "instruction"), (), tuple(answers))
+
+
+def read_helpsteer(row: Row, weights: Mapping[str, float]) -> Record:
+    """HelpSteer (Wang et al. 2023): a response with five attributes from 0 to 4.
+
+    The score is their weighted sum; by default it is `helpfulness`.
+    """
+    weights = weights or {"helpfulness": 1.0}
+    return read_prompt_response(row, weighted({name: at(row, name) for name in weights}, weights, row.where))
+
+
+def read_scored(row: Row, weights: Mapping[str, float]) -> Record:
+    """A prompt with a response and its score (may be null), or with a list of responses and a list of scores.
+
+    With `weights` the score is the weighted sum of those columns.
+    """
+    if has(row.values, ANSWERS_KEYS) and not has(row.values, RESPONSE_KEYS):
+        return _several_answers(row, weights, with_scores=True)
+    if weights:
+        return read_helpsteer(row, weights)
+    return read_prompt_response(row, optional_number(column(row, "score"), "score", row))
+
+
+def read_ranking(row: Row, weights: Mapping[str, float]) -> Record:
+    """A prompt with a list of at least two answers: best first, or in any order with a list of scores."""
+    found = _several_answers(row, weights, with_scores=bool(weights) or "scores" in row.values)
+    if len(found.answers) < 2:
+        raise DataError(f"{row.where}: has {len(found.answers)} answers, a ranking needs at least two")
+    return found
+
+
+def read_kto(row: Row) -> Record:
+    """KTO (Ethayarajh et al. 2024): an answer, or a conversation that ends with it, and a label.
+
+    The label is true (1) for a good answer and false (0) for a bad one, which SFT must not imitate.
+    """
+    value = column(row, "label")
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        good = value.strip().lower() == "true"
+    else:
+        good = value if isinstance(value, bool) else one_of(value, "label", (0, 1), row) == 1
+    if has(row.values, RESPONSE_KEYS) or not has(row.values, CONVERSATION_KEYS):
+        return read_prompt_response(row, float(good), undesirable=not good)
+    whole = read_messages(row)
+    if not whole.answers:
+        raise DataError(f"{row.where}: the conversation ends with the user's message, the label needs an answer")
+    answers = (Answer(whole.answers[0].text, float(good)),)
+    return record(row, whole.prompt, whole.messages, answers, undesirable=not good)
+
+
+def _several_answers(row: Row, weights: Mapping[str, float], *, with_scores: bool) -> Record:
+    name = first_key(row, ANSWERS_KEYS)
+    items = sequence(row.values[name], f"`{name}`", row.where)
+    answers = [answer(item, f"{name} {n}", row) for n, item in enumerate(items, 1)]
+    prompt_text, before = prompt(row)
+    prompt_text, before, texts = prompt_and_answers(row, prompt_text, before, answers)
+    scores = _scores(row, weights, len(texts)) if with_scores else [None] * len(texts)
+    return record(row, prompt_text, before, tuple(map(Answer, texts, scores)), ranked=not with_scores)
+
+
+def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | None]:
+    """The scores of a list of answers: the column `scores`, or the weighted sums of columns of lists."""
+    columns = {}
+    for name in weights or ("scores",):
+        columns[name] = sequence(at(row, name), f"`{shown_name(name)}`", row.where)
+        if len(columns[name]) != count:
+            raise DataError(
+                f"{row.where}: `{shown_name(name)}` has {len(columns[name])} values, it must have one for each of "
+                f"the {count} answers"
+            )
+    if not weights:
+        return [optional_number(value, f"scores {n}", row) for n, value in enumerate(columns["scores"], 1)]
+    return [weighted({name: columns[name][i] for name in weights}, weights, row.where) for i in range(count)]
+
+
+def _inner(value: Any, name: str) -> Any:
+    """The value under a name in a mapping; None if there is none or the value is not a mapping."""
+    return value.get(name) if isinstance(value, dict) else None
+
+
+# ------------------------------------------------------------------------------------------------ the formats
+
 ALL: tuple[Purpose, ...] = ("sft", "rm pairs", "rm scores", "ppo")
 WITHOUT_SCORES: tuple[Purpose, ...] = ("sft", "rm pairs", "ppo")
 WITHOUT_PAIRS: tuple[Purpose, ...] = ("sft", "rm scores", "ppo")
+TEXTS: tuple[Purpose, ...] = ("sft", "ppo")
+PROMPTS = PROMPT_KEYS + SYSTEM_KEYS
+CHATS = PROMPTS + CONVERSATION_KEYS
+GRADES = ("coherence", "complexity", "verbosity")
+VOTES = ("vote", "annotator1", "annotator2", "annotator3", "label_0", "label_1", "label_2")
 
 
 @dataclass(frozen=True)
@@ -47,188 +396,122 @@ class Format:
     """The columns that identify it, for messages."""
     purposes: tuple[Purpose, ...]
     """The stages that can learn from it; `rm pairs` is for pairwise losses, `rm scores` for mse."""
-    columns: tuple[str, ...]
-    """All columns that it reads, by our names. `keys` of the config may map them."""
-    fits: Callable[[Values, DataSource], bool]
-    """Does a row have the keys of this format?"""
-    read: Callable[[Row, DataSource, int], Record]
-    """The Record of a row, its source, and the number of words of a plain text that are its prompt."""
-    takes_weights: bool = False
-    """Does it have grades that `weights` of the config can add up?"""
+    needs: tuple[str | tuple[str, ...], ...]
+    """The columns that a row of it has, by our names. Of a tuple, it has one."""
+    read: Callable[..., Record]
+    """The Record of a row, and of the option below."""
+    also: tuple[str, ...] = ()
+    """Further columns that it may have. `keys` of the config may map all of them."""
+    fits: Callable[[Values, DataSource], bool] = lambda _values, _source: True
+    """What a row with these columns must fulfil besides."""
+    option: Literal["weights", "prompt_words"] | None = None
+    """What `read` takes too: the weights of its grades, or the number of words of a text that are its prompt."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that it reads."""
+        needed = (names if isinstance(names, tuple) else (names,) for names in self.needs)
+        return tuple(dict.fromkeys([*chain.from_iterable(needed), *self.also]))
+
+    def is_of(self, values: Values, source: DataSource) -> bool:
+        """Does a row have the columns of this format?"""
+        needed = all(has(values, names if isinstance(names, tuple) else (names,)) for names in self.needs)
+        return needed and self.fits(values, source)
 
 
-PROMPTS = PROMPT_KEYS + SYSTEM_KEYS
-TURNS = CONVERSATION_KEYS + SYSTEM_KEYS
-GRADES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
-VOTES = ("vote", "annotator1", "annotator2", "annotator3", "label_0", "label_1", "label_2")
+def _has_prompt(values: Values, _source: DataSource) -> bool:
+    names = PROMPT_KEYS + CONTEXT_KEYS + CONVERSATION_KEYS
+    return has(values, names) or not isinstance(values["chosen"], str)
+
+
+def _has_labelled_answer(values: Values, _source: DataSource) -> bool:
+    label = values["label"]
+    is_truth = isinstance(label, bool) or (isinstance(label, str) and label[:9].strip().lower() in ("true", "false"))
+    return is_truth and ((has(values, PROMPT_KEYS) and has(values, RESPONSE_KEYS)) or has(values, CONVERSATION_KEYS))
+
+
+def _has_list(values: Values, _source: DataSource) -> bool:
+    return any(isinstance(values.get(name), list) for name in ANSWERS_KEYS)
+
+
+def _has_score(values: Values, source: DataSource) -> bool:
+    is_list = _has_list(values, source)
+    if not is_list and not has(values, RESPONSE_KEYS):
+        return False
+    if source.weights:
+        return all(name in values or name.partition(".")[0] in values for name in source.weights)
+    return "scores" in values if is_list and not has(values, RESPONSE_KEYS) else "score" in values
+
 
 # In the order in which they are tried: formats with more columns come first. SFT and PPO do not use scores or labels:
 # they read a scored row as `prompt_response` and a labelled text as `text`, whatever its label is.
-_ALL_FORMATS = (
-    Format(
-        "preference",
-        "prompt + chosen + rejected",
-        WITHOUT_SCORES,
-        ("chosen", "rejected", *PROMPTS, *CONTEXT_KEYS, *CONVERSATION_KEYS),
-        lambda v, _: (
-            "chosen" in v
-            and "rejected" in v
-            and (has(v, PROMPT_KEYS + CONTEXT_KEYS) or has(v, CONVERSATION_KEYS) or not isinstance(v["chosen"], str))
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        Format(
+            "preference", "prompt + chosen + rejected", WITHOUT_SCORES, ("chosen", "rejected"), read_preference,
+            also=(*CHATS, *CONTEXT_KEYS), fits=_has_prompt,
         ),
-        lambda row, _source, _words: graded.read_preference(row),
-    ),
-    Format(
-        "hh",
-        "chosen + rejected",
-        WITHOUT_SCORES,
-        ("chosen", "rejected"),
-        lambda v, _: "chosen" in v and "rejected" in v,
-        lambda row, _source, _words: graded.read_hh(row),
-    ),
-    Format(
-        "shp",
-        "history + human_ref_A + labels",
-        ALL,
-        ("history", "human_ref_A", "human_ref_B", "labels", "score_A", "score_B"),
-        lambda v, _: "history" in v and "human_ref_A" in v and "human_ref_B" in v,
-        lambda row, _source, _words: graded.read_shp(row),
-    ),
-    Format(
-        "summarize",
-        "summaries + choice",
-        WITHOUT_SCORES,
-        ("info", "summaries", "choice"),
-        lambda v, _: "info" in v and "summaries" in v and "choice" in v,
-        lambda row, _source, _words: graded.read_summarize(row),
-    ),
-    Format(
-        "webgpt",
-        "answer_0 + answer_1",
-        ALL,
-        ("question", "answer_0", "answer_1", "score_0", "score_1"),
-        lambda v, _: "question" in v and "answer_0" in v and "answer_1" in v,
-        lambda row, _source, _words: graded.read_webgpt(row),
-    ),
-    Format(
-        "stackexchange",
-        "response_j + response_k",
-        WITHOUT_SCORES,
-        ("question", "response_j", "response_k"),
-        lambda v, _: "question" in v and "response_j" in v and "response_k" in v,
-        lambda row, _source, _words: graded.read_stackexchange(row),
-    ),
-    Format(
-        "pandalm",
-        "response1 + response2",
-        WITHOUT_SCORES,
-        ("instruction", "input", "response1", "response2", *VOTES),
-        lambda v, _: "instruction" in v and "response1" in v and "response2" in v,
-        lambda row, _source, _words: graded.read_pandalm(row),
-    ),
-    Format(
-        "ultrafeedback",
-        "instruction + completions",
-        ALL,
-        ("instruction", "completions"),
-        lambda v, _: "instruction" in v and "completions" in v,
-        lambda row, source, _words: graded.read_ultrafeedback(row, source.weights),
-        takes_weights=True,
-    ),
-    Format(
-        "helpsteer",
-        "response + helpfulness",
-        WITHOUT_PAIRS,
-        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, *GRADES),
-        lambda v, _: has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS) and "helpfulness" in v and "correctness" in v,
-        lambda row, source, _words: graded.read_helpsteer(row, source.weights),
-        takes_weights=True,
-    ),
-    Format(
-        "kto",
-        "completion + label",
-        WITHOUT_PAIRS,
-        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, "label"),
-        lambda v, _: (
-            _is_truth(v.get("label")) and ((has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS)) or has(v, CONVERSATION_KEYS))
+        Format("hh", "chosen + rejected", WITHOUT_SCORES, ("chosen", "rejected"), read_hh),
+        Format(
+            "shp", "history + human_ref_A + labels", ALL, ("history", "human_ref_A", "human_ref_B"), read_shp,
+            also=("labels", "score_A", "score_B"),
         ),
-        lambda row, _source, _words: graded.read_kto(row),
-    ),
-    Format(
-        "ranking",
-        "prompt + answers",
-        WITHOUT_SCORES,
-        (*PROMPTS, *CONVERSATION_KEYS, *ANSWERS_KEYS, "scores"),
-        lambda v, _: has(v, PROMPT_KEYS) and _has_list(v),
-        lambda row, source, _words: graded.read_ranking(row, source.weights),
-        takes_weights=True,
-    ),
-    Format(
-        "alpaca",
-        "instruction + output",
-        ("sft", "ppo"),
-        ("instruction", "input", "output"),
-        lambda v, _: "instruction" in v and "output" in v,
-        lambda row, _source, _words: plain.read_instruction(row, template=True),
-    ),
-    Format(
-        "instruction",
-        "instruction + output",
-        ("sft", "ppo"),
-        ("instruction", "input", "output"),
-        lambda _values, _source: False,
-        lambda row, _source, _words: plain.read_instruction(row, template=False),
-    ),
-    Format(
-        "prompt_response",
-        "prompt + response",
-        ("sft", "ppo"),
-        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS),
-        lambda v, _: has(v, PROMPT_KEYS) and has(v, RESPONSE_KEYS),
-        lambda row, _source, _words: plain.read_prompt_response(row),
-    ),
-    Format(
-        "scored",
-        "prompt + response + score",
-        WITHOUT_PAIRS,
-        (*PROMPTS, *CONVERSATION_KEYS, *RESPONSE_KEYS, *ANSWERS_KEYS, "score", "scores"),
-        lambda v, source: has(v, PROMPT_KEYS) and (has(v, RESPONSE_KEYS) or _has_list(v)) and _has_score(v, source),
-        lambda row, source, _words: graded.read_scored(row, source.weights),
-        takes_weights=True,
-    ),
-    Format(
-        "messages",
-        "messages",
-        ("sft", "ppo"),
-        TURNS,
-        lambda v, _: has(v, CONVERSATION_KEYS),
-        lambda row, _source, _words: plain.read_messages(row),
-    ),
-    Format(
-        "text",
-        "text",
-        ("sft", "ppo"),
-        ("text",),
-        lambda v, _: "text" in v,
-        lambda row, _source, words: plain.read_text(row, words),
-    ),
-    Format(
-        "labelled",
-        "text + label",
-        ALL,
-        ("text", *LABEL_KEYS),
-        lambda v, _: "text" in v and has(v, LABEL_KEYS),
-        lambda row, _source, words: plain.read_text(row, words, labelled=True),
-    ),
-    Format(
-        "prompt",
-        "prompt",
-        ("ppo",),
-        (*PROMPTS, *CONVERSATION_KEYS),
-        lambda v, _: has(v, PROMPT_KEYS),
-        lambda row, _source, _words: plain.read_prompt(row),
-    ),
-)
-FORMATS: dict[str, Format] = {format_.name: format_ for format_ in _ALL_FORMATS}
+        Format("summarize", "summaries + choice", WITHOUT_SCORES, ("info", "summaries", "choice"), read_summarize),
+        Format(
+            "webgpt", "answer_0 + answer_1", ALL, ("question", "answer_0", "answer_1"), read_webgpt,
+            also=("score_0", "score_1"),
+        ),
+        Format(
+            "stackexchange", "response_j + response_k", WITHOUT_SCORES, ("question", "response_j", "response_k"),
+            read_stackexchange,
+        ),
+        Format(
+            "pandalm", "response1 + response2", WITHOUT_SCORES, ("instruction", "response1", "response2"), read_pandalm,
+            also=("input", *VOTES),
+        ),
+        Format(
+            "ultrafeedback", "instruction + completions", ALL, ("instruction", "completions"), read_ultrafeedback,
+            option="weights",
+        ),
+        Format(
+            "helpsteer", "response + helpfulness", WITHOUT_PAIRS,
+            (PROMPT_KEYS, RESPONSE_KEYS, "helpfulness", "correctness"), read_helpsteer,
+            also=(*CHATS, *GRADES), option="weights",
+        ),
+        Format(
+            "kto", "completion + label", WITHOUT_PAIRS, ("label",), read_kto,
+            also=(*CHATS, *RESPONSE_KEYS), fits=_has_labelled_answer,
+        ),
+        Format(
+            "ranking", "prompt + answers", WITHOUT_SCORES, (PROMPT_KEYS, ANSWERS_KEYS), read_ranking,
+            also=(*CHATS, "scores"), fits=_has_list, option="weights",
+        ),
+        Format(
+            "alpaca", "instruction + output", TEXTS, ("instruction", "output"),
+            partial(read_instruction, template=True), also=("input",),
+        ),
+        Format(
+            "instruction", "instruction + output", TEXTS, ("instruction", "output"),
+            partial(read_instruction, template=False), also=("input",), fits=lambda _values, _source: False,
+        ),
+        Format(
+            "prompt_response", "prompt + response", TEXTS, (PROMPT_KEYS, RESPONSE_KEYS), read_prompt_response,
+            also=CHATS,
+        ),
+        Format(
+            "scored", "prompt + response + score", WITHOUT_PAIRS, (PROMPT_KEYS,), read_scored,
+            also=(*CHATS, *RESPONSE_KEYS, *ANSWERS_KEYS, "score", "scores"), fits=_has_score, option="weights",
+        ),
+        Format("messages", "messages", TEXTS, (CONVERSATION_KEYS,), read_messages, also=SYSTEM_KEYS),
+        Format("text", "text", TEXTS, ("text",), read_text, option="prompt_words"),
+        Format(
+            "labelled", "text + label", ALL, ("text", LABEL_KEYS), partial(read_text, labelled=True),
+            option="prompt_words",
+        ),
+        Format("prompt", "prompt", ("ppo",), (PROMPT_KEYS,), read_prompt, also=CHATS),
+    )
+}  # fmt: skip
 
 
 def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
@@ -241,7 +524,7 @@ def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
     """
     values = mapped(row, source).values
     if source.format == "auto":
-        fitting = (f for f in FORMATS.values() if _suits(f, source, purpose) and f.fits(values, source))
+        fitting = (f for f in FORMATS.values() if _suits(f, source, purpose) and f.is_of(values, source))
         found = next(fitting, None)
         if found is None:
             raise DataError(
@@ -251,10 +534,10 @@ def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
     else:
         found = FORMATS[source.format]
         # A list of responses with scores serves both losses, under either name.
-        both = found.name in ("ranking", "scored") and _has_list(values) and _has_score(values, source)
+        both = found.name in ("ranking", "scored") and _has_list(values, source) and _has_score(values, source)
         if purpose not in found.purposes and not both:
             raise DataError(f"{row.where}: the format is {found.name}, {_takes(purpose, source)}")
-        if source.weights and not found.takes_weights:
+        if source.weights and found.option != "weights":
             raise DataError(f"{row.where}: {found.name} rows have no grades, so `weights` does not apply. Remove it")
     known = {*found.columns, *source.weights, *(name.partition(".")[0] for name in source.weights)}
     for ours in source.keys:
@@ -271,11 +554,13 @@ def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: i
 
     Raises DataError for a row that does not fit the format.
     """
+    options = {"weights": source.weights, "prompt_words": prompt_words}
+    given = {format.option: options[format.option]} if format.option is not None else {}
     if not source.keys:
-        return format.read(row, source, prompt_words)
+        return format.read(row, **given)
     ours = mapped(row, source)
     try:
-        return replace(format.read(ours, source, prompt_words), columns=row.values)
+        return replace(format.read(ours, **given), columns=row.values)
     except DataError as error:
         raise DataError(_in_names_of_the_file(str(error), row, ours, source)) from None
 
@@ -292,7 +577,7 @@ def _in_names_of_the_file(message: str, row: Row, ours: Row, source: DataSource)
 
 
 def _suits(format: Format, source: DataSource, purpose: Purpose) -> bool:
-    return purpose in format.purposes and (format.takes_weights or not source.weights)
+    return purpose in format.purposes and (format.option == "weights" or not source.weights)
 
 
 def _takes(purpose: Purpose, source: DataSource) -> str:
@@ -304,17 +589,3 @@ def _takes(purpose: Purpose, source: DataSource) -> str:
             listed.append(format.keys)
     with_weights = f" with the columns of `weights` ({found_keys(source.weights)})" if source.weights else ""
     return f"{purpose}{with_weights} needs rows with: {'; '.join(sorted(listed, key=len))}"
-
-
-def _has_list(values: Values) -> bool:
-    return any(isinstance(values.get(name), list) for name in ANSWERS_KEYS)
-
-
-def _has_score(values: Values, source: DataSource) -> bool:
-    if source.weights:
-        return all(name in values or name.partition(".")[0] in values for name in source.weights)
-    return "scores" in values if _has_list(values) and not has(values, RESPONSE_KEYS) else "score" in values
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, str) and value[:9].strip().lower() in ("true", "false"))

@@ -24,7 +24,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Skipped, encode_rows
-from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.formats import first_words
 from rlhf_cli.data.records import Prompt, Ranking, Scored
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import answered

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource, Format, Rows
 from rlhf_cli.data.encode import Skipped
-from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.formats_graded import end_of_prompt
-from rlhf_cli.data.formats_plain import first_words
+from rlhf_cli.data.formats import ALL, FORMATS, Purpose, end_of_prompt, first_words, read_record, recognise
 from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Prompt, Record, Scored, transcript
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
