@@ -18,7 +18,7 @@ import typer
 import typer.core
 import typer.main
 
-from rlhf_cli.commands.options import NumProcesses, Overrides, Quiet, SourceCommand
+from rlhf_cli.commands.options import NumProcesses, Overrides, Quiet, SourceCommand, one_by_one
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
@@ -153,9 +153,9 @@ def imported(name: str, lazy: Lazy) -> Any:
     module, _, function = lazy.function.partition(".")
     work = getattr(importlib.import_module(f"rlhf_cli.commands.{module}"), function)
 
-    @functools.wraps(work)
-    def run(*args: Any, **kwargs: Any) -> None:
-        exit_with(lambda: work(*args, **kwargs))
+    @functools.wraps(options := one_by_one(work))
+    def run(**values: Any) -> None:
+        exit_with(lambda: options(**values))
 
     app = typer.Typer(add_completion=False)
     app.command(name, cls=lazy.cls)(run)

@@ -7,22 +7,23 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-async def for_each(items: Iterable[Item], work: Callable[[Item], Awaitable[None]], concurrency: int) -> None:
-    """Await `work(item)` for every item, at most `concurrency` at a time.
+async def for_each(items: Iterable[Item], work: Callable[[Item], Awaitable[Result]], concurrency: int) -> list[Result]:
+    """The results of `work(item)` for every item, in order. At most `concurrency` are awaited at a time.
 
     The first exception cancels the other calls and is raised.
     """
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(item: Item) -> None:
+    async def one(item: Item) -> Result:
         async with gate:
-            await work(item)
+            return await work(item)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for item in items:
-                group.create_task(one(item))
+            tasks = [group.create_task(one(item)) for item in items]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

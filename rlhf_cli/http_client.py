@@ -17,12 +17,13 @@ import contextlib
 import datetime
 import email.utils
 import ipaddress
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlsplit
 
@@ -48,9 +49,11 @@ T = TypeVar("T")
 class NoAnswer(Exception):
     """The server gave no usable answer. The text names the URL and the problem."""
 
-    def __init__(self, text: str, status: int | None = None):
+    def __init__(self, text: str, status: int | None = None, *, transient: bool = False):
         super().__init__(text)
         self.status = status
+        self.transient = transient
+        """Whether another attempt may help."""
 
 
 class StopRequestedError(NoAnswer):
@@ -61,87 +64,65 @@ class Malformed(Exception):
     """Raised by a parser for JSON of the wrong shape; the text follows "the answer "."""
 
 
-class _Problem(Exception):
-    """A failed attempt: what happened, and whether another attempt may help."""
-
-    def __init__(self, text: str, *, transient: bool, status: int | None = None):
-        super().__init__(text)
-        self.transient, self.status = transient, status
-
-
+@dataclass
 class JSONClient:
-    """Posts JSON to one URL and parses the answer. Use as `async with client:` around calls of `ask`.
+    """Posts JSON to one URL and parses the answer. Use as `async with client:` around calls of `ask`."""
 
-    `retry_malformed` also retries answers with status 2xx that the parser refuses. `timeout_option` is the name of
-    the option or config key that sets `timeout_s`, for messages. `stop_requested` says whether a signal arrived whose
-    handler returned: a pause then ends with StopRequestedError.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str | None = None,
-        timeout_s: float,
-        retries: int,
-        backoff_s: float,
-        retry_malformed: bool = False,
-        timeout_option: str = "timeout_s",
-        stop_requested: Callable[[], bool] = lambda: False,
-    ):
-        self.url, self._key = url, key
-        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        self.retry_malformed, self.timeout_option = retry_malformed, timeout_option
-        self._stop_requested = stop_requested
-        self._not_before = 0.0  # on the monotonic clock: Retry-After of any answer
-        self._printed_until = 0.0  # on the monotonic clock: the end of the last pause that was printed
-        self._stop_reason: str | None = None
-        self._stopped = asyncio.Event()
-        self._http: httpx2.AsyncClient | None = None
+    url: str
+    _: KW_ONLY
+    key: str | None = field(default=None, repr=False)
+    timeout_s: float
+    retries: int
+    backoff_s: float
+    retry_malformed: bool = False
+    """Also retry answers with status 2xx that the parser refuses."""
+    timeout_option: str = "timeout_s"
+    """The name of the option or config key that sets `timeout_s`, for messages."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether a signal arrived whose handler returned: a pause then ends with StopRequestedError."""
+    _not_before: float = field(default=0.0, init=False)
+    """Retry-After of any answer, on the monotonic clock."""
+    _printed_until: float = field(default=0.0, init=False)
+    """The end of the last pause that was printed, on the monotonic clock."""
 
     async def __aenter__(self) -> JSONClient:
         headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        self._stop_reason, self._stopped = None, asyncio.Event()
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        self._stop_reason = ""
+        self._stopped = asyncio.Event()
         self._http = httpx2.AsyncClient(
             headers=headers,
-            timeout=None,  # `ask` limits the whole request
+            timeout=None,  # `_attempt` limits the whole request
             limits=httpx2.Limits(max_connections=None),  # the caller limits concurrency
             follow_redirects=False,
             trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._http is not None
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
-        self._http = None
 
     async def ask(self, body: dict[str, Any], parse: Callable[[Any], T]) -> T:
         """Post `body` and return `parse` of the answer's JSON; raises NoAnswer when the retries are used up.
 
         `parse` raises Malformed for JSON that it cannot use.
         """
-        content = json.dumps(body, default=str).encode()
-        started, wait = time.monotonic(), 0.0
-        problem: _Problem | None = None
-        # Not tenacity: the pause is shared by all requests of the client, and Retry-After and the status decide
-        # about each attempt, so that only this `for` would be left to it. httpx2's own retries cover connecting only.
-        for attempt in range(self.retries + 1):
-            await self._pause(wait, f"{without_secrets(self.url)} {problem}" if problem else "")
+        content, url = json.dumps(body, default=str).encode(), without_secrets(self.url)
+        started, wait, reason = time.monotonic(), 0.0, url
+        # Not a library's retries: the pause is shared by all requests of the client, and Retry-After and the status
+        # decide about each attempt, so that only this `for` would be left to it.
+        for attempt in itertools.count():
+            await self._pause(wait, reason)
             wait = min(self.backoff_s * 2.0 ** min(attempt, 60), LONGEST_BACKOFF_S)
             try:
                 return await self._attempt(content, parse)
-            except _Problem as error:
-                problem = error
-            if not problem.transient:
-                break
-        assert problem is not None
-        tries = f", after {attempt + 1} attempts in {time.monotonic() - started:.0f} s" if attempt else ""
-        raise NoAnswer(f"{without_secrets(self.url)} {problem}{tries}", problem.status)
+            except NoAnswer as problem:
+                reason = f"{url} {problem}"
+                if not problem.transient or attempt == self.retries:
+                    tries = f", after {attempt + 1} attempts in {time.monotonic() - started:.0f} s" if attempt else ""
+                    raise NoAnswer(f"{reason}{tries}", problem.status) from None
+        raise AssertionError("the loop ends with an answer or an error")
 
     def stop(self, reason: str) -> str:
         """Send nothing more: requests under way continue, all others raise NoAnswer. Returns the first reason given."""
@@ -157,17 +138,17 @@ class JSONClient:
             left = until - time.monotonic()
             if left <= 0:
                 return
-            if self._stop_requested():
-                raise StopRequestedError(f"{reason or without_secrets(self.url)}; stopped in a pause of {left:.0f} s")
+            if self.stop_requested():
+                raise StopRequestedError(f"{reason}; stopped in a pause of {left:.0f} s")
             if left >= PRINTED_WAIT_S and until > self._printed_until + 1:  # once for all requests of the client
                 self._printed_until = until
-                say(f"{reason or without_secrets(self.url)}; trying again in {left:.0f} s", error=True)
+                say(f"{reason}; trying again in {left:.0f} s", error=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), min(left, POLL_S))
-        raise NoAnswer(str(self._stop_reason))
+        raise NoAnswer(self._stop_reason)
 
     async def _attempt(self, content: bytes, parse: Callable[[Any], T]) -> T:
-        """Send one request; raises _Problem."""
+        """Send one request; raises NoAnswer with the problem alone, without the URL."""
         clock = asyncio.timeout(self.timeout_s)
         try:
             async with clock:
@@ -178,22 +159,21 @@ class JSONClient:
                 text = f"cannot be reached ({self.quote(connect_reason(error))})"
             if clock.expired():
                 text = f"did not answer within {self.timeout_s:g} s ({self.timeout_option})"
-            raise _Problem(text, transient=True) from None
+            raise NoAnswer(text, transient=True) from None
         except httpx2.InvalidURL as error:
-            raise _Problem(f"is not a valid URL ({self.quote(str(error))})", transient=False) from None
+            raise NoAnswer(f"is not a valid URL ({self.quote(str(error))})") from None
         if response.is_success:
             return self._parsed(answer, parse, response.status_code)
         raise self._refusal(response, answer)
 
     async def _post(self, content: bytes) -> tuple[httpx2.Response, bytes]:
-        assert self._http is not None, "use `async with`"
         async with self._http.stream("POST", self.url, content=content) as response:
             answer = bytearray()
             async for piece in response.aiter_bytes():  # decompressed
                 answer += piece
                 if len(answer) > MAX_ANSWER_BYTES:
                     text = f"answered {response.status_code} with more than {MAX_ANSWER_BYTES} bytes"
-                    raise _Problem(text, transient=False, status=response.status_code)
+                    raise NoAnswer(text, response.status_code)
         return response, bytes(answer)
 
     def _parsed(self, answer: bytes, parse: Callable[[Any], T], status: int) -> T:
@@ -208,9 +188,9 @@ class JSONClient:
             except Malformed as error:
                 problem = str(error)
         text = f"answered {status}, but the answer {problem}: {self.quote(answer)!r}"
-        raise _Problem(text, transient=self.retry_malformed, status=status)
+        raise NoAnswer(text, status, transient=self.retry_malformed)
 
-    def _refusal(self, response: httpx2.Response, answer: bytes) -> _Problem:
+    def _refusal(self, response: httpx2.Response, answer: bytes) -> NoAnswer:
         """The problem of a status that is not 2xx. A Retry-After delays every request of this client."""
         status = response.status_code
         text = f"answered {status}: {self.quote(answer)!r}"
@@ -223,14 +203,14 @@ class JSONClient:
             transient = False
             text += f", and asks for a pause of {wait:.0f} s (Retry-After)"
         self._not_before = max(self._not_before, time.monotonic() + min(wait, LONGEST_WAIT_S))
-        return _Problem(text, transient=transient, status=status)
+        return NoAnswer(text, status, transient=transient)
 
     def quote(self, text: str | bytes) -> str:
         """Text from a server, safe to print: on one line, shortened, without control characters and without the key."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        if self._key is not None:
-            text = without_key(text, self._key)
+        if self.key is not None:
+            text = without_key(text, self.key)
         text = " ".join("".join(c if c.isprintable() else " " for c in text[: 5 * MAX_QUOTED]).split())
         return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
 

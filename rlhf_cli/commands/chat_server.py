@@ -10,10 +10,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
+from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.concurrency import for_each
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
-from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
+from rlhf_cli.rollout.requests import Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
 
 REFUSED = (400, 413, 422)
@@ -33,37 +34,24 @@ class OptionNames:
 class ServerWriter:
     """A model behind an OpenAI-compatible `chat/completions` endpoint.
 
-    `url` is the base URL (http://localhost:8000/v1) and `model` the model's name on the server. The environment
-    variable `api_key_env` holds the key. At most `concurrency` requests are under way; `rlhf_cli.http_client` says
-    how they are retried and limited. After a request that used up its retries, or a status that no retry can mend,
-    nothing more is sent, and every missing answer is a fatal Failure.
+    At most `options.concurrency` requests are under way; `rlhf_cli.http_client` says how they are retried and limited.
+    After a request that used up its retries, or a status that no retry can mend, nothing more is sent, and every
+    missing answer is a fatal Failure.
 
     Raises ConfigError for an unusable URL or key.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        drawing: Drawing,
-        *,
-        api_key_env: str | None = None,
-        concurrency: int = 8,
-        timeout_s: float = 120.0,
-        retries: int = 5,
-        backoff_s: float = 1.0,
-        names: OptionNames = OptionNames(),
-    ):
-        check_base_url(url, names)
-        self.names = names
-        self.name, self.drawing, self.concurrency = model, drawing, concurrency
-        self._api_key_env = api_key_env
+    def __init__(self, options: WriterOptions, names: OptionNames = OptionNames()):
+        self.options, self.names = options, names
+        assert options.server is not None
+        check_base_url(options.server, names)
+        variable = options.api_key_env
         self._client = JSONClient(
-            completions_url(url),
-            key=None if api_key_env is None else key_from_environment(api_key_env, names.key),
-            timeout_s=timeout_s,
-            retries=retries,
-            backoff_s=backoff_s,
+            completions_url(options.server),
+            key=None if variable is None else key_from_environment(variable, names.key),
+            timeout_s=options.timeout_s,
+            retries=options.retries,
+            backoff_s=options.backoff_s,
             retry_malformed=True,  # a proxy's error page, or an answer that was cut
             timeout_option="--timeout",
         )
@@ -73,27 +61,21 @@ class ServerWriter:
         return asyncio.run(self._write(requests))
 
     async def _write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        answers: dict[int, Written | Failure] = {}
-
-        async def answer(n: int) -> None:
-            answers[n] = await self._answer(requests[n])
-
         async with self._client:
-            await for_each(range(len(requests)), answer, self.concurrency)
-        return [answers[n] for n in range(len(requests))]
+            return await for_each(requests, self._answer, self.options.concurrency)
 
     async def _answer(self, request: Request) -> Written | Failure:
-        drawing = self.drawing
+        options = self.options
         body = {
-            "model": self.name,
+            "model": options.model,
             "messages": [{"role": m.role, "content": m.content} for m in request.messages],
-            "temperature": drawing.temperature,
-            "max_tokens": drawing.max_new_tokens,
-            "seed": derived_seed(drawing.seed, "writer", *request.counters) >> 32,
+            "temperature": options.temperature,
+            "max_tokens": options.max_new_tokens,
+            "seed": derived_seed(options.seed, "writer", *request.counters) >> 32,
             "stream": False,
         }
-        if drawing.top_p is not None:
-            body["top_p"] = drawing.top_p
+        if options.top_p is not None:
+            body["top_p"] = options.top_p
         try:
             written = await self._client.ask(body, completion_in)
         except NoAnswer as error:
@@ -106,13 +88,12 @@ class ServerWriter:
 
     def _hint(self, status: int | None) -> str:
         if status in (401, 403):
-            return (
-                f"Check the key in ${self._api_key_env}" if self._api_key_env else f"Give a key with {self.names.key}"
-            )
+            variable = self.options.api_key_env
+            return f"Check the key in ${variable}" if variable else f"Give a key with {self.names.key}"
         if status == 404:
             return (
                 f"Check that {self.names.server} is the base URL (often it ends in /v1) and serves a model named "
-                f"{self.name}"
+                f"{self.options.model}"
             )
         return self.names.after_failure
 

@@ -9,43 +9,27 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlhf_cli.commands.options import (
-    ApiKeyEnv,
-    BatchSize,
-    Concurrency,
-    Device,
-    Format,
-    KeepSpecial,
-    Keys,
-    MaxNewTokens,
-    Model,
-    Num,
-    OnBadRow,
-    Out,
-    Quiet,
-    RestartOut,
-    Retries,
-    Seed,
-    Server,
-    Source,
-    SourceSet,
-    Temperature,
-    Template,
-    Timeout,
-    TopP,
-    source_of,
+from rlhf_cli.commands.options import OutputOptions, Source, SourceOptions, Template
+from rlhf_cli.commands.output import (
+    Dropped,
+    Outcome,
+    Output,
+    data_digest,
+    each_item,
+    items,
+    prompt_column,
+    refuse_own_output,
+    text_of,
+    with_columns,
 )
-from rlhf_cli.commands.output import data_digest, each_item, items, prompt_column, refuse_own_output
-from rlhf_cli.commands.output_files import Dropped, Outcome, Output, OutputRow
-from rlhf_cli.commands.writer import WriterOptions, fill, read_template
-from rlhf_cli.config.data import DataSource
+from rlhf_cli.commands.writer import MaxNewTokens, Temperature, WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.rollout.requests import Failure, Request, Writer
 from rlhf_cli.training.progress import Display
@@ -110,12 +94,19 @@ class Unclear:
 # ------------------------------------------------------------------------------------------- the command
 
 
+@dataclass(frozen=True)
+class JudgeOptions(WriterOptions):
+    """The judge: short answers that hardly vary."""
+
+    temperature: Temperature = 0.2
+    max_new_tokens: MaxNewTokens = 16
+
+
 def data_score(
     path: Source,
-    out: Out,
-    model: Model,
-    server: Server = None,
-    api_key_env: ApiKeyEnv = None,
+    output: OutputOptions,
+    writer: JudgeOptions,
+    reading: SourceOptions,
     compare: Annotated[
         bool, typer.Option("--compare", help="Choose the better of two answers; asks in both orders.")
     ] = False,
@@ -126,84 +117,30 @@ def data_score(
         int, typer.Option("--attempts", min=1, help="Maximum requests until the answer has a score.")
     ] = 3,
     ties: Annotated[Ties, typer.Option("--ties", help="With --compare: keep scores both 0.5.")] = "drop",
-    num: Num = None,
-    temperature: Temperature = 0.2,
-    top_p: TopP = None,
-    max_new_tokens: MaxNewTokens = 16,
-    seed: Seed = 0,
-    batch_size: BatchSize = 16,
-    concurrency: Concurrency = 8,
-    timeout: Timeout = 120.0,
-    retries: Retries = 5,
-    device: Device = "auto",
-    keep_special: KeepSpecial = False,
-    overrides: SourceSet = None,
-    format: Format = None,
-    keys: Keys = None,
-    on_bad_row: OnBadRow = "error",
-    restart: RestartOut = False,
-    quiet: Quiet = False,
 ) -> None:
     """Let a language model judge answers: a score for each, or the better of two."""
-    sampling = (temperature, top_p, max_new_tokens, seed, batch_size, concurrency)
-    options = WriterOptions(
-        model, server, api_key_env, *sampling, timeout, retries, device=device, keep_special=keep_special
-    )
-    score(
-        source_of(path, overrides, format, keys),
-        out,
-        options,
-        compare=compare,
-        template=template,
-        lowest=lowest,
-        highest=highest,
-        attempts=attempts,
-        ties=ties,
-        num=num,
-        on_bad_row=on_bad_row,
-        restart=restart,
-        quiet=quiet,
-    )
-
-
-def score(
-    source: DataSource,
-    out: Path,
-    writer: WriterOptions,
-    *,
-    compare: bool = False,
-    template: Path | None = None,
-    lowest: float = 0.0,
-    highest: float = 5.0,
-    attempts: int = 3,
-    ties: Ties = "drop",
-    num: int | None = None,
-    on_bad_row: OnBadRow = "error",
-    restart: bool = False,
-    quiet: bool = False,
-) -> None:
-    """Have a judge score the first `num` rows of the source, and write them with its scores to `out`.
-
-    Without `compare` each answer gets a number from `lowest` to `highest`, both included, in the column `score`
-    (`scores` if the row has several answers). With it, rows of two answers become `chosen` and `rejected`. The judge
-    is asked in both orders; if it contradicts itself, the row is a tie. If the parser finds no number or letter in an
-    answer, the judge is asked again with another draw, up to `attempts` times.
-    Raises ConfigError for options that do not fit together, DataError for rows that cannot be read or scored,
-    ArtifactError for an `out` that cannot be written or resumed, and RunError when the server gives no answers.
-    """
+    # Without --compare each answer gets a number from --min to --max, both included, in the column `score` (`scores` if
+    # the row has several answers). With it, rows of two answers become `chosen` and `rejected`. The judge is asked in
+    # both orders; if it contradicts itself, the row is a tie.
+    source = reading.source(path)
     if not lowest < highest:
         raise ConfigError(f"--min {lowest:g} --max {highest:g}: --min must be below --max")
     lowest, highest = float(lowest), float(highest)
     needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
     text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
-    refuse_own_output(source, out)
+    refuse_own_output(source, output.out)
     settings = {"compare": compare, "template": text, "attempts": attempts, "data": data_digest(source)}
     settings |= {"ties": ties} if compare else {"min": lowest, "max": highest}
-    display = Display("score", quiet=quiet)
-    with Output(out, {**settings, **writer.settings()}, restart=restart) as output:
-        judge = _Comparison(text, ties, writer.model) if compare else _Scoring(text, lowest, highest, writer.model)
+    judge = _Comparison(text, ties, writer.model) if compare else _Scoring(text, lowest, highest, writer.model)
+    display = Display("score", quiet=output.quiet)
 
-        def answer(model: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
+    def read() -> Iterator[Record | Dropped]:
+        return islice(items(source, "sft", reading.on_bad_row, judge.check), output.num)
+
+    def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
+        model = writer.open()
+
+        def answer(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
             questions = [judge.questions(n, record) for n, record in numbered]
             answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
             return [
@@ -211,10 +148,13 @@ def score(
                 for (_, record), some in zip(numbered, questions, strict=True)
             ]
 
-        each_item(output, lambda: items(source, "sft", on_bad_row, judge.check), num, writer, answer, display)
-        display.note(f"{output.path}: {output.num_rows} rows{output.summary_of_dropped()}")
-        judge.report(output, display)
-        output.require_rows()
+        return answer
+
+    with Output(output.out, {**settings, **writer.settings()}, restart=output.restart) as rows:
+        each_item(rows, read, start, display, chunk=writer.chunk, only_missing=writer.server is not None)
+        display.note(f"{rows.path}: {rows.num_rows} rows{rows.summary_of_dropped()}")
+        judge.report(rows, display)
+        rows.require_rows()
 
 
 def ask(
@@ -414,31 +354,6 @@ def letter_in(answer: str) -> Verdict | None:
     if len(letters) != 1:
         return None
     return "first" if letters == {"A"} else "second"
-
-
-# ------------------------------------------------------------------------------------------- rows
-
-
-def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
-    """The input row followed by the new columns. An input column with the name of a new one becomes `<name>_before`.
-
-    So do `score` and `scores` of the input. An input prompt or response that equals the new one, and scores that are
-    all null, are dropped instead.
-    """
-    row = {}
-    for name, value in record.columns.items():
-        same = name == "ended" or (name in ("prompt", "response", "responses") and value == new.get(name))
-        empty = name == "scores" and isinstance(value, list) and all(score is None for score in value)
-        if name not in new and name not in ("score", "scores"):
-            row[name] = value
-        elif not same and not empty:
-            row[f"{name}_before"] = value
-    return row | new
-
-
-def text_of(record: Record, answer: str) -> str:
-    """An answer for a row; in a conversation, without the space that the transcript puts before it."""
-    return answer.removeprefix(" ") if record.messages else answer
 
 
 def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.commands.output_files import Dropped, Outcome
+from rlhf_cli.commands.output import Dropped, Outcome
 from rlhf_cli.commands.writer import fill
 from rlhf_cli.rollout.requests import Failure, Request, Writer
 
@@ -48,11 +48,17 @@ class _Dialogue:
 
 
 def write_dialogues(
-    assistant: Writer, user: Writer, numbered: Sequence[tuple[int, Record]], num_turns: int, template: str
+    assistant: Writer,
+    user: Writer,
+    numbered: Sequence[tuple[int, Record]],
+    num_turns: int,
+    template: str,
+    origin: dict[str, Any],
 ) -> list[Outcome]:
     """A row of `messages` for each record: its prompt, then up to `num_turns` answers with messages of `user` between.
 
-    Every dialogue ends with an answer. A Failure that ends the run takes the place of the row.
+    Every dialogue ends with an answer, and every row with the columns of `origin`. A Failure that ends the run takes
+    the place of the row.
     """
     from rlhf_cli.data.records import Message
 
@@ -61,7 +67,7 @@ def write_dialogues(
         if turn:
             _let_user_speak(dialogues, user, turn, template)
         _let_assistant_answer(dialogues, assistant, turn)
-    return [_outcome(dialogue) for dialogue in dialogues]
+    return [_outcome(dialogue, origin) for dialogue in dialogues]
 
 
 def _let_assistant_answer(dialogues: Sequence[_Dialogue], assistant: Writer, turn: int) -> None:
@@ -98,14 +104,14 @@ def _let_user_speak(dialogues: Sequence[_Dialogue], user: Writer, turn: int, tem
             dialogue.is_open = False
 
 
-def _outcome(dialogue: _Dialogue) -> Outcome:
+def _outcome(dialogue: _Dialogue, origin: dict[str, Any]) -> Outcome:
     has_answer = len(dialogue.messages) > dialogue.num_given
     if dialogue.failure is not None and (dialogue.failure.fatal or not has_answer):
         return dialogue.failure
     if not has_answer:
         return Dropped("empty answers")
     messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
-    return {"messages": messages, "ended": dialogue.ended}
+    return {"messages": messages, "ended": dialogue.ended, **origin}
 
 
 def as_text(messages: Sequence[Message]) -> str:

@@ -12,9 +12,9 @@ import typer
 from rlhf_cli.commands.chat_server import OptionNames, ServerWriter
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Question, Unclear, Verdict, ask, letter_in
 from rlhf_cli.commands.options import Quiet, WhereToRun
-from rlhf_cli.commands.writer import fill, read_template
+from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.rollout.requests import Drawing, Failure
+from rlhf_cli.rollout.requests import Failure
 
 NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written; run the same command to ask again")
 
@@ -98,15 +98,16 @@ class ServerJudge:
         self.name, self.attempts = model, options.attempts
         needed = ["prompt", "a", "b"]
         self.template = read_template(options.template, needed, "--judge-template") or COMPARE_TEMPLATE
-        self.writer = ServerWriter(
-            url,
+        writer = WriterOptions(
             model,
-            Drawing(temperature=0.0, max_new_tokens=options.max_new_tokens),
-            api_key_env=options.key_env,
+            url,
+            options.key_env,
+            temperature=0.0,
+            max_new_tokens=options.max_new_tokens,
             retries=options.retries,
             backoff_s=options.backoff_s,
-            names=NAMES,
         )
+        self.writer = ServerWriter(writer, NAMES)
 
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict | None]:
         """See `rlhf_cli.evaluation.judging.Judge`."""

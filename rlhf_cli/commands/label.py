@@ -13,8 +13,7 @@ import typer
 from rlhf_cli.algorithms.rates import cohen_kappa
 from rlhf_cli.commands.labelling import SKIPPED, TIE, Labelling, pair_digest, pairs_of, rate
 from rlhf_cli.commands.options import SOURCE_HELP, Format, Keys, OnBadRow, RestartOut, SourceSet, source_of
-from rlhf_cli.commands.output import data_digest, items, refuse_own_output
-from rlhf_cli.commands.output_files import Dropped, Output, read_lines
+from rlhf_cli.commands.output import Dropped, Output, data_digest, items, read_lines, refuse_own_output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, find_files
 from rlhf_cli.errors import ConfigError, DataError

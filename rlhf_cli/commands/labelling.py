@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.commands.data_score import text_of
 from rlhf_cli.commands.options import OnBadRow
-from rlhf_cli.commands.output import items, prompt_column
-from rlhf_cli.commands.output_files import Dropped, Line, Output
+from rlhf_cli.commands.output import Dropped, Line, Output, items, prompt_column, text_of
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.errors import ArtifactError, DataError
 

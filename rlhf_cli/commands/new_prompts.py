@@ -1,14 +1,116 @@
-"""Extract prompts from a model's answers, and recognise near-duplicates."""
+"""`rlhf data generate --task prompts`: new prompts from a model's answers, without near-duplicates."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from rlhf_cli.commands.output import Dropped, Output
+from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.data.words import words
+from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.rollout.requests import Failure, Request
+from rlhf_cli.training.progress import Display
 
+if TYPE_CHECKING:
+    from rlhf_cli.data.records import Record
+
+PROMPTS_TEMPLATE = """\
+Below are requests that people sent to an assistant.
+
+{seeds}
+
+Write {num} more requests of this kind, on other subjects and in other words. Write each on one line of its own, with \
+a number before it, and write nothing else.
+"""
+NUM_ASKED = 5
+"""`{num}` of that template: prompts that one answer is asked for."""
+MAX_FRUITLESS = 10
+"""Stop after this many consecutive batches of answers without a new prompt."""
 ROUNDING = 1e-9
 LIST_MARK = re.compile(r"(?:\d+\s*[.):]|[-*•])(?:\s+|$)")
+
+
+def write_prompts(
+    output: Output,
+    records: Sequence[Record],
+    num: int,
+    options: WriterOptions,
+    template: str,
+    num_seeds: int,
+    similarity: float,
+    display: Display,
+) -> None:
+    """Ask in rounds until there are `num` new prompts, as Self-Instruct does (Wang et al. 2023).
+
+    Each line stores its round. A prompt that nearly duplicates a seed or an earlier prompt is dropped. When a run
+    resumes, a local model repeats the last chunk of rounds, so that the same prompts are compared with the same set.
+    A server gives different answers each time, so it is asked for the next chunk.
+    """
+    seeds = [_seed(record) for record in records]
+    if not seeds:
+        raise DataError("the source has no readable prompt; at least one is needed as a seed")
+    if output.num_rows >= num:
+        return
+    last = output.last("round")
+    start = (last // options.chunk + (1 if options.server else 0)) * options.chunk if last >= 0 else 0
+    output.cut_from("round", start)
+    known = KnownPrompts(similarity)
+    for text in (*seeds, *(row["prompt"] for row in output.rows())):
+        known.add(text)
+    writer = options.open()
+    origin = {"model": options.model, "temperature": options.temperature, "seed": options.seed}
+    fruitless = 0
+    display.begin(num, "prompt", output.num_rows)
+    while output.num_rows < num:
+        rounds, before = range(start, start + options.chunk), output.num_rows
+        answers = writer.write([_request(n, seeds, template, num_seeds, options.seed) for n in rounds])
+        output.refuse_all_failed(answers)
+        for n, answer in zip(rounds, answers, strict=True):
+            if isinstance(answer, Failure):
+                output.write(answer, {"round": n})
+                continue
+            texts = prompts_in(answer.text, ended=answer.ended)
+            if not texts:
+                output.write(Dropped("no prompt in the answer"), {"round": n})
+            for text in texts:
+                if output.num_rows == num:
+                    break
+                if (other := known.similar(text)) is not None:
+                    output.write(Dropped("too similar to another"), {"round": n, "prompt": text, "other": other})
+                    continue
+                known.add(text)
+                output.write({"prompt": text, **origin, "round": n}, {})
+        fruitless = 0 if output.num_rows > before else fruitless + 1
+        if fruitless == MAX_FRUITLESS:
+            raise RunError(
+                f"{output.path}: no new prompt in the last {MAX_FRUITLESS * options.chunk} answers; {output.num_rows} "
+                f"of {num} are written, and {output.dropped_path.name} lists the dropped ones. Raise --temperature or "
+                "--similarity, give more seeds, or change --template"
+            )
+        display.step(output.num_rows, [f"dropped {output.num_dropped}"])
+        start = rounds.stop
+    display.end()
+
+
+def _request(number: int, seeds: list[str], template: str, num_seeds: int, seed: int) -> Request:
+    """The request of a round: the template with seed prompts that are drawn from (seed, round)."""
+    import torch
+
+    from rlhf_cli.data.records import Message
+    from rlhf_cli.seeding import generator
+
+    order = torch.randperm(len(seeds), generator=generator(seed, "seed prompts", number)).tolist()
+    chosen = "\n".join(f"{place}. {seeds[i]}" for place, i in enumerate(order[:num_seeds], 1))
+    return Request((Message("user", fill(template, seeds=chosen, num=str(NUM_ASKED))),), (number,))
+
+
+def _seed(record: Record) -> str:
+    """A row as a seed on one line: its prompt, the last message of a conversation, or a whole text."""
+    text = record.messages[-1].content if record.messages else record.prompt or record.key
+    return " ".join(text.split())
 
 
 def prompts_in(answer: str, *, ended: bool = True) -> list[str]:

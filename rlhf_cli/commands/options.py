@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -82,37 +87,68 @@ Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="A model directory or hub id. Without it, lengths are in words.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="The .jsonl file to write or to continue.", show_default=False)]
-Model = Annotated[
-    str,
-    typer.Option("--model", help="A model directory or hub id; with --server, a name there.", show_default=False),
-]
-Server = Annotated[str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server.")]
-ApiKeyEnv = Annotated[
-    str | None, typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the server's key.")
-]
 Template = Annotated[Path | None, typer.Option("--template", help="A text file that replaces the built-in prompt.")]
-Num = Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows (with --task prompts: to write).")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
 TopP = Annotated[
     float | None,
     typer.Option("--top-p", min=0.001, max=1.0, help="Sample from the smallest set of tokens with this probability."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
 Seed = Annotated[int, typer.Option("--seed", help="Another seed samples other answers.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Answers per batch of a local model.")]
-Concurrency = Annotated[int, typer.Option("--concurrency", min=1, max=64, help="Concurrent requests to a server.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds without an answer of the server.")]
-Retries = Annotated[int, typer.Option("--retries", min=0, help="Maximum retries of a failed request.")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]
 WhereToRun = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")]
-KeepSpecial = Annotated[
-    bool,
-    typer.Option("--keep-special", help="Read special tokens in rows and in --template as special tokens."),
-]
 OnBadRow = Annotated[
     Literal["error", "skip"], typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")
 ]
 RestartOut = Annotated[bool, typer.Option("--restart", help="Start over and remove the rows in --out.")]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How the rows of a source are read."""
+
+    overrides: SourceSet = None
+    format: Format = None
+    keys: Keys = None
+    on_bad_row: OnBadRow = "error"
+
+    def source(self, path: str) -> DataSource:
+        """The source at a path; raises ConfigError if it is not valid."""
+        return source_of(path, self.overrides, self.format, self.keys)
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The file of rows that a command writes and a later one resumes."""
+
+    out: Out
+    num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None
+    restart: RestartOut = False
+    quiet: Quiet = False
+
+
+def one_by_one(work: Callable[..., None]) -> Callable[..., None]:
+    """The function for typer, where each annotated field of a parameter that is a dataclass is an option."""
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(work, eval_str=True).parameters.values():
+        own, kind = [parameter], parameter.annotation
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            hints = get_type_hints(kind, include_extras=True)
+            fields = [
+                field.replace(annotation=hints[field.name]) for field in inspect.signature(kind).parameters.values()
+            ]
+            own = [field for field in fields if get_origin(field.annotation) is Annotated]
+            groups[parameter.name] = kind, [field.name for field in own]
+        parameters += [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in own]
+
+    @functools.wraps(work)
+    def run(**values: Any) -> None:
+        for name, (group, keys) in groups.items():
+            values[name] = group(**{key: values.pop(key) for key in keys})
+        work(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 SET_INSTEAD = ("--limit", "--name", "--data-dir", "--split", "--revision", "--streaming", "--select")

@@ -1,4 +1,4 @@
-"""Resumable output of `rlhf generate`, `rlhf data generate` and `rlhf data score`: one line for each item.
+"""Rows that a command writes and a later one resumes: `rlhf generate`, `data generate`, `data score` and `label`.
 
     OUT.jsonl             the rows, one JSON object a line, written as they arrive
     OUT.jsonl.dropped     the items without a row and why, one JSON object a line
@@ -10,20 +10,28 @@ resumes.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import fnmatch
 import hashlib
+import json
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from rlhf_cli.artifacts import fingerprint
+from rlhf_cli.artifacts import differences, fingerprint
 from rlhf_cli.commands.options import OnBadRow
-from rlhf_cli.commands.output_files import Dropped, Outcome, Output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
-from rlhf_cli.errors import ConfigError, DataError
-from rlhf_cli.files import digest_file
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
+from rlhf_cli.files import digest_file, read_text
+from rlhf_cli.rollout.requests import Failure
+from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
@@ -32,33 +40,30 @@ if TYPE_CHECKING:
     from rlhf_cli.training.distributed import World
 
 T = TypeVar("T")
-W = TypeVar("W")
-W_co = TypeVar("W_co", covariant=True)
+OutputRow = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An item without a row."""
+
+    reason: str
+    """A few words, the same for items of the same kind, so that they can be counted."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """More about the item, for the file of dropped items."""
+
+
+Outcome = OutputRow | Dropped | Failure
 
 
 # ------------------------------------------------------------------------------------------- items
-
-
-class Opens(Protocol[W_co]):
-    """The model that is asked for each item, not loaded yet: `WriterOptions` for example."""
-
-    @property
-    def server(self) -> str | None:
-        """The address of its server; None for a model on this machine."""
-
-    @property
-    def chunk(self) -> int:
-        """Number of items per call."""
-
-    def open(self) -> W_co:
-        """Load it."""
 
 
 def items(
     source: DataSource,
     purpose: Purpose,
     on_bad_row: OnBadRow,
-    check: Callable[[Record], None] | None = None,
+    check: Callable[[Record], object] | None = None,
     *,
     prompt_words: int = 0,
 ) -> Iterator[Record | Dropped]:
@@ -92,70 +97,53 @@ def items(
 def each_item(
     output: Output | None,
     read: Callable[[], Iterator[Record | Dropped]],
-    num: int | None,
-    options: Opens[W],
-    answer: Callable[[W, Sequence[tuple[int, Record]]], list[Outcome]],
+    start: Callable[[], Callable[[Sequence[tuple[int, Record]]], list[Outcome]]],
     display: Display,
+    *,
+    chunk: int,
+    only_missing: bool = False,
     join: Callable[[], World] | None = None,
 ) -> None:
-    """Write a line for each of the first `num` items that has none yet.
+    """Write a line for each item that has none yet, in chunks that begin at multiples of `chunk`.
 
-    All items are read once before the model is asked, so that a bad row costs nothing. `answer` turns records with
-    their numbers into outcomes. With `join`, which meets other processes, each of them answers a chunk at the same time
-    as the others, and the first one, which alone has an `output`, writes them. So the lines do not depend on the number
-    of processes.
+    All items are read once before the model is asked, so that a bad row costs nothing. `start` loads the model and
+    returns a function that turns records with their numbers into outcomes. A started chunk is answered as a whole, so
+    that a local model sees the same batches and gives the same bits; with `only_missing` just the rows without a line,
+    because the answers of a server cost and would differ anyway.
+
+    With `join`, which meets other processes, each of them answers a chunk at the same time as the others, and the first
+    one, which alone has an `output`, writes them. So the lines do not depend on the number of processes.
     """
-    total = sum(1 for _ in islice(read(), num))
+    total = sum(1 for _ in read())
     world = join() if join is not None else None
-    done = _on_main(world, lambda: output.num_rows + output.num_dropped if output is not None else 0)
+    done = output.num_rows + output.num_dropped if output is not None else 0
+    rank, size = 0, 1
+    if world is not None:
+        rank, size, done = world.rank, world.size, world.gather(done)[0]
     if done >= total:
         return
-    writer = options.open()
+    answer = start()
     display.begin(total, "row", done)
-    chunks = enumerate(batched(islice(read(), num), options.chunk))
-    unfinished = ((n * options.chunk, chunk) for n, chunk in chunks if n * options.chunk + len(chunk) > done)
 
-    def answered(begin: int, chunk: Sequence[Record | Dropped]) -> list[Outcome]:
-        # A local model answers the rows of a started chunk again: the same batches give the same bits. A server is
-        # asked for the missing rows only: its answers cost and would differ anyway.
-        skip = max(0, done - begin)
-        first = skip if options.server else 0
-        records = [(begin + n, item) for n, item in enumerate(chunk) if n >= first and not isinstance(item, Dropped)]
-        found = dict(zip((n for n, _ in records), answer(writer, records), strict=True))
-        return [item if isinstance(item, Dropped) else found[begin + n] for n, item in enumerate(chunk) if n >= skip]
+    def answered(numbered: Sequence[tuple[int, Record | Dropped]]) -> list[Outcome]:
+        first = done if only_missing else 0
+        records = [(n, item) for n, item in numbered if n >= first and not isinstance(item, Dropped)]
+        found = dict(zip((n for n, _ in records), answer(records), strict=True))
+        return [item if isinstance(item, Dropped) else found[n] for n, item in numbered if n >= done]
 
-    for together in batched(unfinished, world.size if world is not None else 1):
-        for (begin, chunk), outcomes in zip(together, _answers(world, together, answered), strict=False):
+    unfinished = (some for some in batched(enumerate(read()), chunk) if some[-1][0] >= done)
+    for together in batched(unfinished, size):  # a chunk for each process; at the end there may be fewer
+        outcomes = answered(together[rank]) if rank < len(together) else []
+        if world is not None:
+            world.barrier("the responses")  # one chunk may take much longer than another
+        everyone = [outcomes] if world is None else world.gather(outcomes)
+        for numbered, outcomes in zip(together, everyone, strict=False):
             if output is not None:
-                _write(output, chunk[max(0, done - begin) :], outcomes)
+                output.write_chunk([item for n, item in numbered if n >= done], outcomes)
                 display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
     if world is not None:
         world.barrier("the last rows")
     display.end()
-
-
-def _on_main(world: World | None, compute: Callable[[], T]) -> T:
-    """The result of `compute`, which only the first process calls."""
-    return compute() if world is None else world.of_main(compute)
-
-
-def _answers(
-    world: World | None, chunks: Sequence[tuple[int, list[T]]], answered: Callable[[int, list[T]], list[Outcome]]
-) -> list[list[Outcome]]:
-    """The outcomes of each chunk. Each process of `world` answers one of them; there may be fewer chunks."""
-    if world is None:
-        return [answered(*chunk) for chunk in chunks]
-    own = answered(*chunks[world.rank]) if world.rank < len(chunks) else []
-    world.barrier("the responses")  # one chunk may take much longer than another
-    return world.gather(own)
-
-
-def _write(output: Output, items: Sequence[Record | Dropped], outcomes: Sequence[Outcome]) -> None:
-    """Write the lines of some items."""
-    pairs = list(zip(items, outcomes, strict=True))
-    output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
-    for item, outcome in pairs:
-        output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
 
 
 def batched(things: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -173,13 +161,6 @@ def data_digest(source: DataSource) -> dict[str, Any]:
     return {"rows": digest if files else fingerprint(source.path, source.revision), **options}
 
 
-def prompt_column(record: Record) -> str | list[dict[str, str]]:
-    """The `prompt` column of a row: text, or the messages of a conversation."""
-    if record.messages:
-        return [{"role": m.role, "content": m.content} for m in record.messages]
-    return record.prompt
-
-
 def refuse_own_output(source: DataSource, out: Path) -> None:
     """Raise ConfigError if the output would be a file of the source, or is not a .jsonl file."""
     if not out.name.endswith(".jsonl"):
@@ -188,3 +169,321 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
     if inside or target.resolve() == source_path.resolve():
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def prompt_column(record: Record) -> str | list[dict[str, str]]:
+    """The `prompt` column of a row: text, or the messages of a conversation."""
+    if record.messages:
+        return [{"role": m.role, "content": m.content} for m in record.messages]
+    return record.prompt
+
+
+def text_of(record: Record, answer: str) -> str:
+    """An answer for a row; in a conversation, without the space that the transcript puts before it."""
+    return answer.removeprefix(" ") if record.messages else answer
+
+
+def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
+    """The input row followed by the new columns. An input column with the name of a new one becomes `<name>_before`.
+
+    So do `score` and `scores` of the input. An input prompt or response that equals the new one, and scores that are
+    all null, are dropped instead.
+    """
+    row = {}
+    for name, value in record.columns.items():
+        same = name == "ended" or (name in ("prompt", "response", "responses") and value == new.get(name))
+        empty = name == "scores" and isinstance(value, list) and all(score is None for score in value)
+        if name not in new and name not in ("score", "scores"):
+            row[name] = value
+        elif not same and not empty:
+            row[f"{name}_before"] = value
+    return row | new
+
+
+def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
+    """The values as one line of JSON, or as several with an indent."""
+    try:
+        line = json.dumps(values, ensure_ascii=False, default=str, indent=indent).encode()
+    except UnicodeEncodeError:  # a lone surrogate in a column of the input row
+        line = json.dumps(values, default=str, indent=indent).encode()
+    return line + b"\n"
+
+
+class Line(dict[str, Any]):
+    """A row or a dropped item, which may have been edited by hand. Raises ArtifactError for a key that it lacks."""
+
+    where = ""
+
+    def __missing__(self, key: str) -> Any:
+        raise self.error(f"has no `{key}`")
+
+    def error(self, problem: str) -> ArtifactError:
+        """The error to raise for a line that this program did not write so."""
+        return ArtifactError(
+            f"{self.where}: {problem}. Restore the line as it was written, give another --out, or pass --restart"
+        )
+
+    def number(self, key: str) -> int:
+        """The whole number under a key. Raises ArtifactError if it is none."""
+        value = self[key]
+        if type(value) is not int:
+            raise self.error(f"`{key}` is not a whole number")
+        return value
+
+
+def parsed(line: bytes, path: Path, number: int) -> Line:
+    """A line as the object that it holds. Raises ArtifactError if it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    parsed = Line(value) if isinstance(value, dict) else Line()
+    parsed.where = f"{path}:{number}"
+    if not isinstance(value, dict):
+        raise parsed.error("is not a JSON object")
+    return parsed
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file. Raises ArtifactError for one that is not a JSON object."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield parsed(line, path, number)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+class Output:
+    """The rows and dropped items of one run, one line each; a later run with the same settings resumes them.
+
+    Nothing changes on the disk before the first line, so a run that is refused until then leaves no file and no folder
+    behind, and with `restart` the rows from before.
+
+    Raises ArtifactError for files that another program made or is writing, links, and files that cannot be written.
+    Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them. Without
+    `keep_dropped`, other settings discard dropped items too, if no row exists.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False, keep_dropped: bool = True):
+        self.path, self.restart, self.keep_dropped = path, restart, keep_dropped
+        self.dropped_path = path.with_name(path.name + ".dropped")
+        self.settings_path = path.with_name(path.name + ".settings")
+        self.settings = json.loads(json.dumps(settings))
+        self.num_rows = self.num_dropped = 0
+        self._files: list[BinaryIO] = []
+        self._new: list[Path] = []
+        """The files and folders that did not exist before."""
+        self._is_started = False
+
+    def __enter__(self) -> Output:
+        try:
+            self._new = [folder for folder in self.path.parents if not folder.exists()]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._files = [self._open(self.path), self._open(self.dropped_path)]
+            self._is_started = self._resumes()
+            if self._is_started:
+                self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+        except BaseException as error:
+            self._close()
+            raise self._not_writable(error) if isinstance(error, OSError) else error from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._start()
+        self._close()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"interrupted: {self.num_rows} rows are in {self.path}. Run the same command to resume", 130
+            ) from None
+
+    def _open(self, path: Path) -> BinaryIO:
+        is_new = not os.path.lexists(path)
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the file itself: no lock file beside the rows
+        except BlockingIOError:
+            file.close()
+            raise ArtifactError(f"{path}: another process is writing it. Wait for it, or give another --out") from None
+        if is_new:
+            self._new.insert(0, path)
+        return file
+
+    def _resumes(self) -> bool:
+        """Whether there are lines to resume; False if there are none or they are to be discarded."""
+        no_rows, no_drops = (os.fstat(file.fileno()).st_size == 0 for file in self._files)
+        try:
+            before = json.loads(read_text(self.settings_path))
+        except (FileNotFoundError, ValueError, RecursionError):
+            before = None
+        if not isinstance(before, dict):
+            if no_rows and no_drops:
+                return False
+            raise ArtifactError(
+                f"{self.path}: already exists, but its settings file {self.settings_path.name} is missing or cannot "
+                "be read. Remove the rows, or give another --out"
+            )
+        changed = differences(before, self.settings)
+        if self.restart or (no_rows and (no_drops or (changed and not self.keep_dropped))):
+            return False
+        if changed:
+            raise ConfigError(
+                f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
+                "another --out, or pass --restart to start over"
+            )
+        return True
+
+    def _changes(self, before: dict[str, Any], changed: list[str]) -> str:
+        shown = []
+        for key in changed:
+            old, new = (_at(values, key) for values in (before, self.settings))
+            short = all(isinstance(v, int | float | None) or (isinstance(v, str) and len(v) < 60) for v in (old, new))
+            texts = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            shown.append(f"{key} ({texts[0]}, now {texts[1]})" if short else key)
+        return ", ".join(shown)
+
+    def _start(self) -> None:
+        """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
+        if self._is_started:
+            return
+        try:
+            # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
+            self.settings_path.unlink(missing_ok=True)
+            for file in self._files:
+                file.truncate(0)
+            write_text(self.settings_path, json_line(self.settings, indent=2).decode())
+        except OSError as error:
+            raise self._not_writable(error) from None
+        self._is_started = True
+
+    def write_chunk(self, items: Sequence[Record | Dropped], outcomes: Sequence[Outcome]) -> None:
+        """Write the lines of some items. Raises RunError if the very first ones all failed, see `refuse_all_failed`."""
+        pairs = list(zip(items, outcomes, strict=True))
+        self.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
+        for item, outcome in pairs:
+            self.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
+
+    def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
+        """Write a row, or why there is none together with `about`, which identifies the item.
+
+        Raises RunError for a Failure that ends the run.
+        """
+        if isinstance(outcome, dict):
+            self._line(0, outcome)
+            self.num_rows += 1
+            return
+        if isinstance(outcome, Dropped):
+            line = {"reason": outcome.reason, **about, **outcome.columns}
+        elif outcome.fatal:
+            raise RunError(f"{about['where']}: {outcome.reason}" if "where" in about else outcome.reason)
+        else:
+            line = {"reason": "no answer", **about, "detail": outcome.reason}
+        self._line(1, line)
+        self.num_dropped += 1
+
+    def refuse_all_failed(self, outcomes: Sequence[Any]) -> None:
+        """Raise RunError if the very first items all failed: then the cause is not a single row."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if any(failure.fatal for failure in failures):
+            return  # `write` raises it
+        if self.num_rows + self.num_dropped == 0 and failures and len(failures) == len(outcomes):
+            raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
+
+    def rows(self) -> Iterator[Line]:
+        """The rows written so far."""
+        return read_lines(self.path) if self._is_started else iter(())
+
+    def drops(self) -> Iterator[Line]:
+        """The dropped items written so far."""
+        return read_lines(self.dropped_path) if self._is_started else iter(())
+
+    def last(self, key: str) -> int:
+        """The largest whole number under `key` in the last row and the last dropped item; -1 without lines."""
+        lasts = (line for lines in (self.rows(), self.drops()) for line in deque(lines, maxlen=1))
+        return max((line.number(key) for line in lasts), default=-1)
+
+    def cut_from(self, key: str, value: int) -> None:
+        """Remove all lines from the first one whose `key` is `value` or more. The values of `key` never decrease."""
+        if not self._is_started:
+            return
+        for path, file in zip((self.path, self.dropped_path), self._files, strict=True):
+            file.seek(0)
+            end = 0
+            for number, line in enumerate(file, 1):
+                if parsed(line, path, number).number(key) >= value:
+                    break
+                end += len(line)
+            file.truncate(end)
+        self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk, where a power failure does not lose them."""
+        try:
+            for file in self._files:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._not_writable(error) from None
+
+    def summary_of_dropped(self) -> str:
+        """How many items were dropped and why, to end a sentence; "" if none was."""
+        reasons = Counter(drop["reason"] for drop in self.drops())
+        if not reasons:
+            return ""
+        counts = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+        return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}"
+
+    def require_rows(self) -> None:
+        """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
+        if not self.num_rows:
+            raise RunError(
+                f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
+                f"data, and {'start over with --restart' if self.keep_dropped else 'run it again'}"
+            )
+
+    def _line(self, which: int, values: dict[str, Any]) -> None:
+        self._start()
+        try:
+            self._files[which].write(json_line(values))
+            self._files[which].flush()
+        except OSError as error:
+            raise self._not_writable(error) from None
+
+    def _not_writable(self, error: OSError) -> ArtifactError:
+        return ArtifactError(
+            f"{error.filename or self.path}: cannot be written ({error.strerror or error}). Free disk space, remove "
+            "the obstacle, or give another --out"
+        )
+
+    def _close(self) -> None:
+        if not self._is_started:
+            for path in self._new:  # files before their folders
+                with contextlib.suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk was reported when the line was written
+                file.close()
+
+
+def cut_incomplete_line(file: BinaryIO) -> int:
+    """Cut off an incomplete last line, which a killed run may leave; returns the number of lines."""
+    file.seek(0)
+    count = end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        count, end = count + 1, end + len(line)
+    file.truncate(end)
+    return count
+
+
+def _at(values: dict[str, Any], dotted: str) -> Any:
+    value: Any = values
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
-from rlhf_cli.commands.data_score import text_of, with_columns
 from rlhf_cli.commands.options import (
     Device,
-    Format,
-    Keys,
     Label,
     OnBadRow,
     Probability,
@@ -29,11 +26,19 @@ from rlhf_cli.commands.options import (
     Raw,
     RewardTemplate,
     Source,
-    SourceSet,
-    source_of,
+    SourceOptions,
 )
-from rlhf_cli.commands.output import batched, items, prompt_column, refuse_own_output
-from rlhf_cli.commands.output_files import Dropped, OutputRow, json_line
+from rlhf_cli.commands.output import (
+    Dropped,
+    OutputRow,
+    batched,
+    items,
+    json_line,
+    prompt_column,
+    refuse_own_output,
+    text_of,
+    with_columns,
+)
 from rlhf_cli.commands.serve import Settings, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
@@ -54,6 +59,7 @@ NUM_SHOWN = 3
 def rm_score(
     model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
     path: Source,
+    reading: SourceOptions,
     out: Annotated[
         Path | None, typer.Option("--out", help="The .jsonl file to write. Without it, stdout.", show_default=False)
     ] = None,
@@ -63,10 +69,6 @@ def rm_score(
     probability: Probability = False,
     template: RewardTemplate = None,
     device: Device = "auto",
-    overrides: SourceSet = None,
-    format: Format = None,
-    keys: Keys = None,
-    on_bad_row: OnBadRow = "error",
     quiet: Quiet = False,
 ) -> None:
     """Score the answers of a file with a reward model; of pairs, show good beside bad.
@@ -77,12 +79,13 @@ def rm_score(
 
     settings = Settings(model, raw=raw, label=label, probability=probability, template=template, device=device)
     if path == "-":
-        given = {"--out": out, "--num": num, "--set": overrides, "--format": format, "--keys": keys}
+        given: dict[str, object] = {"--out": out, "--num": num, "--set": reading.overrides}
+        given |= {"--format": reading.format, "--keys": reading.keys}
         if used := next((name for name, value in given.items() if value), None):
             raise ConfigError(f"{used}: does not go with SOURCE -, which scores what you type. Remove it")
         score_typed(settings, quiet=quiet)
         return
-    score_file(settings, source_of(path, overrides, format, keys), out, num=num, on_bad_row=on_bad_row, quiet=quiet)
+    score_file(settings, reading.source(path), out, num=num, on_bad_row=reading.on_bad_row, quiet=quiet)
 
 
 def score_typed(settings: Settings, *, quiet: bool = False) -> None:

@@ -6,13 +6,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from rlhf_cli.artifacts import fingerprint, model_directory
+from rlhf_cli.commands.options import Device, Seed, TopP
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
 from rlhf_cli.rollout.requests import Drawing, Writer
 
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -20,21 +25,33 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 class WriterOptions:
     """A model from a directory or, with `server`, the model of that name on a chat server."""
 
-    model: str
-    server: str | None = None
-    api_key_env: str | None = None
-    temperature: float = 1.0
-    top_p: float | None = None
-    max_new_tokens: int = 256
-    seed: int = 0
-    batch_size: int = 16
-    concurrency: int = 8
-    timeout_s: float = 120.0
-    retries: int = 5
+    model: Annotated[
+        str,
+        typer.Option("--model", help="A model directory or hub id; with --server, a name there.", show_default=False),
+    ]
+    server: Annotated[str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server.")] = None
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the server's key.")
+    ] = None
+    temperature: Temperature = 1.0
+    top_p: TopP = None
+    max_new_tokens: MaxNewTokens = 256
+    seed: Seed = 0
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Answers per batch of a local model.")] = 16
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=64, help="Concurrent requests to a server.")
+    ] = 8
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Maximum seconds without an answer of the server.")
+    ] = 120.0
+    retries: Annotated[int, typer.Option("--retries", min=0, help="Maximum retries of a failed request.")] = 5
+    device: Device = "auto"
+    keep_special: Annotated[
+        bool,
+        typer.Option("--keep-special", help="Read special tokens in rows and in --template as special tokens."),
+    ] = False
     backoff_s: float = 1.0
-    device: str = "auto"
-    keep_special: bool = False
-    """A local model reads special tokens in rows and templates as special, not as plain text."""
+    """Seconds before the first retry. No option sets it."""
 
     @property
     def chunk(self) -> int:
@@ -68,10 +85,10 @@ class WriterOptions:
 
     def open(self) -> Writer:
         """The writer. A local model is loaded now; a server is contacted at the first request."""
-        drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
         if self.server is None:
             from rlhf_cli.rollout.local_writer import LocalWriter
 
+            drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
             return LocalWriter(
                 self.model, drawing, batch_size=self.batch_size, device=self.device, keep_special=self.keep_special
             )
@@ -79,16 +96,7 @@ class WriterOptions:
             raise ConfigError("--keep-special: is for a local model, a server encodes texts by itself. Remove it")
         from rlhf_cli.commands.chat_server import ServerWriter
 
-        return ServerWriter(
-            self.server,
-            self.model,
-            drawing,
-            api_key_env=self.api_key_env,
-            concurrency=self.concurrency,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            backoff_s=self.backoff_s,
-        )
+        return ServerWriter(self)
 
 
 def read_template(path: Path | None, needed: Sequence[str], option: str = "--template") -> str | None:

@@ -134,7 +134,7 @@ def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed:
 def repetition(words: Sequence[str]) -> float:
     """The share of a text's n-grams of `NGRAM` words that occurred earlier in it; 0 for a shorter text.
 
-    >>> repetition("a b c d a b c d".split())  # the last of five was there before
+    >>> round(repetition("a b c d a b c d".split()), 3)  # the last of five was there before
     0.2
     """
     counts = Counter(tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))

@@ -135,7 +135,7 @@ def smooth(values: Sequence[float], share: float) -> list[float]:
     >>> smooth([1.0, 2.0, 3.0, 4.0], 0.0)
     [1.0, 2.0, 3.0, 4.0]
     >>> [round(x, 2) for x in smooth([0.0, 0.0, 8.0, 0.0, 0.0], 0.2)]
-    [0.0, 0.83, 5.28, 0.94, 0.34]
+    [0.0, 0.82, 5.28, 0.93, 0.34]
     """
     span = share * len(values)
     if span <= 0:

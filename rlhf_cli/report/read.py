@@ -192,7 +192,7 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINT
     """At most `most` points of a curve, with the first, the last, and the extremes of every part.
 
     >>> thin([1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 0, 0, -9, 0, 1], 6)
-    ([1, 2, 5, 6, 8], [0, 9, 0, -9, 1])
+    ([1, 2, 6, 8], [0, 9, -9, 1])
     """
     n = len(steps)
     if n <= most:

@@ -383,7 +383,7 @@ def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[in
 
     >>> held_out, training = [(10, 1.0), (20, 1.2)], [(step, 2.0 - step / 10) for step in range(1, 21)]
     >>> memorises(held_out, training)[:78]
-    'The held-out loss is 1.2, 20% above the 1 of step 10, and the training loss fel'
+    'The held-out loss is 1.2, 20% above the 1 of step 10, and the training loss fe'
     """
     if len(held_out) < 2:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import os
@@ -15,18 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import http_client
 from rlhf_cli.cli import app
-from rlhf_cli.commands import chat_server, data_generate, data_score, new_prompts, output_files, writer
-from rlhf_cli.commands.data_generate import generate
+from rlhf_cli.commands import new_prompts, output
+from rlhf_cli.commands.data_generate import data_generate
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.output import Output
 from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
@@ -39,7 +36,7 @@ from rlhf_cli.rollout.requests import Drawing, Written
 from support.crash import wait_for
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
-from support.writers import contents, failing_after, local, remote
+from support.writers import contents, failing_after, local, remote, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +52,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path | str, task: Any, out: Path, writer: WriterOptions, **settings: Any) -> None:
-    generate(DataSource(path=str(source)), task, out, writer, quiet=True, **settings)
+    run_command(data_generate, source, out, task=task, writer=writer, **settings)
 
 
 # ------------------------------------------------------------------------------------------ what is written
@@ -78,7 +75,7 @@ def test_demonstrations_are_the_model_answers_in_order(make_model: Any, prompts:
 
 def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model: Any, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
-    run(prompts, "samples", out, local(make_model("llama")), num=6, num_samples=3)
+    run(prompts, "samples", out, local(make_model("llama")), num=6, samples=3)
     rows = read_jsonl(out)
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_jsonl(prompts)[:6]]
     for row in rows:
@@ -148,13 +145,13 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
 
     out = tmp_path / "out.jsonl"
     with ChatServer(answer) as server:
-        run(prompts, "samples", out, remote(server, concurrency=1), num=1, num_samples=4)
+        run(prompts, "samples", out, remote(server, concurrency=1), num=1, samples=4)
         [row] = read_jsonl(out)
         assert (row["responses"], row["scores"]) == (["one", "two"], [None, None])
-        run(prompts, "samples", tmp_path / "b.jsonl", remote(server, concurrency=1), num=1, num_samples=4)
+        run(prompts, "samples", tmp_path / "b.jsonl", remote(server, concurrency=1), num=1, samples=4)
         counters = itertools.count(1)
         with pytest.raises(RunError, match=r"none of the first 1 rows was answered: http\S+ answered 400"):
-            run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, num_samples=2)
+            run(prompts, "samples", tmp_path / "c.jsonl", remote(server, concurrency=1), num=1, samples=2)
     assert not list(tmp_path.glob("c.jsonl*")), "nothing is dropped for good where it was not the row's fault"
 
 
@@ -237,7 +234,7 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
     writer = None
     with ChatServer(lambda call: (200, {}, answers[min(call.number, 3)])) as server:
         writer = remote(server, concurrency=1)
-        run(source, "prompts", out, writer, num=4, num_seeds=2)
+        run(source, "prompts", out, writer, num=4, seeds=2)
     assert [(row["prompt"], row["round"]) for row in read_jsonl(out)] == [
         ("Explain how a kettle works", 0),
         ("List the colours of a rainbow", 1),
@@ -328,15 +325,6 @@ def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
     assert len(server.bodies) == 44
 
 
-@pytest.mark.parametrize(
-    "module", [new_prompts, writer, data_score, chat_server, http_client], ids=lambda module: module.__name__
-)
-def test_the_examples_of_the_docstrings_run(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
 def test_placeholders_are_filled_in_one_pass() -> None:
     assert fill('{"a": {prompt}} {b} {{prompt}}', prompt="{b}") == '{"a": {b}} {b} {{b}}'
     assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
@@ -347,7 +335,7 @@ def test_placeholders_are_filled_in_one_pass() -> None:
 
 TASKS: dict[str, dict[str, Any]] = {
     "demonstrations": {"on_bad_row": "skip"},
-    "samples": {"num_samples": 3, "on_bad_row": "skip", "num": 7},
+    "samples": {"samples": 3, "on_bad_row": "skip", "num": 7},
     "prompts": {"num": 9},
 }
 
@@ -371,7 +359,7 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     writer = local(make_model("llama"), max_new_tokens=16)
     settings = {**TASKS[task], "template": template}
     # A random model writes no lists, and never the same twice.
-    monkeypatch.setattr(data_generate, "prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2])
+    monkeypatch.setattr(new_prompts, "prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2])
 
     whole = tmp_path / "whole" / "out.jsonl"
     run(source, task, whole, writer, **settings)
@@ -649,7 +637,7 @@ def test_an_interrupted_restart_leaves_no_settings(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_files, "write_text", killed)
+        patch.setattr(output, "write_text", killed)
         with pytest.raises(Interrupted):
             run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
     assert contents(out) == (b"", b"")

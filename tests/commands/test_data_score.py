@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import data_score
-from rlhf_cli.commands.data_score import letter_in, number_in, score
+from rlhf_cli.commands.data_score import letter_in, number_in
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
@@ -24,7 +24,7 @@ from rlhf_cli.data.views import ranking, scored
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from support.servers import Call, ChatServer, Reply, completion, transformers_serve
 from support.tiny import WORDS, read_jsonl, write_jsonl
-from support.writers import contents, failing_after, local, remote
+from support.writers import contents, failing_after, local, remote, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(source: Path, out: Path, writer: WriterOptions, **settings: Any) -> None:
-    score(DataSource(path=str(source)), out, writer, quiet=True, **settings)
+    run_command(data_score.data_score, source, out, writer=writer, **settings)
 
 
 def dropped(out: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.data_generate import generate
+from rlhf_cli.commands.data_generate import data_generate
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
@@ -19,7 +19,7 @@ from rlhf_cli.data.views import demonstration
 from rlhf_cli.errors import ConfigError, RunError
 from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import read_jsonl, write_jsonl
-from support.writers import contents, failing_after, local, remote
+from support.writers import contents, failing_after, local, remote, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,10 @@ def source(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "prompts.jsonl", rows)
 
 
-def run(source: Path, out: Path, writer: WriterOptions, **settings: Any) -> None:
-    generate(DataSource(path=str(source)), "dialogues", out, writer, quiet=True, **settings)
+def run(source: Path, out: Path, writer: WriterOptions, user: ChatServer | None = None, **settings: Any) -> None:
+    if user is not None:
+        settings |= {"user_model": "judge-7b", "user_server": user.url}
+    run_command(data_generate, source, out, task="dialogues", writer=writer, **settings)
 
 
 def answers(call: Call) -> Reply:
@@ -54,7 +56,7 @@ def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
 def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(answers) as assistant, ChatServer(asks) as user:
-        run(source, out, remote(assistant, concurrency=1), user=remote(user, concurrency=1), num_turns=3)
+        run(source, out, remote(assistant, concurrency=1), user=user, turns=3)
     rows = read_jsonl(out)
     dialogue = [("assistant", "answer to 1"), ("user", "remark 1"), ("assistant", "answer to 3"), ("user", "remark 2")]
     dialogue.append(("assistant", "answer to 5"))
@@ -75,7 +77,7 @@ def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source: Path, 
 def test_sft_learns_every_answer_of_a_dialogue(source: Path, tmp_path: Path, chat_model: Path) -> None:
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(answers) as assistant, ChatServer(asks) as user:
-        run(source, out, remote(assistant), user=remote(user), num_turns=2)
+        run(source, out, remote(assistant), user=user, turns=2)
     written, own = DataSource(path=str(out)), read_jsonl(out)[0]
     row = Row(own, f"{out}:1")
     learned = demonstration(read_record(row, recognise(row, written, "sft"), written))
@@ -107,7 +109,7 @@ def test_a_dialogue_ends_with_its_last_whole_exchange(name: str, source: Path, t
     assistant_says, user_says, length, ended = ENDINGS[name]
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(assistant_says) as assistant, ChatServer(user_says) as user:
-        run(source, out, remote(assistant), user=remote(user), num_turns=3)
+        run(source, out, remote(assistant), user=user, turns=3)
     for row in read_jsonl(out):
         assert len(row["messages"]) == length
         assert row["messages"][-1]["role"] == "assistant"
@@ -117,12 +119,12 @@ def test_a_dialogue_ends_with_its_last_whole_exchange(name: str, source: Path, t
 def test_a_dialogue_without_an_answer_is_dropped_and_a_dead_server_ends_the_run(source: Path, tmp_path: Path) -> None:
     counter = itertools.count()
     with ChatServer(lambda _: (200, {}, completion("" if next(counter) else "fine"))) as assistant:
-        run(source, tmp_path / "a.jsonl", remote(assistant, concurrency=1), num_turns=1)
+        run(source, tmp_path / "a.jsonl", remote(assistant, concurrency=1), turns=1)
     assert len(read_jsonl(tmp_path / "a.jsonl")) == 1
     assert [drop["reason"] for drop in read_jsonl(tmp_path / "a.jsonl.dropped")] == ["empty answers"]
     with ChatServer(answers) as assistant, ChatServer(lambda _: (500, {}, b"")) as user:
         with pytest.raises(RunError, match="answered 500"):
-            run(source, tmp_path / "b.jsonl", remote(assistant), user=remote(user, retries=0))
+            run(source, tmp_path / "b.jsonl", remote(assistant), user=user)
 
 
 def test_local_models_talk_and_resume_to_the_same_bytes(
@@ -130,7 +132,7 @@ def test_local_models_talk_and_resume_to_the_same_bytes(
 ) -> None:
     template = tmp_path / "user.txt"
     template.write_text("{dialogue}\n\nPerson:")
-    settings: dict[str, Any] = {"num": 8, "num_turns": 2, "template": template, "user": local(make_model("llama"))}
+    settings: dict[str, Any] = {"num": 8, "turns": 2, "template": template, "user_model": str(make_model("llama"))}
     writer = local(chat_model, batch_size=3)
     run(data["prompts"], tmp_path / "a.jsonl", writer, **settings)
     with failing_after(monkeypatch, 4):
@@ -138,7 +140,7 @@ def test_local_models_talk_and_resume_to_the_same_bytes(
     run(data["prompts"], tmp_path / "b.jsonl", writer, **settings)
     assert contents(tmp_path / "b.jsonl") == contents(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"other settings: .*user"):
-        run(data["prompts"], tmp_path / "b.jsonl", writer, **{**settings, "user": local(make_model("qwen2"))})
+        run(data["prompts"], tmp_path / "b.jsonl", writer, **{**settings, "user_model": str(make_model("qwen2"))})
 
 
 def test_the_options_of_the_user_go_with_dialogues_only(source: Path, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import Options, write_responses
-from rlhf_cli.config.data import DataSource
+from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
@@ -27,7 +27,7 @@ from rlhf_cli.models.load import load_tokenizer
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.paths import ROOT
 from support.tiny import CPU, read_jsonl, write_jsonl
-from support.writers import contents, failing_after, nine_prompts
+from support.writers import contents, failing_after, nine_prompts, run_command
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,10 @@ def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nine_prompts(data["prompts"], tmp_path_factory.mktemp("prompts"))
 
 
-def write(directory: Path, source: Path, out: Path, *, options: Options | None = None, **settings: Any) -> list[Any]:
-    options = options or Options(device="cpu", batch_size=3)
-    write_responses(str(directory), DataSource(path=str(source)), out, options, quiet=True, **settings)
+def write(directory: Path | str, source: Path, out: Path, **settings: Any) -> list[Any]:
+    names = {field.name for field in fields(ResponseOptions)} & settings.keys()
+    options = ResponseOptions(**{"device": "cpu", "batch_size": 3, **{name: settings.pop(name) for name in names}})
+    run_command(functools.partial(generate, None, str(directory)), source, out, options=options, **settings)
     return read_jsonl(out)
 
 
@@ -66,10 +67,8 @@ def test_a_row_has_its_columns_and_the_response_of_the_last_stage(run: Path, pro
 
 def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_path: Path) -> None:
     rows = write(run, prompts, tmp_path / "together.jsonl")
-    assert write(run, prompts, tmp_path / "alone.jsonl", options=Options(device="cpu", batch_size=1)) == rows
-    first, second, third = (
-        write(run, prompts, tmp_path / f"{n}.jsonl", shard=f"{n}/3", options=Options(device="cpu")) for n in (1, 2, 3)
-    )
+    assert write(run, prompts, tmp_path / "alone.jsonl", batch_size=1) == rows
+    first, second, third = (write(run, prompts, tmp_path / f"{n}.jsonl", shard=f"{n}/3") for n in (1, 2, 3))
     assert [row["number"] for row in second] == [1, 7], "row 4 is too long"
     assert sorted(first + second + third, key=lambda row: row["number"]) == rows
     row = read_jsonl(prompts)[7]
@@ -78,18 +77,17 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     [answer] = generator.respond([(7, Prompt(row["prompt"], "here"))])
     assert isinstance(answer, Answer)
     assert answer.text == rows[6]["response"]
-    other = write(run, prompts, tmp_path / "seed.jsonl", options=Options(device="cpu", batch_size=3, seed=1))
+    other = write(run, prompts, tmp_path / "seed.jsonl", batch_size=3, seed=1)
     assert [row["response"] for row in other] != [row["response"] for row in rows]
 
 
 def test_shards_are_put_together_by_the_line_in_the_docs(run: Path, prompts: Path, tmp_path: Path) -> None:
-    options = Options(device="cpu")
     for n in (1, 2, 3):
-        write(run, prompts, tmp_path / f"shard-{n}.jsonl", shard=f"{n}/3", num=4, options=options)
+        write(run, prompts, tmp_path / f"shard-{n}.jsonl", shard=f"{n}/3", num=4)
     (line,) = (line for line in (ROOT / "docs/use.md").read_text().splitlines() if line.startswith("paste "))
     line = line.replace("out/shard-2.jsonl", "out/shard-2.jsonl out/shard-3.jsonl").replace("out/", "")
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
-    once = write(run, prompts, tmp_path / "once.jsonl", num=4, options=options)
+    once = write(run, prompts, tmp_path / "once.jsonl", num=4)
     assert read_jsonl(tmp_path / "replies.jsonl") == once
 
 
@@ -146,7 +144,7 @@ def test_a_killed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
 def test_a_full_disk_is_one_line_and_the_rows_remain(
     run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf_cli.commands import output_files
+    from rlhf_cli.commands import output
 
     written = iter(range(9))
 
@@ -156,7 +154,7 @@ def test_a_full_disk_is_one_line_and_the_rows_remain(
         return json.dumps(values, indent=indent).encode() + b"\n"
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_files, "json_line", full)
+        patch.setattr(output, "json_line", full)
         with pytest.raises(ArtifactError, match="No space left on device"):
             write(run, prompts, tmp_path / "out.jsonl")
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 4
@@ -167,7 +165,7 @@ def test_another_seed_or_model_does_not_continue_the_rows(run: Path, prompts: Pa
     out = tmp_path / "out.jsonl"
     rows = write(run, prompts, out, num=2)
     with pytest.raises(ConfigError, match=r"other settings: seed \(0, now 1\)"):
-        write(run, prompts, out, options=Options(device="cpu", seed=1))
+        write(run, prompts, out, seed=1)
     with pytest.raises(ConfigError, match="other settings: models"):
         write(run, prompts, out, stage="sft")
     assert read_jsonl(out) == rows
@@ -178,8 +176,8 @@ def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(
 ) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(RunError, match=r"no row was written; 9 dropped \(9 prompt too long\)"):
-        write(run, prompts, out, options=Options(device="cpu", max_new_tokens=128))
-    assert len(write(run, prompts, out, options=Options(device="cpu", max_new_tokens=4))) == 8
+        write(run, prompts, out, max_new_tokens=128)
+    assert len(write(run, prompts, out, max_new_tokens=4)) == 8
     assert len(read_jsonl(tmp_path / "out.jsonl.dropped")) == 1
 
 
@@ -194,19 +192,19 @@ def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(
     texts = [tokenizer.decode(ids[:length]) for length in (120, 124, 128)]
     rooms = [128 - len(tokenizer(text)["input_ids"]) for text in texts]
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
-    rows = write(model, prompts, tmp_path / "out.jsonl", options=Options(device="cpu", beams=beams))
+    rows = write(model, prompts, tmp_path / "out.jsonl", beams=beams)
     assert len(rows) == 2
     assert not all(row["ended"] for row in rows)
     for n, (row, room) in enumerate(zip(rows, rooms, strict=False)):
-        options = Options(device="cpu", beams=beams, max_new_tokens=room)
-        alone = write(model, prompts, tmp_path / f"{n}.jsonl", options=options, shard=f"{n + 1}/3")
+        options = {"beams": beams, "max_new_tokens": room}
+        alone = write(model, prompts, tmp_path / f"{n}.jsonl", shard=f"{n + 1}/3", **options)
         assert alone[0] == row
     [dropped] = read_jsonl(tmp_path / "out.jsonl.dropped")
     assert dropped["detail"].endswith(
         "tokens leave no room for a response in the model's 128 positions. Shorten the prompt"
     )
     with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 prompt too long\)"):
-        write(model, prompts, tmp_path / "given.jsonl", options=Options(device="cpu", max_new_tokens=256))
+        write(model, prompts, tmp_path / "given.jsonl", max_new_tokens=256)
 
 
 def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
@@ -232,28 +230,24 @@ def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
 
 
 def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:
-    both = write(run, prompts, tmp_path / "both.jsonl", compare="sft")
+    both = write(run, prompts, tmp_path / "both.jsonl", compared="sft")
     ppo, sft = (write(run, prompts, tmp_path / f"{name}.jsonl", stage=name) for name in ("ppo", "sft"))
     assert [row["response"] for row in both] == [row["response"] for row in ppo]
     assert [(row["sft_response"], row["sft_ended"]) for row in both] == [(r["response"], r["ended"]) for r in sft]
-    both = write(run, prompts, tmp_path / "base.jsonl", compare="base")
-    base = write(
-        make_model("llama"), prompts, tmp_path / "model.jsonl", options=Options(device="cpu", max_new_tokens=8)
-    )
+    both = write(run, prompts, tmp_path / "base.jsonl", compared="base")
+    base = write(make_model("llama"), prompts, tmp_path / "model.jsonl", max_new_tokens=8)
     assert [row["base_response"] for row in both] == [row["response"] for row in base]
 
 
 def test_best_of_n_is_the_sample_with_the_highest_score(run: Path, prompts: Path, tmp_path: Path) -> None:
-    options = Options(device="cpu", batch_size=8, best_of=4)
-    rows = write(run, prompts, tmp_path / "best.jsonl", options=options)
+    rows = write(run, prompts, tmp_path / "best.jsonl", batch_size=8, best_of=4)
     scores = [row["score"] for row in rows]
     firsts = write(
-        run, prompts, tmp_path / "first.jsonl", options=Options(device="cpu", reward_model=str(run))
+        run, prompts, tmp_path / "first.jsonl", batch_size=64, reward_model=str(run)
     )  # the first of the four samples, scored
     assert all(best >= row["score"] for best, row in zip(scores, firsts, strict=True))
     assert any(best > row["score"] for best, row in zip(scores, firsts, strict=True))
-    one_reward = Options(device="cpu", batch_size=3, best_of=4, reward_model=str(run / "rm"))
-    again = write(run, prompts, tmp_path / "again.jsonl", options=one_reward)
+    again = write(run, prompts, tmp_path / "again.jsonl", best_of=4, reward_model=str(run / "rm"))
     assert [row["response"] for row in again] == [row["response"] for row in rows]
     result = CliRunner().invoke(app, ["rm", "score", str(run), str(tmp_path / "best.jsonl")])
     scored = [json.loads(line) for line in result.stdout.splitlines()]
@@ -262,12 +256,13 @@ def test_best_of_n_is_the_sample_with_the_highest_score(run: Path, prompts: Path
 
 
 @pytest.mark.parametrize(
-    ("options", "beams"), [(Options(temperature=0.0, device="cpu"), 1), (Options(beams=3, device="cpu"), 3)]
+    ("options", "beams"),
+    [({"temperature": 0.0}, 1), ({"beams": 3}, 3)],
 )
 def test_greedy_and_beam_search_agree_with_transformers(
-    run: Path, prompts: Path, tmp_path: Path, options: Options, beams: int
+    run: Path, prompts: Path, tmp_path: Path, options: dict[str, Any], beams: int
 ) -> None:
-    rows = write(run, prompts, tmp_path / "out.jsonl", options=options, num=4)
+    rows = write(run, prompts, tmp_path / "out.jsonl", **options, num=4)
     path = str(run / "ppo" / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(path)
     for row in rows:
@@ -281,14 +276,14 @@ def test_greedy_and_beam_search_agree_with_transformers(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_contrastive_search_is_that_of_the_paper(family: str, prompts: Path, tmp_path: Path, make_model: Any) -> None:
     path = str(make_model(family))
-    options = Options(device="cpu", penalty_alpha=ALPHA, top_k=CANDIDATES, max_new_tokens=LENGTH)
+    options = {"penalty_alpha": ALPHA, "top_k": CANDIDATES, "max_new_tokens": LENGTH}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(path)
 
     def compute(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = model(ids, output_hidden_states=True)
         return out.logits, out.hidden_states[-1]
 
-    for row in write(path, prompts, tmp_path / "out.jsonl", options=options, num=3):
+    for row in write(path, prompts, tmp_path / "out.jsonl", **options, num=3):
         prompt = tokenizer(row["prompt"])["input_ids"]
         assert (row["response"], row["ended"]) == contrastive_response(path, prompt, compute)
 
@@ -297,18 +292,18 @@ def test_contrastive_search_is_that_of_the_paper(family: str, prompts: Path, tmp
     ("settings", "message"),
     [
         ({"stage": "sft", "directory": "MODEL"}, "--stage: .* is a model and not a run"),
-        ({"compare": "base", "directory": "MODEL"}, "--compare: .* is a model and not a run"),
-        ({"compare": "sft", "stage": "sft"}, "--compare sft: the responses are those of sft already"),
+        ({"compared": "base", "directory": "MODEL"}, "--compare: .* is a model and not a run"),
+        ({"compared": "sft", "stage": "sft"}, "--compare sft: the responses are those of sft already"),
         ({"shard": "0/3"}, "--shard: 0/3, must be"),
         ({"shard": "two"}, "--shard: two, must be"),
         ({"directory": "EMPTY"}, "no stage is finished"),
         ({"directory": "RM"}, "stage rm is a reward model"),
-        ({"options": Options(best_of=2), "directory": "MODEL"}, "--best-of: .* has no rewards"),
-        ({"options": Options(best_of=2, temperature=0.0)}, "--best-of: all samples are equal at --temperature 0"),
-        ({"options": Options(beams=2, temperature=0.5)}, "--temperature: does nothing with --beams"),
-        ({"options": Options(beams=2, penalty_alpha=0.5)}, "--penalty-alpha: does nothing with --beams"),
-        ({"options": Options(top_p=0.5, penalty_alpha=0.5)}, "--top-p: does nothing with --penalty-alpha"),
-        ({"options": Options(top_p=0.5, temperature=0.0)}, "--top-p: does nothing at --temperature 0"),
+        ({"best_of": 2, "directory": "MODEL"}, "--best-of: .* has no rewards"),
+        ({"best_of": 2, "temperature": 0.0}, "--best-of: all samples are equal at --temperature 0"),
+        ({"beams": 2, "temperature": 0.5}, "--temperature: does nothing with --beams"),
+        ({"beams": 2, "penalty_alpha": 0.5}, "--penalty-alpha: does nothing with --beams"),
+        ({"top_p": 0.5, "penalty_alpha": 0.5}, "--top-p: does nothing with --penalty-alpha"),
+        ({"top_p": 0.5, "temperature": 0.0}, "--top-p: does nothing at --temperature 0"),
     ],
 )
 def test_wrong_options_are_one_line_and_write_nothing(
@@ -337,8 +332,8 @@ def test_the_command_says_what_it_wrote(run: Path, prompts: Path, tmp_path: Path
 def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
     run: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    out, options = tmp_path / "out.jsonl", Options(device="cpu", batch_size=3, quantization="int8")
-    rows = write(run, prompts, out, options=options)
+    out = tmp_path / "out.jsonl"
+    rows = write(run, prompts, out, quantization="int8")
     model, tokenizer = find_model(str(run)).load(torch.device("cpu"), "int8")
     generator = Generator(find_model(str(run)), Decoding(find_model(str(run)).rollout(), batch_size=3), None, CPU)
     generator.model, generator.tokenizer = model, tokenizer
@@ -354,26 +349,25 @@ def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
 def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path: Path) -> None:
     """The model is loaded before anything is written, and rows from before outlive a refused --restart."""
     model = Path(shutil.copytree(run / "sft/model", tmp_path / "model"))
-    options = Options(device="cpu", batch_size=3, max_new_tokens=8)
     out = tmp_path / "new/folder/out.jsonl"
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-8])
     with pytest.raises(ArtifactError, match="cannot load a model"):
-        write(model, prompts, out, options=options)
+        write(model, prompts, out, max_new_tokens=8)
     assert not (tmp_path / "new").exists()
 
     (model / "model.safetensors").write_bytes(weights)
-    write(model, prompts, out, options=options)
+    write(model, prompts, out, max_new_tokens=8)
     before = {file.name: file.read_bytes() for file in out.parent.iterdir()}
     assert len(before) == 3
     (model / "model.safetensors").write_bytes(weights[:-8])
     with pytest.raises(ArtifactError, match="cannot load a model"):
-        write(model, prompts, out, options=options, restart=True)
+        write(model, prompts, out, max_new_tokens=8, restart=True)
     assert {file.name: file.read_bytes() for file in out.parent.iterdir()} == before
 
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(ArtifactError, match="cannot load a model"):
-        write(model, prompts, empty, options=options)
+        write(model, prompts, empty, max_new_tokens=8)
     assert empty.is_file()
     assert not list(tmp_path.glob("empty.jsonl.*"))

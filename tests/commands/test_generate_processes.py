@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -17,8 +18,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import generate as module
-from rlhf_cli.commands.generate import Options, write_responses
-from rlhf_cli.config.data import DataSource
+from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.errors import RunError
 from rlhf_cli.evaluation.generation import Generator
 from rlhf_cli.training import distributed, processes
@@ -26,7 +26,7 @@ from rlhf_cli.training.distributed import World
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.worlds import in_each_process
-from support.writers import contents, failing_after, nine_prompts
+from support.writers import contents, failing_after, nine_prompts, run_command
 
 RLHF = (sys.executable, "-m", "rlhf_cli")
 
@@ -44,19 +44,20 @@ def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(
-    size: int, run: Path, prompts: Path, out: Path, options: Options | None = None, **settings: Any
+    size: int, run: Path, prompts: Path, out: Path, options: ResponseOptions | None = None, **settings: Any
 ) -> tuple[bytes, bytes]:
     """Generate in `size` processes; returns the bytes of the rows and of the dropped items."""
-    options = options or Options(device="cpu", batch_size=2)
+    options = options or ResponseOptions(device="cpu", batch_size=2)
     worlds: dict[int, World] = {}
 
     def program(world: World) -> None:
         worlds[threading.get_ident()] = world
-        source = DataSource(path=str(prompts))
-        write_responses(str(run), source, out, options, quiet=True, in_several_processes=size > 1, **settings)
+        work = functools.partial(generate, None, str(run))
+        run_command(work, prompts, out, options=options, nproc=size, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
+        patch.setattr(module, "is_worker", lambda: True)
         patch.setattr(module, "is_first_worker", lambda: worlds[threading.get_ident()].is_main)
         in_each_process(size, program)
     return contents(out)
@@ -64,7 +65,7 @@ def write(
 
 @pytest.mark.parametrize("choice", [{"seed": 3}, {"temperature": 0.0}])
 def test_the_rows_are_those_of_one_process(run: Path, prompts: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
-    options = Options(device="cpu", batch_size=2, **choice)
+    options = ResponseOptions(device="cpu", batch_size=2, **choice)
     alone = write(1, run, prompts, tmp_path / "1.jsonl", options)
     assert len(alone[0].splitlines()) == 8
     for size in (2, 3):

@@ -103,7 +103,7 @@ def test_a_compression_bomb_is_cut_off(encoding: str, tmp_path: Path, monkeypatc
     async def observed(self: http_client.JSONClient, content: bytes) -> Any:
         try:
             return await post(self, content)
-        except http_client._Problem as error:
+        except http_client.NoAnswer as error:
             largest.append(error)
             raise
 

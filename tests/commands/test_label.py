@@ -28,8 +28,7 @@ from rlhf_cli.commands.label import ask_for_labels, labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
 from rlhf_cli.commands.label_terminal import Screen
 from rlhf_cli.commands.labelling import Labelling, pairs_of
-from rlhf_cli.commands.output import items
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
 from rlhf_cli.data.views import ranking

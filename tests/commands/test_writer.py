@@ -12,6 +12,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_cli import http_client
 from rlhf_cli.commands import chat_server
 from rlhf_cli.commands.chat_server import ServerWriter
+from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.http_client import JSONClient, retry_after
@@ -39,8 +41,8 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
     url = server if isinstance(server, str) else server.url
-    drawing = settings.pop("drawing", Drawing(max_new_tokens=8))
-    return ServerWriter(url, "some-model", drawing, **{"backoff_s": 0.01, "timeout_s": 60.0, "retries": 2, **settings})
+    fast = {"max_new_tokens": 8, "backoff_s": 0.01, "timeout_s": 60.0, "retries": 2}
+    return ServerWriter(WriterOptions("some-model", url, **{**fast, **settings}))
 
 
 # ------------------------------------------------------------------------------------------ a model here
@@ -140,8 +142,8 @@ def test_the_request_to_a_server_and_the_result_of_its_answer(monkeypatch: pytes
         return 200, {}, completion(f" answer {call.number} \ud83d", "length" if call.number else "stop")
 
     with ChatServer(answer) as server:
-        drawing = Drawing(temperature=0.5, top_p=0.9, max_new_tokens=7, seed=3)
-        writer = server_writer(server, drawing=drawing, api_key_env="MY_KEY")
+        drawing = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7, "seed": 3}
+        writer = server_writer(server, api_key_env="MY_KEY", **drawing)
         assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 0 ?", True)]
         assert writer.write([Request(turns, (5, 2))]) == [Written(" answer 1 ?", False)]
         writer.write([Request(turns, (5, 3))])
@@ -486,17 +488,18 @@ def test_a_bug_is_raised_instead_of_becoming_a_failure(monkeypatch: pytest.Monke
 def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
     with transformers_serve(chat_model, tmp_path / "log") as url:
         greedy = Drawing(temperature=0, max_new_tokens=8)
-        served = ServerWriter(url, str(chat_model), greedy, concurrency=2, retries=0)
+        options = WriterOptions(str(chat_model), url, max_new_tokens=8, retries=0)
+        served = ServerWriter(replace(options, temperature=0, concurrency=2))
         here = LocalWriter(str(chat_model), greedy, device="cpu")
         requests = [ask(text, n) for n, text in enumerate(PROMPTS)]
         assert served.write(requests) == here.write(requests), "the likeliest tokens are the same, wherever they run"
 
-        drawn = ServerWriter(url, str(chat_model), Drawing(max_new_tokens=8), concurrency=1, retries=0)
+        drawn = ServerWriter(replace(options, concurrency=1))
         answers = drawn.write([ask("the tent", n) for n in range(4)])
         assert len({answer.text for answer in answers if isinstance(answer, Written)}) == 4
         assert drawn.write([ask("the tent", n) for n in range(4)]) == answers, "a request's seed is its draw's"
 
-        [failure] = ServerWriter(url, "another", greedy, retries=0).write([ask("hi")])
+        [failure] = ServerWriter(replace(options, model="another")).write([ask("hi")])
         assert isinstance(failure, Failure)
         assert "answered 400" in failure.reason
         assert "pinned" in failure.reason

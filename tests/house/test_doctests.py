@@ -1,4 +1,4 @@
-"""Every public function of the mathematics has a docstring example, and the examples run."""
+"""Every example in a docstring runs, and every public function of the mathematics has one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
+import rlhf_cli
 import rlhf_cli.algorithms
 
 MODULES = ["rlhf_cli.tensor_ops"] + [
@@ -16,8 +18,20 @@ MODULES = ["rlhf_cli.tensor_ops"] + [
 ]
 
 
+def test_every_example_runs():
+    package = Path(rlhf_cli.__file__).parent
+    with_examples = [file for file in package.rglob("*.py") if ">>> " in file.read_text(encoding="utf-8")]
+    assert len(with_examples) > 50
+    runner, report = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE), []
+    for file in with_examples:
+        name = ".".join(file.relative_to(package.parent).with_suffix("").parts)
+        for test in doctest.DocTestFinder().find(importlib.import_module(name)):
+            runner.run(test, out=report.append)
+    assert not runner.failures, "".join(report)
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_every_public_function_has_an_example_that_runs(name):
+def test_every_public_function_has_an_example(name):
     module = importlib.import_module(name)
     functions = {
         f"{name}.{key}"
@@ -27,8 +41,3 @@ def test_every_public_function_has_an_example_that_runs(name):
     tests = {test.name: test for test in doctest.DocTestFinder().find(module) if test.examples}
     assert functions, f"{name} has no public function: is the module name right?"
     assert functions <= set(tests), f"functions without an example: {sorted(functions - set(tests))}"
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    report: list[str] = []
-    for test in tests.values():
-        runner.run(test, out=report.append)
-    assert not runner.failures, "".join(report)

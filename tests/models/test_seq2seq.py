@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import Options, write_responses
-from rlhf_cli.config.data import DataSource
+from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
@@ -45,6 +45,7 @@ from rlhf_cli.training.stage_run import StageRun
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl, write_jsonl
+from support.writers import run_command
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
 RESPONSES = [[21, 22, 1], [30], [31, 17, 18, 19, 1]]
@@ -277,8 +278,8 @@ def test_a_tiny_t5_is_talked_to_and_exported_and_refused_by_vllm(make_seq2seq, t
 
 def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
     path = str(make_seq2seq("t5"))
-    options = Options(beams=3, device="cpu", max_new_tokens=8)
-    write_responses(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
+    options = ResponseOptions(beams=3, device="cpu", max_new_tokens=8)
+    run_command(partial(generate, None, path), data["prompts"], tmp_path / "out.jsonl", options=options, num=3)
     model, tokenizer = load_policy(path), load_tokenizer(path)
     for row in read_jsonl(tmp_path / "out.jsonl"):
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
@@ -289,8 +290,8 @@ def test_beam_search_agrees_with_transformers(make_seq2seq, data, tmp_path):
 
 def test_contrastive_search_is_that_of_the_paper(make_seq2seq, data, tmp_path):
     path = str(make_seq2seq("t5"))
-    options = Options(penalty_alpha=ALPHA, top_k=CANDIDATES, max_new_tokens=LENGTH, device="cpu")
-    write_responses(path, DataSource(path=str(data["prompts"])), tmp_path / "out.jsonl", options, quiet=True, num=3)
+    options = ResponseOptions(penalty_alpha=ALPHA, top_k=CANDIDATES, max_new_tokens=LENGTH, device="cpu")
+    run_command(partial(generate, None, path), data["prompts"], tmp_path / "out.jsonl", options=options, num=3)
     model, tokenizer = load_policy(path), load_tokenizer(path)
     for row in read_jsonl(tmp_path / "out.jsonl"):
         prompt = tokenizer(row["prompt"], return_tensors="pt").input_ids

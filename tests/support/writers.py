@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_cli.commands.output_files import Output
+from rlhf_cli.commands.options import OutputOptions, SourceOptions
+from rlhf_cli.commands.output import Output
 from rlhf_cli.commands.writer import WriterOptions
 from support.servers import ChatServer
 from support.tiny import read_jsonl, write_jsonl
+
+
+def run_command(work: Callable[..., None], source: Path | str, out: Path, **settings: Any) -> None:
+    """Call `rlhf generate`, `data generate` or `data score` as the command line does, with `settings` as options."""
+    reading = SourceOptions(on_bad_row=settings.pop("on_bad_row", "error"))
+    common = {name: settings.pop(name) for name in ("num", "restart") if name in settings}
+    work(str(source), output=OutputOptions(out, quiet=True, **common), reading=reading, **settings)
 
 
 def local(model: Path, **settings: Any) -> WriterOptions:
