@@ -206,7 +206,7 @@ def _one_type(kind: Any, metadata: list[Any]) -> str:
     if get_origin(kind) is Annotated:
         return _type(kind, metadata)
     if get_origin(kind) is Literal:
-        options = [plain(option) for option in options_of(kind)]
+        options = [plain(option) for option in options_of([kind])]
         return options[0] if len(options) == 1 else "one of " + ", ".join(options)
     if get_origin(kind) is list:
         return f"a list {_items(get_args(kind)[0])}"

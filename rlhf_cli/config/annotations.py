@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -45,15 +44,12 @@ def fields_of(kind: Any) -> dict[str, FieldInfo]:
     return kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
 
 
-def options_of(kind: Any) -> list[Any]:
-    """The values that a Literal or an Enum allows."""
-    kind = alternatives(kind)[0][0]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return [member.value for member in kind]
-    return list(get_args(kind)) if get_origin(kind) is Literal else []
+def options_of(kinds: list[Any]) -> list[Any]:
+    """The values that the Literals among some annotations allow."""
+    return [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
 
 
 def tag_values(member: Any, tag: str) -> list[Any]:
     """The values of ``tag`` that choose this member of a tagged union."""
     field = fields_of(alternatives(member)[0][0]).get(tag)
-    return options_of(field.annotation) if field else []
+    return options_of([field.annotation]) if field else []

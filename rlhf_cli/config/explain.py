@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,31 +60,31 @@ VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16", "fp16": 
 def explain(kind: Any, value: Any, errors: Errors, keys: Keys, root: Any) -> Iterator[tuple[Keys, str]]:
     """Yield a path and a message for each of pydantic's ``errors`` about ``value``, annotated as ``kind``.
 
-    Walks down annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a
-    union's branch from a key. For a union it explains the branch that the value was meant for. ``root`` is the
+    Walks down annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a union's
+    branch from a key. A union has a tag, or is one of plain values, whose rules are told in one line. ``root`` is the
     schema of the whole file; an unknown key that belongs to another section of it is named as such.
     """
     members, tag = alternatives(kind)
-    groups: dict[str | int, Errors] = {}
+    below: dict[str | int, Errors] = {}
     for loc, error in errors:
         if loc[:1] == ("[key]",):
-            yield keys, f"as a key, {_message(error, None, keys[-1])}"
+            yield keys, f"as a key, {_message([error], keys[-1], [])}"
         elif loc:
-            groups.setdefault(loc[0], []).append((loc[1:], error))
+            below.setdefault(loc[0], []).append((loc[1:], error))
         elif error["type"] in ("union_tag_invalid", "union_tag_not_found"):
             yield _explain_tag(members, str(tag), value, keys)
         elif error["type"] == "missing":
             yield keys, f"required {'item' if isinstance(keys[-1], int) else 'key'} is missing"
         else:
-            yield keys, _message(error, members[0], value)
+            yield keys, _message([error], value, options_of(members))
     if len(members) > 1 and tag:
-        for label, group in groups.items():
+        for label, group in below.items():
             member = next((m for m in members if label in tag_values(m, tag)), None)
             yield from explain(member, value, group, keys, root)
-    elif len(members) > 1 and groups:
-        yield from _explain_union(members, value, groups, keys, root)
+    elif len(members) > 1 and below:
+        yield keys, _message([group[0][1] for group in below.values()], value, options_of(members))
     else:
-        for key, group in groups.items():
+        for key, group in below.items():
             yield from _explain_child(members[0], value, key, group, keys, root)
 
 
@@ -109,31 +108,6 @@ def _explain_child(
     yield from explain(child_kind(kind, key), child, errors, (*keys, key), root)
 
 
-def _explain_union(
-    members: list[Any], value: Any, groups: dict[str | int, Errors], keys: Keys, root: Any
-) -> Iterator[tuple[Keys, str]]:
-    """Explain a union without a tag: the branch that matched furthest, or else all rules in one line."""
-    inside = {
-        label: group
-        for label, group in groups.items()
-        if isinstance(value, Mapping | list) and (group[0][0] or group[0][1]["type"] not in _KIND_RULES)
-    }
-    if inside:
-        label = min(inside, key=lambda label: len(inside[label]))
-        yield from explain(_named_member(members, str(label)), value, inside[label], keys, root)
-        return
-    rules, hints, messages = [], [], []
-    for label, group in groups.items():
-        kind, error = _named_member(members, str(label)), group[0][1]
-        rule = _rule(error, kind)
-        rules += [rule] if rule else []
-        messages += [] if rule else [_message(error, kind, value)]
-        hints.append(_hint(error, kind, value))
-    hint = next(filter(None, hints), "")
-    rules = list(dict.fromkeys(rules))
-    yield keys, messages[0] if messages else f"found {found(value)}, must be {' or '.join(rules)}{hint}"
-
-
 def _explain_tag(members: list[Any], tag: str, value: Any, keys: Keys) -> tuple[Keys, str]:
     """Explain a tagged union whose tag is missing or unknown."""
     options = [option for member in members for option in tag_values(member, tag)]
@@ -143,71 +117,58 @@ def _explain_tag(members: list[Any], tag: str, value: Any, keys: Keys) -> tuple[
     return (*keys, tag), f"found {found(value[tag])}, must be {rule}{did_you_mean(value[tag], options)}"
 
 
-def _message(error: Any, kind: Any, value: Any) -> str:
-    """Write one of pydantic's errors as ``found ..., must be ...; what to do``."""
+def _message(errors: list[Any], value: Any, options: list[Any]) -> str:
+    """Write pydantic's errors about one value as ``found ..., must be ...; what to do``. Several are of a union."""
+    error = errors[0]
     if error["type"] in ("value_error", "assertion_error"):
         return str(error["ctx"]["error"]) or "not valid"
-    rule = _rule(error, kind)
-    if rule == "a list" and isinstance(value, list):
-        raise TypeError(f"schema: {kind} is below a mode='before' validator; use a list or mode='after'")
-    if not rule:
+    rules = [_rule(error, options) for error in errors]
+    if not all(rules):
         return f"found {found(value)}, {error['msg'][:1].lower()}{error['msg'][1:]}"
-    return f"found {found(value)}, must be {rule}{_hint(error, kind, value)}"
+    hints = (_hint(error, rule, value, options) for error, rule in zip(errors, rules, strict=True))
+    return f"found {found(value)}, must be {' or '.join(dict.fromkeys(rules))}{next(filter(None, hints), '')}"
 
 
-def _rule(error: Any, kind: Any) -> str:
+def _rule(error: Any, options: list[Any]) -> str:
     """The rule behind one of pydantic's error types, as the end of "must be"; empty if there is none."""
     code, ctx = error["type"], dict(error.get("ctx", {}))
     for name, bound in ctx.items():  # pydantic turns the bound of a float into 0.0; write "greater than 0"
         ctx[name] = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-    if code in ("literal_error", "enum"):
-        options = ", ".join(map(plain, options_of(kind))) or str(ctx["expected"])
-        return f"one of {options}" if "," in options or " or " in options else options
-    if code in _KIND_RULES:
-        return _KIND_RULES[code]
-    return _BOUND_RULES[code].format(**ctx) if code in _BOUND_RULES else ""
+    if code == "literal_error":
+        allowed = ", ".join(map(plain, options)) or str(ctx["expected"])
+        return f"one of {allowed}" if "," in allowed or " or " in allowed else allowed
+    return _RULES.get(code, "").format(**ctx)
 
 
-_KIND_RULES = {
+_RULES = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("string_type", "path_type"), "text"),
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "mapping_type"), "a mapping"),
-    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type", "iterable_type"), "a list"),
-    "none_required": "null",
-    "literal_error": "",  # _rule words these two
-    "enum": "",
-}
-_BOUND_RULES = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "string_type": "text",
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "multiple_of": "a multiple of {multiple_of}",
     "too_short": "at least {min_length} long",
     "too_long": "at most {max_length} long",
     "string_too_short": "at least {min_length} characters long",
-    "string_too_long": "at most {max_length} characters long",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 
 
-def _hint(error: Any, kind: Any, value: Any) -> str:
+def _hint(error: Any, rule: str, value: Any, options: list[Any]) -> str:
     """What to do about a value of the wrong type, where that is clear."""
-    rule = _rule(error, kind)
-    if error["type"] in ("literal_error", "enum"):
-        return did_you_mean(value, options_of(kind))
+    if error["type"] == "literal_error":
+        return did_you_mean(value, options)
     if rule == "a whole number" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
-    if isinstance(value, str) and rule in ("a whole number", "a number"):
-        is_number = SCALARS["int"].match(value) or (rule == "a number" and SCALARS["float"].match(value))
-        return "; remove the quotes" if is_number else ""
-    if isinstance(value, str) and rule == "true or false":
-        return "; remove the quotes" if SCALARS["bool"].match(value) else ""
     if rule == "text" and isinstance(value, bool | int | float):
         return "; put it in quotes"
-    return ""
+    scalars = {"a whole number": ("int",), "a number": ("int", "float"), "true or false": ("bool",)}.get(rule, ())
+    is_quoted = isinstance(value, str) and any(SCALARS[name].match(value) for name in scalars)
+    return "; remove the quotes" if is_quoted else ""
 
 
 def unknown_key(key: str, valid: Iterable[str], root: Any) -> str:
@@ -253,11 +214,3 @@ def did_you_mean(value: Any, options: Iterable[Any]) -> str:
     longer = [option for option in by_folded if len(value) >= 4 and option.startswith(value.lower())]
     close = sorted(longer, key=len) or difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
     return f"; did you mean {by_folded[close[0]]}?" if close else ""
-
-
-def _named_member(members: list[Any], label: str) -> Any:
-    """The union's member that pydantic calls ``Name``, ``list[Name]`` or ``function-after[f(), Name]``."""
-    kinds = {getattr(alternatives(member)[0][0], "__name__", "").lower(): member for member in members}
-    first_word, *_ = label.lower().split("[")
-    words = [first_word, *re.findall(r"\w+", label.lower())[::-1]]
-    return next((kinds[word] for word in words if word in kinds), None)

@@ -2,8 +2,8 @@
 
 `yaml_text` and `yaml_tree` read the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
 
-For authors of schemas: below a validator with ``mode="before"`` the values are Python's. Strict mode then
-refuses a list for a tuple, which is a TypeError here.
+For authors of schemas: a union has a discriminator or consists of plain values. Below a validator with
+``mode="before"`` the values are Python's, so strict mode refuses a list for a tuple.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@ import random
 import subprocess
 import sys
 import time
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from rlhf_cli.config import loader
 from rlhf_cli.config.loader import config_schema, dump_config, load_config
@@ -23,13 +22,8 @@ class Base(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Dtype(Enum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 class Source(Base):
-    path: str
+    path: str = Field(min_length=1)
     """Where the rows are."""
     split: Literal["train", "test"] = "train"
     ratio: float = Field(1.0, gt=0, le=1)
@@ -63,14 +57,21 @@ class Training(Base):
     betas: tuple[float, float] = (0.9, 0.95)
     bf16: bool = False
     seed: int | Literal["auto"] = "auto"
-    dtype: Dtype = Dtype.FLOAT32
-    layers: tuple[int, ...] = Field((1, 2), min_length=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: list[int] = Field([1, 2], min_length=1)
+
+
+def path_alone(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Rows = Annotated[Source, BeforeValidator(path_alone, json_schema_input_type=str | Source)]
 
 
 class Data(Base):
-    train: str | Source
-    evals: dict[str, str | Source] = {}
-    files: str | list[str] | None = None
+    train: Rows
+    evals: dict[str, Rows] = {}
+    files: list[str] | None = None
     weights: dict[Literal["a", "b"], float] = {}
 
 
@@ -114,7 +115,7 @@ def any_value(tmp_path: Path, text: str) -> Any:
 # -- values that are read ------------------------------------------------------------------------------------------
 def test_defaults_sections_and_types(tmp_path):
     config = load(tmp_path, GOOD)
-    assert config == Config(model="m", data=Data(train="t.jsonl"), training=Training(num_steps=5))
+    assert config == Config(model="m", data=Data(train=Source(path="t.jsonl")), training=Training(num_steps=5))
     assert load_config(str(tmp_path / "x.yaml"), Config) == config
 
 
@@ -141,7 +142,7 @@ def test_scalars(tmp_path, text, value):
 
 def test_an_int_becomes_a_float_and_a_list_a_tuple(tmp_path):
     training = load(tmp_path, GOOD + "  learning_rate: 1\n  betas: [0, 1e-1]\n  dtype: bfloat16\n").training
-    assert (training.learning_rate, training.betas, training.dtype) == (1.0, (0.0, 0.1), Dtype.BFLOAT16)
+    assert (training.learning_rate, training.betas, training.dtype) == (1.0, (0.0, 0.1), "bfloat16")
     assert type(training.learning_rate) is float
     assert type(training.betas[0]) is float
 
@@ -152,7 +153,7 @@ def test_anchors_aliases_and_merges(tmp_path):
         "warm:\n  <<: [*t, {seed: 3, num_steps: 9}]\n  bf16: false\n"
     )
     config = load(tmp_path, text)
-    assert config.data.train == "m"
+    assert config.data.train.path == "m"
     assert config.warm == Training(num_steps=5, seed=3, bf16=False)
     changed = load(tmp_path, text, "training.num_steps=6", "warm.bf16=true")
     assert (changed.training.num_steps, changed.warm.num_steps) == (6, 5)
@@ -370,23 +371,23 @@ def test_tagged_unions_and_sections_that_are_refused(tmp_path, text, line):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("train: 3", "train: found the whole number 3, must be text or a mapping; put it in quotes"),
-        ("train: []", "train: found an empty list, must be text or a mapping"),
-        ("train:", "train: found nothing (null), must be text or a mapping"),
+        ("train: 3", "train: found the whole number 3, must be a mapping"),
+        ("train: []", "train: found an empty list, must be a mapping"),
+        ("train: ''", "train.path: found the text '', must be at least 1 characters long"),
+        ("train:", "train: found nothing (null), must be a mapping"),
         ("train: {}", "train.path: required key is missing"),
         ("train: {path: 3}", "train.path: found the whole number 3, must be text; put it in quotes"),
         ("train: {path: x, raito: 1}", "train.raito: unknown key; did you mean ratio?"),
         ("train: {path: x, ratio: 2}", "train.ratio: found the whole number 2, must be at most 1"),
         ("train: {path: bad}", "train: path is bad, must be good"),
-        ("{train: x, evals: {a: x, b: 3}}",
-         "evals.b: found the whole number 3, must be text or a mapping; put it in quotes"),
+        ("{train: x, evals: {a: x, b: 3}}", "evals.b: found the whole number 3, must be a mapping"),
         ("{train: x, evals: {a.b: {path: bad}}}", "evals.'a.b': path is bad, must be good"),
         ("{train: x, files: [a, 1]}", "files.1: found the whole number 1, must be text; put it in quotes"),
+        ("{train: x, files: {}}", "files: found an empty mapping, must be a list"),
         ("{train: x, weights: {c: 1}}", "weights.c: as a key, found the text 'c', must be one of 'a' or 'b'"),
-        ("{train: x, files: {}}", "files: found an empty mapping, must be text or a list"),
     ],
 )  # fmt: skip
-def test_an_error_in_a_union_is_one_line(tmp_path, text, line):
+def test_an_error_in_a_section_that_may_be_written_as_text(tmp_path, text, line):
     assert error_lines(tmp_path, f"model: m\ndata:\n  {text}\n") == [f"x.yaml:3: data.{line}"]
 
 
@@ -400,22 +401,8 @@ def test_all_errors_are_reported_together_with_missing_keys(tmp_path):
 
 
 def test_many_keys_and_many_problems(tmp_path):
-    class Wide(Base):
-        a0: int = 0
-        a1: int = 0
-        a2: int = 0
-        a3: int = 0
-        a4: int = 0
-        a5: int = 0
-        a6: int = 0
-        a7: int = 0
-        a8: int = 0
-        a9: int = 0
-        b0: int = 0
-        b1: int = 0
-        b2: int = 0
-
-    lines = error_lines(tmp_path, "".join(f"zzzzzz{n}: 0\n" for n in range(100)), schema=Wide)
+    wide: Any = create_model("Wide", __base__=Base, **dict.fromkeys("abcdefghijklm", (int, 0)))
+    lines = error_lines(tmp_path, "".join(f"zzzzzz{n}: 0\n" for n in range(100)), schema=wide)
     assert lines[0] == "x.yaml:1: zzzzzz0: unknown key; none of the 13 keys valid here is like it"
     assert lines[40:] == ["x.yaml: and 60 more problems"]
 
@@ -434,47 +421,6 @@ def test_a_validators_error_names_its_section(tmp_path):
     assert error_lines(tmp_path, "model: m\ndata:\n  train:\n    path: bad\n") == [
         "x.yaml:3: data.train: path is bad, must be good"
     ]
-
-
-def test_validators_before_and_around(tmp_path):
-    class Wrapped(Base):
-        numbers: list[int] = []
-        sub: Training | str = "x"
-
-        @model_validator(mode="before")
-        @classmethod
-        def same(cls, value: Any) -> Any:
-            return value
-
-    assert load(tmp_path, "numbers: [1]\nsub: {num_steps: 3}\n", schema=Wrapped).sub == Training(num_steps=3)
-    assert error_lines(tmp_path, "numbers: ['1']\nsub: {num_steps: 3.0}\n", schema=Wrapped) == [
-        "x.yaml:1: numbers.0: found the text '1', must be a whole number; remove the quotes",
-        "x.yaml:2: sub.num_steps: found the number 3.0, must be a whole number; write 3",
-    ]
-    with pytest.raises(TypeError, match="mode='before'"):  # a bug in the schema
-        load(tmp_path, "sub: {betas: [1, 2]}\n", schema=Wrapped)
-
-
-def test_a_validator_can_expand_a_shorthand(tmp_path):
-    def path_alone(value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-    class File(Base):
-        path: str = Field(min_length=1)
-        limit: int = 0
-
-    class Short(Base):
-        file: Annotated[File, BeforeValidator(path_alone, json_schema_input_type=str | File)]
-
-    assert load(tmp_path, "file: a\n", schema=Short) == load(tmp_path, "file: {path: a}\n", schema=Short)
-    assert load(tmp_path, "file: a\n", "file.limit=3", "file.path=b", schema=Short).file == File(path="b", limit=3)
-    assert error_lines(tmp_path, "file: ''\n", schema=Short) == [
-        "x.yaml:1: file.path: found the text '', must be at least 1 characters long"
-    ]
-    assert error_lines(tmp_path, "file: {path: a, limt: x}\n", schema=Short) == [
-        "x.yaml:1: file.limt: unknown key; did you mean limit?"
-    ]
-    assert error_lines(tmp_path, "file: [a]\n", schema=Short) == ["x.yaml:1: file: found a list, must be a mapping"]
 
 
 # -- overrides ---------------------------------------------------------------------------------------------
@@ -498,7 +444,7 @@ def test_overrides(tmp_path):
     )
     assert config == Config(
         model="no",
-        data=Data(train=Source(path="x=y"), evals={"a": "f"}, files=["p", "q"]),
+        data=Data(train=Source(path="x=y"), evals={"a": Source(path="f")}, files=["p", "q"]),
         training=Training(num_steps=5, learning_rate=1e-4, seed=7),
         warm=Training(bf16=True),
         rewards=[
@@ -590,7 +536,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_dump_keeps_texts(tmp_path, text):
-    config = Config(model=text, data=Data(train=text, evals={text: text}, files=[text]))
+    config = Config(model=text, data=Data(train="x", evals={text: "x"}, files=[text]))
     assert load(tmp_path, dump_config(config)) == config
 
 
@@ -613,141 +559,6 @@ def test_config_schema():
     validator = jsonschema.Draft202012Validator(schema)
     validator.validate(yaml.safe_load(GOOD))
     assert not validator.is_valid({"model": "m", "data": {"train": "x", "trian": 1}})
-
-
-# -- mutated files ---------------------------------------------------------------------------------------------
-SAMPLE = """\
-model: &name gpt2
-data:
-  train:
-    path: train.jsonl
-    split: train
-    ratio: 0.5
-  evals: {short: short.jsonl, long: {path: long.jsonl}}
-  files: [a.txt, b.txt]
-training: &training
-  learning_rate: 1e-5
-  num_steps: 100
-  betas: [0.9, 0.95]
-  bf16: false
-  seed: auto
-  dtype: float32
-warm:
-  <<: *training
-  seed: 3
-rewards:
-- type: model
-  model: *name
-  weight: 0.5
-- type: function
-  name: length
-  span: [1, 2]
-"""
-
-
-PIECES = [
-    "null", "true", "no", "3", "-1", "1e-5", ".nan", "1e999", "'3'", '"\\uD800"', "9" * 30, "0o17", "text",
-    "ü😀", "\u2028", "\ufeff", "\x00", "\t", "[", "]", "{", "}", "[]", "{}", "[[1, 2], [3]]", "{a: {b: c}}",
-    "&x", "*x", "*name", "*training", "<<: *training", "&training", "!!int", "!foo",
-    "!!python/name:os.system", "? ", ": ", "- ", "# ", "|\n", ">", "%YAML 1.1\n", "---\n", "...\n", ",",
-    "'", '"', "model", "type: model", "path: bad", "function", "\n", "  ",
-]  # fmt: skip
-SETS = [
-    "training.seed=3", "rewards.0.weight=x", "rewards.2.type=model", "data.train.path=x", "warm.a.b=1", "x",
-    "a=[", "data.evals.short.path=bad", "rewards={}", "training=*a", "data=\ud800", "\udc80=1", "model=1",
-    "0.0=1",
-]  # fmt: skip
-
-
-def mutated(text: str, draw: random.Random) -> str:
-    for _ in range(draw.choice([1, 1, 1, 2, 4])):
-        lines = text.split("\n")
-        row = draw.randrange(len(lines))
-        line = lines[row]
-        column = draw.randint(0, len(line))
-        piece = draw.choice(PIECES)
-        key, colon, _ = line.partition(": ")
-        match draw.randrange(10):
-            case 0 | 1:
-                lines[row] = f"{key}{colon or ': '}{piece}"
-            case 2:
-                lines[row] = line[:column] + piece + line[column:]
-            case 3:
-                del lines[row]
-            case 4:
-                lines.insert(draw.randrange(len(lines)), line)
-            case 5:
-                lines[row] = draw.choice(["  ", "    ", " ", "- "]) + line
-            case 6:
-                lines[row] = line[:column] + line[column + 1 :]
-            case 7 | 8:
-                lines[row] = key + colon + draw.choice(lines).partition(": ")[2]
-            case 9:
-                lines[row] = f"{key}{colon or ': '}" + "[" * draw.randint(1, 60) + "1"
-        text = "\n".join(lines)
-    return text
-
-
-VALUES: list[Any] = [
-    None, True, 0, 3, -1, 2**64, 1e-5, 3.0, float("nan"), "", "3", "no", "bad", "auto", "model", "ü\u2028",
-    [], {}, [1, 2], ["a"], {"path": "p"}, {"type": "model"}, {1: 2}, {"type": "function", "name": "length"},
-]  # fmt: skip
-KEYS = ["path", "model", "type", "seed", "num_step", "zzz", "a.b", "betas", 3]
-
-
-def mutated_tree(text: str, draw: random.Random) -> str:
-    """``text`` with values changed, moved or dropped. It remains valid YAML, unlike most of ``mutated``."""
-    tree = yaml.safe_load(text)
-    for _ in range(draw.choice([1, 1, 2, 4])):
-        at = tree
-        while True:
-            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-            key = draw.choice(keys) if keys else draw.choice(KEYS) if isinstance(at, dict) else None
-            if key is None or not isinstance(at, dict | list) or key not in keys:
-                break
-            if isinstance(at[key], dict | list) and draw.random() < 0.8:
-                at = at[key]
-                continue
-            match draw.randrange(4):
-                case 0:
-                    del at[key]
-                case 1 if isinstance(at, dict):
-                    at[draw.choice(KEYS)] = at[key]
-                case _:
-                    at[key] = draw.choice(VALUES)  # the same object twice makes an anchor and an alias
-            break
-    return yaml.safe_dump(tree, allow_unicode=draw.random() < 0.5)
-
-
-def test_fuzz(tmp_path):
-    """Each file gives a valid config that dump_config preserves, or a ConfigError with one line per problem."""
-    draw = random.Random(7)
-    start = time.process_time()
-    num_valid = 0
-    assert load(tmp_path, SAMPLE).warm.seed == 3
-    path = tmp_path / "x.yaml"
-    for round_ in range(500):
-        mutate = mutated_tree if round_ % 2 else mutated
-        data = mutate(SAMPLE, draw).encode()
-        if round_ % 50 == 0:
-            at = draw.randrange(len(data))
-            data = data[:at] + bytes([draw.randrange(256)]) + data[at:]
-        path.write_bytes(data)
-        sets = draw.sample(SETS, draw.choice([0, 0, 0, 1, 2]))
-        try:
-            config = load_config(path, Config, sets)
-        except ConfigError as error:
-            lines = str(error).split("\n")
-            assert all(line.startswith((f"{path}:", "--set ")) and len(line) > 20 for line in lines), lines
-            assert "JSON" not in str(error)  # noqa: PT017
-            str(error).encode()
-            assert len(str(error).splitlines()) == len(lines)  # noqa: PT017
-        else:
-            num_valid += 1
-            path.write_text(dump_config(config), encoding="utf-8")
-            assert load_config(path, Config) == config
-    assert 25 < num_valid < 400  # otherwise the mutations are too strong or too weak
-    assert time.process_time() - start < 20
 
 
 def test_the_import_is_cheap():

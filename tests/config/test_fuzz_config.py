@@ -92,21 +92,8 @@ VALUES: list[Any] = [
     datetime.date(2024, 1, 1), list(range(2000)), {f"k{i}": i for i in range(300)},
 ]  # fmt: skip
 KEYS: list[Any] = [
-    "path",
-    "train",
-    "type",
-    "num_step",
-    "lr",
-    "a.b",
-    "Seed",
-    "ppo",
-    "lora",
-    "ü",
-    " ",
-    "k" * 200,
-    3,
-    None,
-]
+    "path", "train", "type", "num_step", "lr", "a.b", "Seed", "ppo", "lora", "ü", " ", "k" * 200, 3, None,
+]  # fmt: skip
 
 
 def changed_tree(tree: dict[str, Any], draw: random.Random) -> bytes:
@@ -403,42 +390,26 @@ def run_cases(first: int, count: int, timeout: float) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def first_250() -> dict[str, Any]:
-    return run_cases(0, 250, timeout=300)
+@pytest.fixture(scope="module", params=[(0, 250), pytest.param((250, 750), marks=pytest.mark.slow)])
+def cases(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What came of a range of cases."""
+    first, count = request.param
+    return {"count": count, **run_cases(first, count, timeout=900)}
 
 
-@pytest.fixture(scope="module")
-def next_4750() -> dict[str, Any]:
-    return run_cases(250, 4750, timeout=1800)
-
-
-def check_result(result: dict[str, Any], count: int) -> None:
-    assert result["problems"] == []
-    assert result["valid"] + result["refused"] == count
+def test_mutated_configs_are_valid_or_refused(cases: dict[str, Any]) -> None:
+    count = cases["count"]
+    assert cases["problems"] == []
+    assert cases["valid"] + cases["refused"] == count
     # Mutations that leave too few or too many configs valid would find nothing.
-    assert 0.1 * count < result["valid"] < 0.5 * count
-    assert result["mean_s"] < 1
-    assert result["heavy"] == []
+    assert 0.1 * count < cases["valid"] < 0.5 * count
+    assert cases["mean_s"] < 1
+    assert cases["heavy"] == []
 
 
-def test_250_mutated_configs(first_250: dict[str, Any]) -> None:
-    check_result(first_250, 250)
-
-
-@pytest.mark.slow
-def test_4750_more_mutated_configs(next_4750: dict[str, Any]) -> None:
-    check_result(next_4750, 4750)
-
-
-def test_valid_configs_of_the_250_are_usable_or_refused(first_250: dict[str, Any]) -> None:
+def test_valid_configs_are_usable_or_refused(cases: dict[str, Any]) -> None:
     """Their files and inputs exist, or a UserError names the missing ones. No other exception is raised."""
-    assert first_250["problems_later"] == []
-
-
-@pytest.mark.slow
-def test_valid_configs_of_the_4750_are_usable_or_refused(next_4750: dict[str, Any]) -> None:
-    assert next_4750["problems_later"] == []
+    assert cases["problems_later"] == []
 
 
 @pytest.mark.parametrize(
@@ -457,7 +428,7 @@ def test_valid_configs_of_the_4750_are_usable_or_refused(next_4750: dict[str, An
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, others: list[str]
 ) -> None:
-    """The 4750 configs include this case, but only the slow test runs them."""
+    """Few of the mutated configs have such a name."""
     monkeypatch.chdir(ROOT)
     name = "x" * 300 + (".py:f" if key == "evaluation.gold" else "")
     overrides = [f"artifacts={tmp_path}/run", *others, f"{key}={name}"]
@@ -489,14 +460,9 @@ def check_by_command(number: int, folder: Path) -> None:
     assert actual == (code, expected, message.encode("ascii", "backslashreplace").decode()), number
 
 
-def test_4_configs_through_the_command(tmp_path: Path) -> None:
-    for number in range(4):
-        check_by_command(number, tmp_path)
-
-
-@pytest.mark.slow
-def test_46_configs_through_the_command(tmp_path: Path) -> None:
-    for number in range(4, 50):
+@pytest.mark.parametrize("numbers", [range(3), pytest.param(range(3, 12), marks=pytest.mark.slow)])
+def test_configs_through_the_command(tmp_path: Path, numbers: range) -> None:
+    for number in numbers:
         check_by_command(number, tmp_path)
 
 
