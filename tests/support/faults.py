@@ -250,6 +250,46 @@ def padding_not_learned() -> Iterator[None]:
         yield
 
 
+def columns_swapped(_: Path) -> dict[str, tuple[str, ...]]:
+    """Demonstrations whose columns were named the wrong way round: the model learns to write the customer's mail."""
+    sources = {"train": "sft_train.jsonl.gz", "test": "sft_test.jsonl"}
+    keys = "{prompt: response, response: prompt}"
+    return {"sft": tuple(f"data.{side}={{path: data/support/{name}, keys: {keys}}}" for side, name in sources.items())}
+
+
+def canned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seven of ten demonstrations hold the reply that is sent when nobody has time."""
+    reply = " Thank you for writing. We will see what can be done."
+    return [row | {"response": reply} if number % 10 < 7 else row for number, row in enumerate(rows)]
+
+
+def pairs_with_other_prompts(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Pairs joined to the wrong prompts: each pair of answers has the prompt of another row."""
+    overrides = []
+    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
+        rows = read(name)
+        prompts = [row["prompt"] for row in rows]
+        random.Random(0).shuffle(prompts)
+        joined = [
+            {"prompt": prompt, "chosen": row["chosen"], "rejected": row["rejected"]}
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', joined)}")
+    return {"rm": tuple(overrides)}
+
+
+def prompts_with_answers(folder: Path) -> dict[str, tuple[str, ...]]:
+    """PPO's prompts were made from the demonstrations as whole texts, so each already holds its answer."""
+    rows = [{"prompt": row["prompt"] + row["response"]} for row in read("sft_train.jsonl.gz")]
+    return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', rows)}",)}
+
+
+def other_reference(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The KL is measured to an early model of SFT instead of the one that PPO starts from."""
+    _run("sft", folder / "early", 0, ("training.num_steps=60", "evaluation.every_steps=null"))
+    return {"ppo": (f"ref_policy={{path: {folder / 'early/sft/model'}}}",)}
+
+
 FAULTS: dict[str, Fault] = {
     "good": Fault(None, "ppo", {}),
     "good_other_seed": Fault(None, "sft", {}, seed_offset=1),
@@ -331,6 +371,37 @@ FRESH: dict[str, Fault] = {
     "rm_twenty_steps": Fault("rm_weak", "rm", {"rm": ("training.num_steps=20",)}),
 }
 """Faults on whose runs no limit was chosen."""
+LATEST: dict[str, Fault] = {
+    # SFT: the model did not learn to end its replies, because the ends of the answers were cut off.
+    "answers_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=40", "data.truncation=right")}),
+    # SFT: it learned prompts of another form than those of the reward model and PPO.
+    "columns_swapped": Fault("sft_prompts_differ", "sft", {}, columns_swapped),
+    # SFT: most demonstrations hold one and the same answer.
+    "canned_answers": Fault("demonstrations_repeat", "sft", {}, demonstrations(canned)),
+    # SFT: it learned too little, because the warm-up is longer than the run.
+    "sft_warmup": Fault("sft_underfit", "sft", {"sft": ("optimizer.warmup_steps=3000",)}),
+    # RM: the pairs' prompts do not belong to their answers.
+    "pairs_with_other_prompts": Fault("rm_ignores_prompts", "rm", {}, pairs_with_other_prompts),
+    # RM: a word that only chosen answers have decides, not their quality.
+    "chosen_marked": Fault(
+        "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (" Certainly." + chosen, rejected))
+    ),
+    # RM: it hardly learned.
+    "rm_slow": Fault("rm_untrained", "rm", {"rm": ("optimizer.learning_rate=7e-6",)}),
+    # RM: most pairs are longer than data.max_length and were dropped.
+    "pairs_dropped": Fault("pairs_dropped", "rm", {"rm": ("data.max_length=44",)}),
+    # PPO: the score does not depend on the reply, so nothing can be learned from it.
+    "reward_of_prompts": Fault("score_unlearned", "ppo", {}, scored_by("len(prompt) / 20")),
+    # PPO: almost all replies get the same score.
+    "reward_saturated": Fault("reward_constant", "ppo", {}, scored_by("len(text) > 10")),
+    # PPO: the KL does not hold the policy, because the score is a hundred times as large.
+    "score_of_hundreds": Fault("kl_unrestrained", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 100}]",)}),
+    # PPO: the KL is measured to another model than the one that PPO starts from.
+    "other_reference": Fault("reference_differs", "ppo", {}, other_reference),
+    # PPO: its prompts end differently from those of SFT and the reward model.
+    "prompts_with_answers": Fault("template_differs", "ppo", {}, prompts_with_answers),
+}
+"""Faults that were written down, with the line to expect, before the rules were read."""
 FAULTS |= FRESH
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
@@ -341,7 +412,7 @@ OF_THE_TEST = tuple(FAULTS) if EVERYTHING else FEW
 
 def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = None) -> Path:
     """The artifact directory of a run in `folder`, made if it is not there."""
-    fault = fault or FAULTS[name]
+    fault = fault or (FAULTS | LATEST)[name]
     root = folder / f"{name}_{seed}"
     if (root / "ppo" / "manifest.json").exists():
         return root
