@@ -45,6 +45,8 @@ from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
 from rlhf_cli.evaluation.language_model import scored_targets
+from rlhf_cli.health.findings import Finding
+from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.freeze import freeze
@@ -65,8 +67,6 @@ from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.distributed import World
 from rlhf_cli.training.gradients import GradientSum
-from rlhf_cli.training.health import Finding
-from rlhf_cli.training.health_recap import findings_of
 from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed

@@ -1,13 +1,27 @@
-"""`rlhf diagnose`: see `rlhf_cli.diagnosis.diagnose`."""
+"""`rlhf diagnose`: name the stage at fault, with the evidence and what to try."""
 
 from __future__ import annotations
 
+import json
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from rlhf_cli.commands.options import WhereToRun
+from rlhf_cli.console import Console
+from rlhf_cli.errors import ArtifactError, EndedElsewhere
+from rlhf_cli.printing import printable, say
+
+if TYPE_CHECKING:
+    from rlhf_cli.health.evidence import Evidence
+    from rlhf_cli.health.findings import Cause, Rule
+
+PAGE = "docs/diagnose.md"
+COLOURS = {"sure": "red", "likely": "yellow"}
 
 
 def diagnose(
@@ -22,6 +36,84 @@ def diagnose(
 
     Exit code 0: no fault was found. 2: at least one was named, or the directory is wrong.
     """
-    from rlhf_cli.diagnosis.diagnose import diagnose as examine
+    from rlhf_cli.health.ranking import gather, not_judged, rank
+    from rlhf_cli.training.checkpoint_files import unfinished_stages
 
-    examine(directory, device=device, files_only=files_only, as_json=as_json)
+    unfinished = unfinished_stages(directory)
+    evidence = gather(directory, device=device, files_only=files_only)
+    causes, skipped = rank(evidence), not_judged(evidence)
+    lines = [text for _, text in unfinished]
+    if as_json:
+        say(json.dumps(_as_json(evidence, causes, skipped, lines), indent=2, ensure_ascii=False))
+    else:
+        show(directory, evidence, causes, skipped, lines)
+    if causes:
+        raise EndedElsewhere(ArtifactError.exit_code)  # the causes are the message
+    if any(state.name in ("failed", "interrupted") for state, _ in unfinished):
+        raise ArtifactError(f"{directory}: not finished, see above. Run the same command again")
+
+
+def show(
+    root: Path, evidence: Evidence, causes: Sequence[Cause], skipped: Sequence[Rule], unfinished: Sequence[str]
+) -> None:
+    """Print the stages that are not finished, then the causes, the one to mend first."""
+    from rlhf_cli.health.ranking import CAUSES
+
+    console = Console(soft_wrap=True)
+
+    def write(text: str, first: str = "", rest: str = "", *, colour: str = "") -> None:
+        lines = textwrap.fill(printable(text), console.width, initial_indent=first, subsequent_indent=rest)
+        styled = Text(lines)
+        if colour:
+            styled.stylize(colour, len(first), len(first) + text.index(":"))
+        console.print(styled)
+
+    for text in unfinished:
+        write(text, "", "  ", colour="yellow")
+    count = len(CAUSES) - len(skipped)
+    if not causes and unfinished:
+        write(f"{root}: none of {count} causes shows so far; a run is judged when its three stages are finished")
+    elif not causes:
+        write(f"{root}: none of {count} causes shows ({PAGE}); `rlhf eval {root}` measures quality")
+    for number, cause in enumerate(causes, 1):
+        title = f"{cause.stage}, {cause.severity}: {cause.message}"
+        write(title, f"{number}. ", "   ", colour=COLOURS[cause.severity])
+        for text in cause.evidence:
+            write(text, "   - ", "     ")
+        if cause.explained_by is not None:
+            write(f"This may follow from {cause.explained_by}: mend that first.", "   ", "   ")
+        else:
+            write(f"Try: {cause.advice}.", "   ", "   ")
+            write(f"See: {PAGE}, {cause.name}", "   ", "   ")
+    shown = {text for cause in causes for text in cause.evidence}
+    for key, said in evidence.findings.items():
+        if said["message"] not in shown:
+            stage, _, name = key.partition(".")
+            write(f"Health of {stage}, {name}: {said['message']}", "", "  ")
+            write(f"To try: {said['advice']}", "  ", "  ")
+    for problem in evidence.problems:
+        write(f"Not measured: {problem}", "", "  ")
+    for rule in skipped:
+        write(f"Not judged: {rule.name}. It needs {rule.wants}.", "", "  ")
+
+
+def _as_json(
+    evidence: Evidence, causes: Sequence[Cause], skipped: Sequence[Rule], unfinished: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "unfinished": list(unfinished),
+        "causes": [
+            {
+                "name": cause.name,
+                "stage": cause.stage,
+                "title": cause.message,
+                "certainty": cause.severity,
+                "evidence": list(cause.evidence),
+                "advice": cause.advice,
+                "explained_by": cause.explained_by,
+            }
+            for cause in causes
+        ],
+        "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
+        "evidence": evidence.as_json(),
+    }

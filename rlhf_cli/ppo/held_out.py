@@ -8,11 +8,11 @@ from typing import Any
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.evaluation import Evaluation, evaluate, load_gold
 from rlhf_cli.ppo.saving import save_policy
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.training.best import Best
-from rlhf_cli.training.health import Health
 
 
 class HeldOut:

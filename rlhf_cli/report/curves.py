@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, LEGEND, SCHEMA, TRAINING, WARNING, Chart
 from rlhf_cli.report.curve import CURVES, HELD_OUT, SETTING, Curve
 from rlhf_cli.report.read import RunData, StageData, config_of, evaluations_of
-from rlhf_cli.training.health_recap import unit_of
 
 SMOOTHING = 0.03
 """Share of a curve's points that its smoothing spans, until the reader of the page chooses another."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.artifacts import repeat_commands
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report import library
 from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
 from rlhf_cli.report.charts import evaluation_charts
@@ -22,7 +23,6 @@ from rlhf_cli.report.read import RunData, StageData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.training.checkpoint_files import state_of, unfinished_stages
-from rlhf_cli.training.health_recap import unit_of
 
 if TYPE_CHECKING:
     import jinja2

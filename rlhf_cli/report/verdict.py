@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_cli.health.baselines import baselines
 from rlhf_cli.report.distance import path_points
 from rlhf_cli.report.read import RunData, StageData
 from rlhf_cli.report.tables import INTERVAL, show
-from rlhf_cli.training.health_start import baselines
 
 RULES = {"longer_wins": "eval/length_baseline", "base_rate": "eval/base_rate"}
 """Figures of `rlhf eval` that a simple rule reaches, and their names in a manifest."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.health.history import GAP_TOLERANCE
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.models.sharded_files import plain_weights
 from rlhf_cli.program import install_extra
@@ -28,7 +29,6 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import response_logprobs
 from rlhf_cli.training.distributed import World
-from rlhf_cli.training.health_rules import GAP_TOLERANCE
 
 PROBE_PROMPTS = 16
 PROBE_TOKENS = 32

@@ -16,14 +16,14 @@ from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.prefetch import ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
+from rlhf_cli.health.findings import Finding
+from rlhf_cli.health.recap import findings_of
+from rlhf_cli.health.trends import MEMORISES, memorises
 from rlhf_cli.metrics import parsed
 from rlhf_cli.sharding import is_sharded
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Weights
-from rlhf_cli.training.health import Finding
-from rlhf_cli.training.health_recap import findings_of
-from rlhf_cli.training.health_trends import MEMORISES, memorises
 from rlhf_cli.training.optimizer import build_stepper, float32_moments, warmup_warning
 from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_cli.console import Console
-from rlhf_cli.training.health_recap import Seen, at, names_in, state_of, unit_of
+from rlhf_cli.health.recap import Seen, at, names_in, state_of, unit_of
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH, NARROW_BAR_WIDTH, SHORTEST_BAR = 20, 12, 4

@@ -22,11 +22,11 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
+from rlhf_cli.health.findings import Finding
+from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
 from rlhf_cli.training import checkpoint_files, distributed
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
-from rlhf_cli.training.health import Finding
-from rlhf_cli.training.health_recap import at, findings_of, last_names, unit_of
 from rlhf_cli.training.identity import identity, may_change, require_inputs
 from rlhf_cli.training.lock import Lock
 from rlhf_cli.training.loss_scale import LossScale

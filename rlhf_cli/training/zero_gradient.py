@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_cli.training.health import Finding
+from rlhf_cli.health.findings import Finding
 
 
 def no_gradient(norms: Mapping[str, float], what: str) -> list[Finding]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rlhf_cli.config.models import ScratchModel
+from rlhf_cli.health.history import GAP_TOLERANCE
 from rlhf_cli.models.load import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout import rollout as rollout_module
-from rlhf_cli.training.health_rules import GAP_TOLERANCE
 from support.compare import close
 from support.gpu import MARKS
 from support.oracles import check_update_batch, chosen, distributions, numbers, padded, plain_copy, slow_importance

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
-from rlhf_cli.diagnosis import diagnose as diagnose_module
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file
+from rlhf_cli.health import diagnose as diagnose_module
 from rlhf_cli.report import library
 from rlhf_cli.report.chart import BETTER, GRAY, HELD_OUT_COLOR, PICTURE_COLORS, TRAINING, WORSE
 from rlhf_cli.report.curve import CURVES, HELD_OUT, SETTING

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.config.models import Lora
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RunError
+from rlhf_cli.health.history import GAP_TOLERANCE
 from rlhf_cli.models.adapters import add_lora, merged
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.nf4 import quantize
@@ -18,7 +19,6 @@ from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.engine import SyncedEngine, different_tensors
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.vllm_engine import VllmEngine, seed_of
-from rlhf_cli.training.health_rules import GAP_TOLERANCE
 from support.compare import close
 from support.engines import CopyEngine, fake_vllm, weights_of
 from support.gpu import needs_gpu

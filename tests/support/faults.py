@@ -472,7 +472,7 @@ def main() -> None:
 
 def record(root: Path, name: str) -> None:
     """Write the evidence of a run, with figures of four digits."""
-    from rlhf_cli.diagnosis.diagnose import gather
+    from rlhf_cli.health.ranking import gather
 
     values = gather(root, device="cpu").as_json()
     values["figures"] = {key: float(f"{value:.4g}") for key, value in values["figures"].items()}

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from rlhf_cli import metrics
+from rlhf_cli.health.recap import findings_of, last_names
 from rlhf_cli.metrics import last_row
 from rlhf_cli.training import progress as progress_module
-from rlhf_cli.training.health_recap import findings_of, last_names
 from rlhf_cli.training.progress import Display, Progress, clock
 from rlhf_cli.training.stage_files import StageFiles
 

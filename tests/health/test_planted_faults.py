@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_cli.diagnosis import diagnose
-from rlhf_cli.diagnosis.causes import not_judged, rank
-from rlhf_cli.diagnosis.diagnose import CAUSES, gather
-from rlhf_cli.diagnosis.evidence import Evidence, load_evidence
+from rlhf_cli.commands import diagnose
+from rlhf_cli.health.evidence import Evidence, load_evidence
+from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
 from support.faults import EVERYTHING, FAULTS, FRESH, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
 
@@ -35,20 +34,20 @@ def recorded(name: str) -> Evidence:
 
 
 def named(evidence: Evidence) -> list[str]:
-    return [finding.cause.name for finding in rank(CAUSES, evidence)]
+    return [cause.name for cause in rank(evidence)]
 
 
 def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     evidence = replace(recorded("labels_swapped"), findings={})
-    diagnose._show(ROOT, evidence, rank(CAUSES, evidence)[:1], [], [])
+    diagnose.show(ROOT, evidence, rank(evidence)[:1], [], [])
     assert f"```\n{capsys.readouterr().out}```" in page
 
 
 def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    diagnose._show(ROOT, recorded("good"), [], CAUSES[:2], [])
+    diagnose.show(ROOT, recorded("good"), [], CAUSES[:2], [])
     assert f"none of {len(CAUSES) - 2} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
 
 
@@ -111,7 +110,7 @@ def test_no_figures_give_no_cause() -> None:
 
 
 def test_causes_that_the_files_cannot_show_are_listed() -> None:
-    names = {cause.name for cause in not_judged(CAUSES, Evidence(["sft", "rm", "ppo"]))}
+    names = {cause.name for cause in not_judged(Evidence(["sft", "rm", "ppo"]))}
     assert {"labels_swapped", "sft_without_eos", "template_differs"} <= names
 
 
@@ -128,8 +127,8 @@ def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> 
     of_probes = tuple(f"{stage}.{figure}" for stage, figures in OF_PROBES.items() for figure in figures)
     files = {key: value for key, value in evidence.figures.items() if not key.startswith(of_probes)}
     assert len(files) < len(evidence.figures) - 15
-    found = rank(CAUSES, replace(evidence, figures=files))
-    assert not found or found[0].certainty == "likely" or found[0].cause.name == FAULTS[name].cause
+    found = rank(replace(evidence, figures=files))
+    assert not found or found[0].severity == "likely" or found[0].name == FAULTS[name].cause
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.diagnosis.diagnose import gather
-from rlhf_cli.diagnosis.evidence import Evidence
-from rlhf_cli.diagnosis.rules_ppo import CAUSES as PPO
+from rlhf_cli.health.evidence import Evidence
+from rlhf_cli.health.ppo_causes import template_differs
+from rlhf_cli.health.ranking import gather
 from support.tiny import read_jsonl, write_jsonl
 
 
@@ -86,10 +86,10 @@ def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -
 
 
 def test_a_template_is_what_prompts_end_with() -> None:
-    (cause,) = [cause for cause in PPO if cause.name == "template_differs"]
-
     def signs(sft: str, ppo: str) -> int:
-        return len(cause.signs(Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})))
+        return len(
+            list(template_differs.signs(Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})))
+        )
 
     assert signs("\n\nAssistant:", "\n### Answer\n") == 1
     assert signs("\n\nAssistant:", "") == 1

@@ -1,4 +1,4 @@
-"""The rules of `health.py` that compare a run with its own start or follow it over many iterations."""
+"""The rules of a running stage that compare it with its own start or follow it over many steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 from collections.abc import Sequence
 from statistics import correlation, fmean
 
-from rlhf_cli.training.health_history import (
+from rlhf_cli.health.findings import Sign, Signs, rule
+from rlhf_cli.health.history import (
     BEFORE_KL,
     EARLY,
     LARGEST,
     PERSIST,
     STANDARD_ERRORS,
     History,
+    Judged,
     halves,
     paired,
     rises,
     standard_error,
 )
-from rlhf_cli.training.health_rules import Rule, Seen
 
 TINY = 1e-9
 """Stands for 0 below a fraction bar."""
@@ -55,54 +56,61 @@ SATURATED = 0.22
 """Share of the score's standard deviation at the start. Good: 0.23 to 0.6; bad: 0.2 (kl_coef 0), 0.05 (length)."""
 
 
-def _entropy_collapse(run: History) -> Seen | None:
+@rule(
+    "Look in samples.jsonl for a phrase that is in every response; {stay}, raise ppo.entropy_coef, or lower "
+    "optimizer.learning_rate or ppo.ppo_epochs"
+)
+def entropy_collapse(run: History) -> Signs:
     entropy, start = run.mean("policy/entropy"), run.mean_at_start("policy/entropy")
-    now, when = run.recent[-1].get("policy/entropy"), f"over {PERSIST} iterations"
-    if start is not None and now is not None and now < ENTROPY_FAR * start:
-        entropy, when = now, "in this iteration"
-    if entropy is None or start is None or entropy >= ENTROPY * start:
-        return None
-    message = (
+    when = f"over {PERSIST} iterations"
+    if run.now("policy/entropy") < ENTROPY_FAR * start:
+        entropy, when = run.now("policy/entropy"), "in this iteration"
+    if not entropy < ENTROPY * start:
+        return
+    yield Sign(
+        start / max(entropy, TINY),
         f"policy/entropy is {entropy:.3g} nats per token {when}, {entropy / start:.0%} of the {start:.3g} at the start "
-        f"(limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to compare and to learn from."
+        f"(limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to compare and to learn from.",
     )
-    return message, start / max(entropy, TINY)
 
 
-def _alike(run: History) -> Seen | None:
+@rule(
+    "Read samples.jsonl, and score such a response under other prompts; {stay}, raise ppo.entropy_coef, lower "
+    "optimizer.learning_rate, or train the reward model on pairs that reject such responses"
+)
+def alike(run: History) -> Signs:
     seen, size = [], 0.0
     last, before = run.last("response/duplicate_fraction", PERSIST), run.mean_at_start("response/duplicate_fraction")
-    now = run.recent[-1].get("response/duplicate_fraction")
-    if now is not None and before is not None:
-        limit = min(max(DUPLICATES, before + DUPLICATES_RISE), ALL_DUPLICATES)
-        persists = bool(last) and min(last) >= limit
-        if persists or (before < DUPLICATES and now >= DUPLICATES_FAR):
-            seen.append(
-                f"response/duplicate_fraction: {now:.0%} of the responses were given to another prompt too, word for "
-                f"word ({before:.0%} at the start, limit {limit:.0%} "
-                f"{f'for {PERSIST} iterations' if persists else 'and far above it in this one'})"
-            )
-            size = now
+    now, limit = run.now("response/duplicate_fraction"), min(max(DUPLICATES, before + DUPLICATES_RISE), ALL_DUPLICATES)
+    persists = not math.isnan(before) and bool(last) and min(last) >= limit
+    if persists or (before < DUPLICATES and now >= DUPLICATES_FAR):
+        seen.append(
+            f"response/duplicate_fraction: {now:.0%} of the responses were given to another prompt too, word for word "
+            f"({before:.0%} at the start, limit {limit:.0%} "
+            f"{f'for {PERSIST} iterations' if persists else 'and far above it in this one'})"
+        )
+        size = now
     distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
-    if distinct is not None and start is not None and distinct < DISTINCT_2 * start:
+    if distinct < DISTINCT_2 * start:
         seen.append(
             f"response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of the {start:.3g} at the start (limit "
             f"{DISTINCT_2:.0%} for {PERSIST} iterations)"
         )
         size = max(size, start / max(distinct, TINY))
     if not seen:
-        return None
-    message = (
+        return
+    yield Sign(
+        size,
         f"{'; '.join(seen)}. The responses repeat each other or themselves. Either the policy found a text that scores "
-        "well for every prompt, or it is broken."
+        "well for every prompt, or it is broken.",
     )
-    return message, size
 
 
-def _same_word(run: History) -> Seen | None:
+@rule("Score a response with and without this word; {stay}, or train the reward model on pairs that both contain it")
+def same_word(run: History) -> Signs:
     distinct, start = run.mean("response/distinct_2"), run.mean_at_start("response/distinct_2")
-    if distinct is None or start is None or distinct >= SAME_WORD_DISTINCT_2 * start or not run.first_words:
-        return None
+    if not distinct < SAME_WORD_DISTINCT_2 * start or not run.first_words:
+        return
     rises_of = {}
     for word in run.recent_words[-1]:
         shares = [words.get(word, 0.0) for words in run.recent_words]
@@ -110,57 +118,64 @@ def _same_word(run: History) -> Seen | None:
         if len(shares) == PERSIST and min(shares) >= SAME_WORD and shares[-1] - before >= SAME_WORD_RISE:
             rises_of[word] = shares[-1] - before
     if not rises_of:
-        return None
+        return
     word = max(rises_of, key=rises_of.__getitem__)
     now = run.recent_words[-1][word]
-    message = (
+    yield Sign(
+        now,
         f"{now:.0%} of the responses contain the word {word!r}, and {now - rises_of[word]:.0%} did at the start (limit "
         f"{SAME_WORD:.0%} for {PERSIST} iterations). response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of "
         f"the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy may have found a word that the "
-        "reward likes in any response."
+        "reward likes in any response.",
     )
-    return message, now
 
 
-def _ends_limit(start: float) -> float:
-    """The lowest eos_fraction without a warning, given that at the start."""
-    return max(NEVER_ENDS, FEWER_ENDS * start) if start >= FEWER_ENDS_FROM else NEVER_ENDS
-
-
-def _never_ends(run: History) -> Seen | None:
+@rule(
+    "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, or "
+    "train SFT on complete responses"
+)
+def never_ends(run: History) -> Signs:
     last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
-    if not last or start is None or start >= NEVER_ENDS or max(last) >= NEVER_ENDS:
-        return None
-    message = (
+    if not (last and start < NEVER_ENDS and max(last) < NEVER_ENDS):
+        return
+    yield Sign(
+        1 - last[-1],
         f"response/eos_fraction is {last[-1]:.0%} and was {start:.0%} at the start (limit {NEVER_ENDS:.0%}). Almost no "
         f"response ends within {run.max_new_tokens} tokens. Either good responses are longer, or the SFT model did not "
-        "learn to end, or it ends with another token than EOS."
+        "learn to end, or it ends with another token than EOS.",
     )
-    return message, 1 - last[-1]
 
 
-def _truncated(run: History) -> Seen | None:
+@rule(
+    "Look at response/score_length_correlation; raise ppo.missing_eos_penalty above what length earns, set "
+    "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it"
+)
+def truncated(run: History) -> Signs:
     last, start = run.last("response/eos_fraction", PERSIST), run.mean_at_start("response/eos_fraction")
-    now, since = run.recent[-1].get("response/eos_fraction"), f"for {PERSIST} iterations"
-    if now is None or start is None or start < NEVER_ENDS:
-        return None
+    now, since = run.now("response/eos_fraction"), f"for {PERSIST} iterations"
+    limit = max(NEVER_ENDS, FEWER_ENDS * start) if start >= FEWER_ENDS_FROM else NEVER_ENDS
+    if not start >= NEVER_ENDS or math.isnan(now):
+        return
     if start >= FEWER_ENDS_FROM and now == 0:
         since = "in this iteration, by far"
-    elif not last or max(last) >= _ends_limit(start):
-        return None
-    message = (
-        f"response/eos_fraction is {now:.0%}, below {_ends_limit(start):.0%} {since} ({start:.0%} at the start). The "
-        f"responses are cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text "
-        "scores higher."
+    elif not last or max(last) >= limit:
+        return
+    yield Sign(
+        1 - now,
+        f"response/eos_fraction is {now:.0%}, below {limit:.0%} {since} ({start:.0%} at the start). The responses are "
+        f"cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text scores higher.",
     )
-    return message, 1 - now
 
 
-def _score_saturated(run: History) -> Seen | None:
+@rule(
+    "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
+    "policy. If it was so from the start, the reward is the same for every response"
+)
+def score_saturated(run: History) -> Signs:
     spread, start = run.mean("objective/score_std"), run.mean_at_start("objective/score_std")
     score, first = run.mean("objective/score"), run.mean_at_start("objective/score")
-    if spread is None or start is None or score is None or first is None or not run.bests:
-        return None
+    if math.isnan(start + score + first) or not run.bests:
+        return
     if spread == 0:
         seen = f"All responses of a batch have the same score, {score:.3g} on average"
     elif spread < SATURATED * start and score >= run.near_best(first):
@@ -169,12 +184,12 @@ def _score_saturated(run: History) -> Seen | None:
             f"{SATURATED:.0%}), and the score of {score:.3g} is near its best"
         )
     else:
-        return None
-    message = (
+        return
+    yield Sign(
+        LARGEST if spread == 0 else start / spread,
         f"{seen}, over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies "
-        "its noise to the size that its signal had."
+        "its noise to the size that its signal had.",
     )
-    return message, LARGEST if spread == 0 else start / spread
 
 
 # --------------------------------------------------------------------------------------- over the run
@@ -195,138 +210,81 @@ KL_GROWTH = 1.5
 when the gold score turns; no good run passed it."""
 
 
-def _length_explains_score(run: History) -> Seen | None:
+@rule(
+    "Score a response with and without added empty sentences; set ppo.length_penalty, {stay}, raise "
+    "ppo.missing_eos_penalty, or train the reward model on pairs of similar length"
+)
+def length_explains_score(run: History) -> Signs:
     scores, lengths = run.trend("objective/score"), run.trend("response/length")
     within = run.trend("response/score_length_correlation")
     if not scores or not lengths or not within or fmean(within) <= LENGTH_CORRELATION:
-        return None
+        return
     if not (rises(scores) and rises(lengths)):
-        return None
+        return
     score, length = halves(scores), halves(lengths)
-    message = (
+    yield Sign(
+        fmean(within),
         f"Over {len(scores)} iterations the score rose from {fmean(score[0]):.3g} to {fmean(score[1]):.3g} and the "
         f"length from {fmean(length[0]):.1f} to {fmean(length[1]):.1f} tokens. The two correlate by "
-        f"{fmean(within):.2f} "
-        f"within a batch (limit {LENGTH_CORRELATION:g}) and by {correlation(scores, lengths):.2f} between iterations. "
-        "Length alone may explain the score."
+        f"{fmean(within):.2f} within a batch (limit {LENGTH_CORRELATION:g}) and by {correlation(scores, lengths):.2f} "
+        "between iterations. Length alone may explain the score.",
     )
-    return message, fmean(within)
 
 
-def _objective_falls(run: History) -> Seen | None:
+@rule(
+    "Check that the reward tells good responses from bad ones: the RM stage prints its held-out accuracy, and "
+    "samples.jsonl has scored responses. Lower optimizer.learning_rate, {stay}, or raise ppo.rollout_batch_size"
+)
+def objective_falls(run: History) -> Signs:
     kls, scores, gross = (run.before_and_now(key) for key in ("objective/kl", "objective/score", BEFORE_KL))
     spread, kl_coef = run.mean_at_start("objective/score_std"), run.recent[-1].get("objective/kl_coef", 0.0)
-    if not (run.rewards_can_be_compared and kls and scores and gross) or spread is None:
-        return None
+    if not (run.rewards_can_be_compared and kls and scores and gross):
+        return
     # Both with the coefficient of now, which an adaptive controller may have moved.
     first, now = ([r - kl_coef * kl for r, kl in zip(*pair, strict=True)] for pair in zip(gross, kls, strict=True))
     fall, gain = fmean(first) - fmean(now), fmean(scores[1]) - fmean(scores[0])
     moved = fmean(kls[1]) - fmean(kls[0])
-    if moved < MOVED or fall <= FALL * spread:
-        return None
+    if moved < MOVED or not fall > FALL * spread:
+        return
     possible, error = spread * math.sqrt(2 * fmean(kls[1])), standard_error(*scores)
     is_useless = gain + STANDARD_ERRORS * error < POSSIBLE_GAIN * possible
     if not is_useless and fall <= STANDARD_ERRORS * standard_error(first, now):
-        return None
-    message = (
+        return
+    yield Sign(
+        fall,
         f"The objective (score less KL and penalties) fell from {fmean(first):.3g} over the first {EARLY} iterations "
         f"to {fmean(now):.3g} over the last {EARLY}. The KL rose by {moved:.3g} nats and the score changed by "
         f"{gain:+.2g} (standard error {error:.2g}), while a gain of about {possible:.2g} is possible at this KL. So "
         "the policy pays for its distance from ref_policy and gets too little for it. Either the score is noise, or "
-        "the steps are too large."
+        "the steps are too large.",
     )
-    return message, fall
 
 
-def _kl_runaway(run: History) -> Seen | None:
+@rule("Compare samples.jsonl of then and now, or {judge}; {stay}, lower ppo.num_iterations or optimizer.learning_rate")
+def kl_runaway(run: History) -> Signs:
     kl, first = run.mean("objective/kl"), run.mean_at_start("objective/score")
-    if kl is None or first is None or not run.bests or kl <= KL_RUNAWAY:
-        return None
+    if not kl > KL_RUNAWAY or not run.bests or math.isnan(first):
+        return
     iteration, score, kl_then = next(row for row in run.bests if row[1] >= run.near_best(first))
     if kl <= KL_GROWTH * kl_then:
-        return None
+        return
     missing = "Until gold is measured again" if run.has_judge else "Without a gold score"
     gold = f"{missing} it is unknown on which side this run is."
     if before := [one for one in run.golds[:-1] if one[0] <= iteration] or run.golds[:-1][:1]:
         # The last evaluation before the score came near its best, or the one before the newest.
         (then, best), (newest, now) = before[-1], run.golds[-1]
         if now > best:
-            return None
+            return
         gold = f"Gold was {best:.3g} at iteration {then:.0f} and is {now:.3g} at iteration {newest:.0f}."
-    return (
+    yield Sign(
+        kl,
         f"objective/kl is {kl:.3g} nats per response over {PERSIST} iterations, more than {KL_GROWTH:g} times the "
         f"{kl_then:.3g} of iteration {iteration:.0f}. The score was {score:.3g} there already; its best since then is "
         f"{run.bests[-1][1]:.3g}. So the policy keeps moving away from ref_policy and gains little. In Gao et al. 2022 "
         "(arXiv 2210.10760) true quality first rises and then falls as sqrt(KL) grows, while the score keeps rising. "
-        f"{gold}"
-    ), kl
+        f"{gold}",
+    )
 
-
-TRENDS = (
-    Rule(
-        "entropy_collapse",
-        "warning",
-        _entropy_collapse,
-        "Look in samples.jsonl for a phrase that is in every response; {stay}, raise ppo.entropy_coef, or lower "
-        "optimizer.learning_rate or ppo.ppo_epochs",
-    ),
-    Rule(
-        "alike",
-        "warning",
-        _alike,
-        "Read samples.jsonl, and score such a response under other prompts; {stay}, raise ppo.entropy_coef, lower "
-        "optimizer.learning_rate, or train the reward model on pairs that reject such responses",
-    ),
-    Rule(
-        "same_word",
-        "warning",
-        _same_word,
-        "Score a response with and without this word; {stay}, or train the reward model on pairs that both contain it",
-    ),
-    Rule(
-        "never_ends",
-        "warning",
-        _never_ends,
-        "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, "
-        "or "
-        "train SFT on complete responses",
-    ),
-    Rule(
-        "truncated",
-        "warning",
-        _truncated,
-        "Look at response/score_length_correlation; raise ppo.missing_eos_penalty above what length earns, set "
-        "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it",
-    ),
-    Rule(
-        "score_saturated",
-        "warning",
-        _score_saturated,
-        "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
-        "policy. If it was so from the start, the reward is the same for every response",
-    ),
-    Rule(
-        "length_explains_score",
-        "warning",
-        _length_explains_score,
-        "Score a response with and without added empty sentences; set ppo.length_penalty, {stay}, raise "
-        "ppo.missing_eos_penalty, or train the reward model on pairs of similar length",
-    ),
-    Rule(
-        "objective_falls",
-        "warning",
-        _objective_falls,
-        "Check that the reward tells good responses from bad ones: the RM stage prints its held-out accuracy, and "
-        "samples.jsonl has scored responses. Lower optimizer.learning_rate, {stay}, or raise ppo.rollout_batch_size",
-    ),
-    Rule(
-        "kl_runaway",
-        "warning",
-        _kl_runaway,
-        "Compare samples.jsonl of then and now, or {judge}; {stay}, lower "
-        "ppo.num_iterations or optimizer.learning_rate",
-    ),
-)
 
 # -------------------------------------------------------------------------------- between evaluations
 
@@ -336,34 +294,27 @@ over 20 evaluations of a plateau, 2 standard errors give a false alarm in 6 of 1
 prompts)."""
 MIN_PROMPTS = 10
 """With fewer held-out prompts the standard error is too uncertain."""
-OVEROPTIMISATION_ADVICE = (
-    "Use the policy of about iteration {best} ({best_model}, or lower ppo.num_iterations); {stay}, "
-    "or "
-    "train the reward model on labelled samples of this policy"
+
+
+@rule(
+    "Use the policy of about iteration {best} ({best_model}, or lower ppo.num_iterations); {stay}, or train the reward "
+    "model on labelled samples of this policy"
 )
-
-
-def overoptimisation(
-    best: tuple[int, Sequence[float], Sequence[float]], iteration: int, scores: Sequence[float], golds: Sequence[float]
-) -> Seen | None:
-    """The message if gold fell since its best evaluation while the score rose, prompt by prompt; else None.
-
-    The number is by how much gold fell. `best` is the evaluation with the highest mean gold: its iteration, scores
-    and golds.
-    """
-    best_iteration, best_scores, best_golds = best
-    if len(golds) < MIN_PROMPTS:
-        return None
-    rise, rise_error = paired(scores, best_scores)
-    fall, fall_error = paired(golds, best_golds)
-    if not (rise > STANDARD_ERRORS * rise_error and fall < -GOLD_STANDARD_ERRORS * fall_error):
-        return None
-    return (
-        f"Gold fell from {fmean(best_golds):.3g}, its best, at iteration {best_iteration} to {fmean(golds):.3g} at "
-        f"iteration {iteration} ({fall:+.2g}, standard error {fall_error:.2g}), while the score rose from "
-        f"{fmean(best_scores):.3g} to {fmean(scores):.3g} ({rise:+.2g}, standard error {rise_error:.2g}), on "
-        f"{len(golds)} held-out prompts. The policy exploits errors of the reward model."
-    ), -fall
+def overoptimisation(evaluations: tuple[Judged, Judged]) -> Signs:
+    best, now = evaluations  # the one with the highest mean gold, and the newest
+    if len(now.golds) < MIN_PROMPTS:
+        return
+    rise, rise_error = paired(now.scores, best.scores)
+    fall, fall_error = paired(now.golds, best.golds)
+    if rise > STANDARD_ERRORS * rise_error and fall < -GOLD_STANDARD_ERRORS * fall_error:
+        yield Sign(
+            -fall,
+            f"Gold fell from {fmean(best.golds):.3g}, its best, at iteration {best.iteration} to "
+            f"{fmean(now.golds):.3g} at iteration {now.iteration} ({fall:+.2g}, standard error {fall_error:.2g}), "
+            f"while the score rose from {fmean(best.scores):.3g} to {fmean(now.scores):.3g} ({rise:+.2g}, standard "
+            f"error {rise_error:.2g}), on {len(now.golds)} held-out prompts. The policy exploits errors of the reward "
+            "model.",
+        )
 
 
 # ------------------------------------------------------------------------------------- held-out rows of SFT and RM
@@ -391,15 +342,17 @@ def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[in
     window = step - held_out[-2][0]
     before = [loss for at, loss in training if best_step - window < at <= best_step]
     last = [loss for at, loss in training if step - window < at <= step]
-    if (
-        not before
-        or not last
-        or not now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
-        or not fmean(last) < fmean(before)
-    ):
+    rises = now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
+    if not (rises and before and last and fmean(last) < fmean(before)):
         return None
     return (
         f"The held-out loss is {now:.3g}, {now / best - 1:.0%} above the {best:.3g} of step {best_step}, and the "
         f"training loss fell from {fmean(before):.3g} to {fmean(last):.3g} since then (means of {window} steps). The "
         "model memorises its training rows."
     )
+
+
+WARNINGS = (
+    entropy_collapse, alike, same_word, never_ends, truncated, score_saturated,
+    length_explains_score, objective_falls, kl_runaway,
+)  # fmt: skip

@@ -17,8 +17,8 @@ from typing import Any
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
-from rlhf_cli.training.health_history import PERSIST, START
 
 SETTINGS = (
     "sft.data.prompt_template",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 START = 3
 """The first iterations; their mean is "the start". Iteration 1 samples from the initial model."""
@@ -26,8 +26,24 @@ BEFORE_KL = "objective/reward before KL"
 """The key of a row's objective/reward without the KL that it was charged."""
 RARE_WORD = 0.02
 """Share of responses. Words in fewer are not kept; they count as being in none."""
+RATIO_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.5}
+"""Nats: the largest |log ratio| before the first step. Good: 0 on a CPU, however the batch was split. A GPU may round
+differently for batches of another shape. A temperature that is 1 % off gives 0.1. bfloat16 rounds a logit near 16 by up
+to 1/16, and the largest of many thousand tokens is far out in the tail."""
+GAP_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+"""Nats: the mean |difference| of a token's log-probability between sampling and training. Good in bfloat16: 0.010 to
+0.018, also with another engine. An engine with an older head: 0.2 to 2."""
 LARGEST = 1e75
 """Stands for infinity, which JSON does not have. Larger than any float32, and its square can still be summed."""
+
+
+class Judged(NamedTuple):
+    """An evaluation on held-out prompts, whose order is always the same."""
+
+    iteration: int
+    """0 is before training."""
+    scores: Sequence[float]
+    golds: Sequence[float]
 
 
 @dataclass
@@ -37,15 +53,17 @@ class History:
     kl_in_reward: bool
     """ppo.kl_in is reward."""
     has_value_model: bool
+    """Without one its metrics are ignored."""
     starts_at_reference: bool
     """policy and ref_policy start as the same model, so the first KL is 0."""
     max_new_tokens: int
     """rollout.max_new_tokens."""
-    ratio_tolerance: float
-    """Nats; see `health_rules.RATIO_TOLERANCE`."""
-    gap_tolerance: float
-    """Nats; see `health_rules.GAP_TOLERANCE`."""
-    config: Mapping[str, Any]
+    ratio_tolerance: float = RATIO_TOLERANCE["float32"]
+    """Nats, by precision. It is also the tolerance of the first KL, and half that of
+    the largest sampler gap."""
+    gap_tolerance: float = GAP_TOLERANCE["float32"]
+    """Nats, by precision: the tolerance of the mean sampler gap."""
+    config: Mapping[str, Any] = field(default_factory=dict)
     """The run's config by dotted key. Advice does not name a key that is set already. An absent key is unknown."""
     iteration: int = 0
     """Counted from 1."""
@@ -85,7 +103,7 @@ class History:
             self.first_words.append(common)
         self.recent_words = [*self.recent_words, common][-PERSIST:]
         score, kl = self.mean("objective/score"), self.mean("objective/kl")
-        if score is not None and kl is not None and (not self.bests or score > self.bests[-1][1]):
+        if not math.isnan(score + kl) and (not self.bests or score > self.bests[-1][1]):
             self.bests.append([iteration, score, kl])
 
     def last(self, key: str, n: int) -> list[float]:
@@ -93,15 +111,17 @@ class History:
         rows = self.recent[-n:]
         return [row[key] for row in rows] if len(rows) == n and all(key in row for row in rows) else []
 
-    def mean(self, key: str) -> float | None:
-        """The mean of the last PERSIST values; None if one is missing."""
-        last = self.last(key, PERSIST)
-        return fmean(last) if last else None
+    def now(self, key: str) -> float:
+        """The newest value; NaN if it is missing, so that every comparison with it is false."""
+        return self.recent[-1].get(key, math.nan)
 
-    def mean_at_start(self, key: str) -> float | None:
-        """The mean over the first START iterations that have the key; None if none has it."""
-        values = [row[key] for row in self.start[:START] if key in row]
-        return fmean(values) if values else None
+    def mean(self, key: str) -> float:
+        """The mean of the last PERSIST values; NaN if one is missing."""
+        return fmean(self.last(key, PERSIST) or [math.nan])
+
+    def mean_at_start(self, key: str) -> float:
+        """The mean over the first START iterations that have the key; NaN if none has it."""
+        return fmean([row[key] for row in self.start[:START] if key in row] or [math.nan])
 
     def before_and_now(self, key: str) -> tuple[list[float], list[float]] | None:
         """The values of the first and of the last EARLY iterations; None if the two overlap or a row lacks the key."""
@@ -115,15 +135,15 @@ class History:
         n = len(self.recent)
         return self.last(key, n) if n >= MIN_TREND else []
 
-    def above(self, key: str, limit: float, far: float) -> str | None:
-        """For how long a value has been above its limit, in words.
+    def above(self, key: str, limit: float, far: float) -> tuple[float, str]:
+        """The newest value, and for how long it has been above its limit, in words.
 
-        None if it is not: fewer than PERSIST iterations in a row, and the newest value is not above `far` either.
+        "" if it is not: fewer than PERSIST iterations in a row, and the newest value is not above `far` either.
         """
-        last, now = self.last(key, PERSIST), self.recent[-1].get(key, -math.inf)
+        last, now = self.last(key, PERSIST), self.now(key)
         if last and min(last) > limit:
-            return f"for {PERSIST} iterations"
-        return "in this iteration, by far" if now > far else None
+            return now, f"for {PERSIST} iterations"
+        return now, "in this iteration, by far" if now > far else ""
 
     def near_best(self, first: float) -> float:
         """The lowest score that is near the best one; `first` is the mean score at the start."""

@@ -17,11 +17,12 @@ import pytest
 from pydantic import BaseModel
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.training import health as health_module
-from rlhf_cli.training import health_history
-from rlhf_cli.training.health import REPEAT, SHOWN, WARNINGS, WATCHED, Finding, Health
-from rlhf_cli.training.health_rules import GAP_TOLERANCE, MUST_BE_FINITE, RATIO_TOLERANCE, STOPS
-from rlhf_cli.training.health_trends import memorises
+from rlhf_cli.health import history, running
+from rlhf_cli.health.findings import Finding
+from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
+from rlhf_cli.health.iterations import MUST_BE_FINITE, STOPS
+from rlhf_cli.health.running import REPEAT, SHOWN, WARNINGS, WATCHED, Health
+from rlhf_cli.health.trends import memorises
 from rlhf_cli.training.zero_gradient import no_gradient
 from support.tiny import read_jsonl
 
@@ -421,7 +422,7 @@ def test_the_numbers_in_a_message_are_those_of_the_run() -> None:
     health = new_health()
     finding = None
     for i, row in enumerate(rows, 1):
-        health._said.clear()  # say it each time
+        health.said.clear()  # say it each time
         finding = next((f for f in health.check(i, row) if f.name == "length_explains_score"), None)
     assert finding is not None
     early, late = scores[:10], scores[10:]
@@ -439,7 +440,7 @@ def test_a_rise_is_one_beyond_two_standard_errors() -> None:
         early, late = values[:10], values[10:]
         error = math.sqrt(statistics.variance(early) / 10 + statistics.variance(late) / 10)
         expected = statistics.mean(late) - statistics.mean(early) > 2 * error
-        assert health_history.rises(values) is expected
+        assert history.rises(values) is expected
         results.add(expected)
     assert results == {True, False}
 
@@ -910,14 +911,14 @@ def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], An
 
 
 def test_the_example_in_the_docstring() -> None:
-    result = doctest.testmod(health_module)
+    result = doctest.testmod(running)
     assert result.attempted > 0
     assert result.failed == 0
 
 
 def test_no_torch_is_needed() -> None:
     code = (
-        "import sys, rlhf_cli.training.health; "
+        "import sys, rlhf_cli.health.running; "
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & {name.split('.')[0] for name in sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,170 @@
+"""What can be wrong with SFT. See `findings.py` for how rules work."""
+
+from __future__ import annotations
+
+from rlhf_cli.health.evidence import Evidence
+from rlhf_cli.health.findings import Signs, rule, shows, supports
+
+STILL_FALLING = 0.25
+"""Share of the whole fall of the training loss that came in the second half of the steps."""
+FALL = 0.1
+"""Share of its first value by which the training loss must have fallen for that to mean anything."""
+LITTLE_LEARNED = 0.75
+"""Held-out loss as a share of the loss of a model that knows only how frequent each token is."""
+EOS_UNKNOWN = 0.05
+"""Mean probability of EOS where demonstrations end. A model that learned them has the share of sentences that end
+there, seldom below 0.2."""
+EOS_RARE = 0.2
+"""Share of replies that end by themselves."""
+SAMPLES = 4
+LITTLE = 0.05
+"""Nats per token. Near a loss of 0 smaller differences mean nothing, however large their ratio is."""
+PROMPT_GAIN = 0.03
+"""By what share of itself the held-out loss rises behind the prompt of another row. Good: 5."""
+FEW_MIXED = 20
+MARKUP = 0.02
+"""Share of held-out answers."""
+MEMORISED = 1.5
+"""Held-out loss, as a multiple of the training loss at the end. Good: 0.97."""
+SPIKE = 10.0
+"""The largest gradient norm of the second half of the steps, divided by their median. Good: 2."""
+LOST_AGAIN = 1.5
+"""Training loss at the end, divided by the lowest tenth of the steps."""
+
+
+LATER = ("rm_weak", "rm_without_eos", "template_differs", "prompts_differ")
+"""What a language model that cannot answer may cause in the later stages."""
+
+
+@rule(
+    "Lower sft optimizer.learning_rate to a third or a tenth, lengthen optimizer.warmup_steps, and run all stages "
+    "again",
+    stage="sft",
+    explains=("sft_underfit", "sft_without_eos", "sft_ignores_prompts", *LATER),
+)
+def sft_steps_too_large(run: Evidence) -> Signs:
+    """The steps of SFT were too large."""
+    if run["sft.loss_end"] > LOST_AGAIN * run["sft.loss_lowest"] + LITTLE:
+        yield shows(
+            f"The training loss had come down to {run['sft.loss_lowest']:.2f} nats per token and is "
+            f"{run['sft.loss_end']:.2f} at the end."
+        )
+    if run["sft.loss_end"] > run["sft.loss_first"]:
+        yield shows(
+            f"The training loss is higher at the end ({run['sft.loss_end']:.2f}) than at the first step "
+            f"({run['sft.loss_first']:.2f})."
+        )
+    if run["sft.grad_spike"] > SPIKE:
+        yield supports(
+            f"In the second half of the steps the gradient norm jumped to {run['sft.grad_spike']:.0f} times its "
+            f"median (limit {SPIKE:g})."
+        )
+        yield from (supports(sign.text) for sign in sft_ignores_prompts.signs(run))
+    if run["sft.bad_steps"] > 0:
+        yield supports(f"{run['sft.bad_steps']:.0f} steps had a NaN or infinite loss or gradient.")
+
+
+@rule(
+    "Raise sft training.num_steps (or num_epochs), or a learning rate that is too low, until the held-out loss is "
+    "flat; then run RM and PPO again",
+    stage="sft",
+    explains=("sft_without_eos", "sft_ignores_prompts", *LATER),
+)
+def sft_underfit(run: Evidence) -> Signs:
+    """SFT ended before the model had learned the demonstrations."""
+    whole = run["sft.loss_first"] - run["sft.loss_end"]
+    late = run["sft.loss_half"] - run["sft.loss_end"]
+    if whole > FALL * run["sft.loss_first"] and late > STILL_FALLING * whole:
+        yield shows(
+            f"The training loss was still falling: {run['sft.loss_first']:.2f} nats per token at the first of "
+            f"{run['sft.steps']:.0f} steps, {run['sft.loss_half']:.2f} in the middle, {run['sft.loss_end']:.2f} at "
+            f"the end. The second half had {late / whole:.0%} of the fall (limit {STILL_FALLING:.0%})."
+        )
+    if run["sft.probed_loss"] > LITTLE_LEARNED * run["sft.token_entropy"]:
+        yield shows(
+            f"The held-out loss is {run['sft.probed_loss']:.2f} nats per token. A model that knows only how "
+            f"frequent each token is has {run['sft.token_entropy']:.2f} (limit {LITTLE_LEARNED:.0%} of it)."
+        )
+
+
+@rule(
+    "Lower sft training.num_steps, set evaluation.keep_best, or add demonstrations",
+    stage="sft",
+    explains=("sft_underfit", "sft_ignores_prompts", *LATER),
+)
+def sft_memorised(run: Evidence) -> Signs:
+    """SFT memorised its training rows."""
+    yield from map(shows, run.said("sft.memorises"))
+    if run["sft.loss"] > MEMORISED * run["sft.loss_end"] + LITTLE:
+        yield shows(
+            f"The held-out loss is {run['sft.loss']:.3g} nats per token, and the training loss ended at "
+            f"{run['sft.loss_end']:.3g} (limit {MEMORISED:g} times that)."
+        )
+
+
+@rule(
+    "Read a few demonstrations (`rlhf data show`): answers may be in another order than their prompts, or the same "
+    "for all. If they fit, train longer or lower optimizer.learning_rate",
+    stage="sft",
+    explains=LATER,
+    needs=("sft.gain_of_prompt",),
+    wants="held-out rows of SFT",
+)
+def sft_ignores_prompts(run: Evidence) -> Signs:
+    """SFT's answers do not depend on their prompts."""
+    gain, error, loss = run["sft.gain_of_prompt"], run["sft.gain_of_prompt_error"], run["sft.probed_loss"]
+    if gain + 2 * error < max(PROMPT_GAIN * loss, LITTLE / 10) and not run["sft.mixed_rows"] < FEW_MIXED:
+        yield shows(
+            f"Behind the prompt of another row the held-out answers are as likely as behind their own: the loss of "
+            f"{loss:.3g} nats per token changes by {gain:+.2g} (standard error {error:.1g}, limit {PROMPT_GAIN:.0%})."
+        )
+
+
+@rule(
+    "Cut the answers where the turn ends: `rlhf data show` marks the learned tokens. This program adds EOS itself",
+    stage="sft",
+    explains=("sft_without_eos", *LATER),
+    needs=("sft.answers_with_markup",),
+    wants="held-out rows of SFT",
+)
+def demonstrations_hold_markup(run: Evidence) -> Signs:
+    """The demonstrations contain the template or an end token as text, and so will the replies."""
+    word = run.texts.get("sft.markup")
+    if word is not None and run["sft.answers_with_markup"] > MARKUP:
+        yield shows(
+            f"{run['sft.answers_with_markup']:.0%} of the held-out answers contain {word!r} as letters, which "
+            "belongs around prompts or at the end of a turn."
+        )
+
+
+@rule(
+    "Train SFT on whole answers whose EOS is a target: `rlhf data show` marks the learned tokens. In another tool, "
+    "use a padding token that is not EOS. If replies end with another token, name it in rollout.stop_tokens",
+    stage="sft",
+    explains=("rm_weak", "rm_without_eos"),
+    needs=("sft.eos_probability", "ppo.start.eos_fraction"),
+    wants="held-out rows of SFT, or a PPO stage",
+)
+def sft_without_eos(run: Evidence) -> Signs:
+    """The SFT model did not learn to end its replies."""
+    if run["sft.eos_probability"] < EOS_UNKNOWN:
+        yield shows(
+            f"Where held-out demonstrations end, SFT gives EOS a probability of {run['sft.eos_probability']:.2g} "
+            f"(limit {EOS_UNKNOWN:g})."
+        )
+    if run["sft.samples_ended"] == 0 and run["sft.samples"] >= SAMPLES:
+        yield supports(f"None of SFT's last {run['sft.samples']:.0f} samples ended by itself.")
+    if run["ppo.start.eos_fraction"] < EOS_RARE:
+        yield supports(f"Before PPO trained, {run['ppo.start.eos_fraction']:.0%} of the replies ended by themselves.")
+    if run["sft.pad_is_eos"] == 1:
+        yield supports("Padding and EOS are the same token; a loss that skips padding never learns to end.")
+
+
+CAUSES = (
+    sft_steps_too_large,
+    sft_underfit,
+    sft_memorised,
+    sft_ignores_prompts,
+    demonstrations_hold_markup,
+    sft_without_eos,
+)
