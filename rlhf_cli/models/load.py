@@ -236,6 +236,9 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     Returns lines for the user if anything stays slower, else None. Raises ArtifactError for a classifier whose score of
     a text depends on the other texts in its batch.
     """
+    # torch gives the embedding of the padding token no gradient, and in many models that token is EOS too.
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.padding_idx = None
     if is_deferred(model):
         read_deferred(blocks(model)[0])  # the fast layers are compared on real weights
         lines: list[str | None] = []  # `shard_model` chooses the attention

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_cli.algorithms.advantages import token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate
@@ -47,6 +46,7 @@ from support.optimum_task import (
     token_k3_rule,
     total_variation,
 )
+from support.tiny import character_tokenizer
 
 pytestmark = pytest.mark.slow
 BETA = 0.3
@@ -67,15 +67,6 @@ def score(prompts, responses, rows):
 
 
 # ---- the task as files, and the stage on them
-
-
-def new_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per letter."""
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=TOKENS[0]))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    words.decoder = decoders.Fuse()
-    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), TOKENS[0])
-    return PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False, **special)
 
 
 def logits_of(model: PreTrainedModel, task: Task) -> Tensor:
@@ -120,7 +111,7 @@ def write_task(folder: Path, seed: int) -> Task:
     task = make_task(seed, vocab_size=len(TOKENS), longest=LONGEST, num_prompts=len(PROMPTS))
     model = reference_policy(task, seed)
     model.save_pretrained(folder / "model")
-    new_tokenizer().save_pretrained(folder / "model")
+    character_tokenizer(TOKENS).save_pretrained(folder / "model")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARD)
     # EOS adds no text. A response of fewer than 3 letters ended with EOS, and one of 3 letters was cut.

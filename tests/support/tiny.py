@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DistilBertConfig, DistilBertForSequenceClassification
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
@@ -63,6 +64,15 @@ TEXT = "the tent lamp radio map is late broken please help thank you we will sen
 WORDS = TEXT.split()
 GOOD, BAD = "thank", "sorry"
 """Every chosen answer contains GOOD, every rejected one BAD."""
+
+
+def character_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each character. The first of the tokens is EOS."""
+    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), tokens[0])
+    return PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False, **special)
 
 
 def sentence(rng: random.Random, low: int, high: int) -> str:
