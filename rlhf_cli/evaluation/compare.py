@@ -16,9 +16,10 @@ from rlhf_cli.algorithms.comparison import bradley_terry, wins
 from rlhf_cli.artifacts import Manifest, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.evaluation.figures import Figure, difference_figure, mean_figure, rate_figure, share_figure
-from rlhf_cli.report.differences import config_differences
+from rlhf_cli.evaluation.figures import difference_figure, mean_figure, rate_figure, share_figure
+from rlhf_cli.report.figure import Figure
 from rlhf_cli.report.read import names_of, short_names
+from rlhf_cli.report.tables import config_differences
 from rlhf_cli.training.progress import Display
 
 SHOWN = ("score", "gold", "kl", "length")

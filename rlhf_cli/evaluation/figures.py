@@ -1,9 +1,6 @@
-"""A figure with its 95 % interval and the number of independent rows that it was computed from."""
+"""Figures of held-out rows: means, shares, ratios and correlations with their 95 % intervals."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,64 +8,7 @@ from torch import Tensor
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval
 from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import newcombe_interval, wilson_interval
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number, its 95 % interval (NaN without one) and the number of independent rows."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
-    rows: int | None = None
-
-    def __str__(self) -> str:
-        """The value and its interval.
-
-        >>> str(Figure(0.925, 0.901, 0.944)), str(Figure(-1.2, -1.31, -1.11)), str(Figure(3.0))
-        ('0.93 [0.90, 0.94]', '-1.20 [-1.31, -1.11]', '3')
-        """
-        return self.text(self.digits)
-
-    @property
-    def digits(self) -> int | None:
-        """Digits after the point that the interval justifies; None without an interval."""
-        if math.isnan(self.low):
-            return None
-        width = self.high - self.low
-        return 3 if 0 < width < 0.02 else 2 if width < 20 else 0
-
-    def text(self, digits: int | None) -> str:
-        """The value and its interval with these digits after the point; with None, four significant digits.
-
-        >>> Figure(-0.001, -0.004, 0.002).text(2)  # not -0.00
-        '0.00 [0.00, 0.00]'
-        """
-        if digits is None:
-            return f"{self.value:.4g}"
-        if math.isnan(self.low):
-            return f"{self.value:z.{digits}f}"
-        return f"{self.value:z.{digits}f} [{self.low:z.{digits}f}, {self.high:z.{digits}f}]"
-
-    def __format__(self, spec: str) -> str:
-        """The figure as `str` gives it, or in percent if `spec` is "%".
-
-        >>> f"{Figure(0.936, 0.921, 0.951):%}", f"{Figure(0.5):%}"
-        ('94 % [92, 95]', '50 %')
-        """
-        if spec != "%":
-            return format(str(self), spec)
-        value = f"{100 * self.value:z.0f} %"
-        return value if math.isnan(self.low) else f"{value} [{100 * self.low:z.0f}, {100 * self.high:z.0f}]"
-
-    def as_json(self) -> dict[str, float | int]:
-        """The figure as JSON values. A number that is not finite is left out: JSON has none."""
-        values = {"value": self.value, "low": self.low, "high": self.high, "rows": self.rows}
-        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-
-
-Figures = dict[str, Figure]
-"""Figures by name, in the order in which they are shown."""
+from rlhf_cli.report.figure import Figure
 
 
 def mean_figure(values: Tensor, *, seed: int) -> Figure:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.evaluation.figures import Figure, Figures
 from rlhf_cli.program import install_extra
+from rlhf_cli.report.figure import Figure, Figures
 
 NORMAL_95 = 1.96
 """Standard errors on each side of a normal 95 % interval."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds
 from rlhf_cli.data.records import Message, Ranking, transcript
-from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import mean_figure, share_figure
+from rlhf_cli.report.figure import Figure, Figures
 
 PREFIXES = ("Hello. ", "Please read this carefully. ", "Thank you for your time. ")
 """Words that say nothing about which answer is better."""

@@ -15,8 +15,9 @@ from rlhf_cli.algorithms.statistics import distinct_n, distinct_n_interval
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
-from rlhf_cli.evaluation.figures import Figure, Figures, mean_figure, rate_figure, ratio_figure, share_figure
+from rlhf_cli.evaluation.figures import mean_figure, rate_figure, ratio_figure, share_figure
 from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
+from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
 from rlhf_cli.sharding import IDLE, device_of, in_step

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.evaluation.figures import Figure, Figures
 from rlhf_cli.evaluation.replies import Replies
+from rlhf_cli.report.figure import Figure, Figures
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,10 @@ from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
-from rlhf_cli.evaluation.figures import (
-    Figure,
-    Figures,
-    difference_figure,
-    equal_length_figure,
-    mean_figure,
-    rate_figure,
-    share_figure,
-)
+from rlhf_cli.evaluation.figures import difference_figure, equal_length_figure, mean_figure, rate_figure, share_figure
 from rlhf_cli.evaluation.language_model import reply_figures
 from rlhf_cli.evaluation.replies import Replies
+from rlhf_cli.report.figure import Figure, Figures
 
 PERCENTILES = (10, 50, 90)
 TILT_POINTS = 20

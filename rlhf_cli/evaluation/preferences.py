@@ -22,16 +22,10 @@ from rlhf_cli.algorithms.calibration import (
 )
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.data.answers import RankedIds
-from rlhf_cli.evaluation.figures import (
-    Figure,
-    Figures,
-    correlation,
-    equal_length_figure,
-    mean_figure,
-    share_figure,
-)
+from rlhf_cli.evaluation.figures import correlation, equal_length_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import PREFIXES
 from rlhf_cli.evaluation.scores import QUARTERS
+from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards import agreement
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")

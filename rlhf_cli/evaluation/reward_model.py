@@ -21,7 +21,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences, scores
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
-from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import correlation_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import sequences_of
 from rlhf_cli.evaluation.run import Run
@@ -30,6 +30,7 @@ from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
+from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.agreement import longer_wins, margins_of, scores_of_rows
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids

@@ -13,7 +13,8 @@ from rlhf_cli.algorithms.calibration import calibration_errors, expected_calibra
 from rlhf_cli.algorithms.reward_model import label_accuracy
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks
 from rlhf_cli.data.answers import ScoredIds
-from rlhf_cli.evaluation.figures import Figure, Figures, correlation_figure, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import correlation_figure, mean_figure, share_figure
+from rlhf_cli.report.figure import Figure, Figures
 
 WORST = 20
 """Answers that are kept with their texts."""

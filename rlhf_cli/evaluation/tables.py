@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_cli.evaluation.figures import Figure, Figures
-from rlhf_cli.report.tables import ROUNDING, readable
+from rlhf_cli.report.figure import Figures, cells, readable
 from rlhf_cli.training.progress import Display
 
 
@@ -34,17 +33,9 @@ def show(display: Display, title: str, columns: dict[str, Figures], *, counts: b
     A row has as many digits as its narrowest interval justifies. With `counts` the names are those of groups of rows,
     and the last column has the number of rows.
     """
-    names = list(dict.fromkeys(name for figures in columns.values() for name in figures))
     lines = []
-    for name in names:
-        known = [figures[name].digits for figures in columns.values() if name in figures]
-        digits = max((number for number in known if number is not None), default=None)
-        cells = [_cell(name, figures[name], digits) if name in figures else "" for figures in columns.values()]
-        if counts:
-            cells += [f"{next(f[name].rows for f in columns.values() if name in f):,}"]
-        lines.append([name if counts else readable(name), *cells])
+    for name in dict.fromkeys(name for figures in columns.values() for name in figures):
+        row = [figures.get(name) for figures in columns.values()]
+        rows = [f"{next(figure.rows for figure in row if figure is not None):,}"] if counts else []
+        lines.append([name if counts else readable(name), *cells(name, row), *rows])
     display.table(title, ["", *columns, *(["rows"] if counts else [])], lines)
-
-
-def _cell(name: str, figure: Figure, digits: int | None) -> str:
-    return "0 (rounding)" if name == "position_shift" and figure.value < ROUNDING else figure.text(digits)

@@ -9,11 +9,11 @@ from typing import Any
 from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import policy
-from rlhf_cli.evaluation.figures import Figure
 from rlhf_cli.evaluation.matched import at_same_kl
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
+from rlhf_cli.report.figure import Figure
 
 MOST_SHOWN = 10
 """Rows of the table of a run, beside its start."""

@@ -5,32 +5,6 @@ const byId = (id) => document.getElementById(id);
 
 // ---------------------------------------------------------------------------------------------- charts
 
-function movingAverage(values, weight) {
-  let mean = 0, total = 0;
-  return values.map((value) => {
-    mean = weight * mean + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return mean / total;
-  });
-}
-
-function smooth(values, share) {
-  const span = share * values.length;
-  if (span <= 0) return values;
-  const weight = Math.exp(-1 / span);
-  const there = movingAverage(values, weight);
-  const back = movingAverage([...values].reverse(), weight).reverse();
-  const smoothed = there.map((value, i) => (value + back[i]) / 2);
-  return smoothed.map((value, i) => value + (values[0] - smoothed[0]) * weight ** i);  // the first stays as it is
-}
-
-function rowsOf(series, share) {
-  return series.flatMap((one) => {
-    const s = one.series === "training" ? smooth(one.y, share) : one.y;
-    return one.x.map((x, i) => ({run: one.run, series: one.series, x, y: one.y[i], s: s[i]}));
-  });
-}
-
 // Colours are variables of the style sheet, so that dark mode and print need no second drawing.
 const text = {labelColor: "var(--soft)", titleColor: "var(--soft)", labelFontSize: 11, titleFontSize: 11, titleFontWeight: 400};
 const theme = {
@@ -51,14 +25,13 @@ function specOf(element) {
   full.height ??= 200;
   full.autosize = {type: "fit", contains: "padding"};
   if (curve) {
-    const rows = rowsOf(spec.usermeta.series, Number(shareInput.value));
-    full.data = {values: rows};
-    const scale = rows.some((row) => row.y <= 0) ? {type: "symlog", constant: 0.1, zero: false} : {type: "log"};
+    full.params[0].value = Number(shareInput.value);  // the smoothing is in the specification
+    const isLog = full.data.values.every((one) => one.y.every((y) => y > 0));
+    const scale = isLog ? {type: "log"} : {type: "symlog", constant: 0.1, zero: false};
     for (const layer of full.layer) {
       if (logInput.checked && layer.encoding.y) layer.encoding.y.scale = {...scale, nice: true};
     }
   }
-  delete full.usermeta;
   return full;
 }
 
@@ -88,7 +61,6 @@ addEventListener("beforeprint", () => {
 });
 function showShare() { byId("smoothing-value").textContent = `${Math.round(Number(shareInput.value) * 100)} %`; }
 if (shareInput) {
-  shareInput.value = report.smoothing;
   shareInput.addEventListener("change", () => drawAll(true));
   shareInput.addEventListener("input", showShare);
   logInput.addEventListener("change", () => drawAll(true));

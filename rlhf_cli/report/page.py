@@ -17,8 +17,7 @@ from rlhf_cli.report import library
 from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
 from rlhf_cli.report.charts import evaluation_charts
 from rlhf_cli.report.curves import SMOOTHING, curve_charts, findings_chart, first_of_each, same_stage
-from rlhf_cli.report.distance import SECTION, distance_charts
-from rlhf_cli.report.frontier import frontier_charts
+from rlhf_cli.report.distance import SECTION, distance_charts, frontier_charts
 from rlhf_cli.report.read import RunData, StageData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
@@ -83,18 +82,15 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     several = [*curve_charts(runs), *distance_charts(runs), *frontier_charts(runs)]
     charts = [*several, *(chart for run in runs for chart in run_charts(run))]
     replies = [row for run in runs for row in replies_of(run)]
-    data = {
-        "smoothing": SMOOTHING,
-        "charts": {chart.id: {"spec": _without_values(chart), "curve": chart.is_curve} for chart in charts},
-        "replies": replies,
-    }
+    specs = {chart.id: {"spec": chart.spec, "curve": chart.is_curve} for chart in charts}
     return _template().render(
         title=" and ".join(run.name for run in runs),
         date=_date(runs),
         css=_text("page.css"),
         js=_text("page.js"),
         bundle=bundle,
-        data=_script_json(data),
+        data=_script_json({"charts": specs, "replies": replies}),
+        smoothing=SMOOTHING,
         runs=views_of(runs),
         curves={
             TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"]
@@ -120,11 +116,6 @@ def _date(runs: Sequence[RunData]) -> str:
         return "not finished"
     last = datetime.datetime.fromisoformat(max(manifest.finished for manifest in manifests))
     return f"finished on {last.day} {last:%B %Y at %H:%M} UTC"
-
-
-def _without_values(chart: Chart) -> dict[str, Any]:
-    """The specification of a curve without the rows that the page computes from its series."""
-    return {**chart.spec, "data": {"values": []}} if chart.is_curve else chart.spec
 
 
 def _script_json(value: Any) -> str:
@@ -252,15 +243,16 @@ def picture(runs: Sequence[RunData]) -> dict[str, Any]:
             "title": f"{chart.title} ({chart.note})",
             "width": 300,
             "height": 180,
-            **{key: chart.spec[key] for key in ("data", "encoding")},
+            **{key: chart.spec[key] for key in ("data", "transform", "encoding")},
             # The layer with a parameter serves the pointer only.
             "layer": [layer for layer in chart.spec["layer"] if "params" not in layer],
         }
         for chart in chosen
     ]
     config = {"range": {"category": COLORS}, "view": {"stroke": None}, "mark": {"color": COLORS[0]}}
-    spec = {"$schema": SCHEMA, "background": "white", "columns": 3, "concat": cells, "config": config}
-    return _without_variables(spec)
+    params = chosen[0].spec["params"] if chosen else []
+    shown = {"columns": 3, "concat": cells, "params": params, "config": config}
+    return _without_variables({"$schema": SCHEMA, "background": "white", **shown})
 
 
 def _without_variables(spec: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file
 from rlhf_cli.metrics import parsed
-from rlhf_cli.report.chart import COLORS
-from rlhf_cli.report.curve import METRICS
+from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.training.checkpoint_files import unfinished_stages
 
 MOST_POINTS = 600
@@ -95,11 +94,6 @@ def read_runs(roots: Sequence[Path]) -> list[RunData]:
     """The runs of a page, each with a name and a colour of its own."""
     runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
     return [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
-
-
-def run_scale(runs: Sequence[RunData]) -> dict[str, list[str]]:
-    """The colours of runs by their names."""
-    return {"domain": [run.name for run in runs], "range": [run.color for run in runs]}
 
 
 def read_run(root: Path, name: str) -> RunData:

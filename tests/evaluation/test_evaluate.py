@@ -23,7 +23,7 @@ from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import language_model, policy
-from rlhf_cli.evaluation.figures import Figure, correlation_figure, ratio_figure
+from rlhf_cli.evaluation.figures import correlation_figure, ratio_figure
 from rlhf_cli.evaluation.matched import at_same_kl
 from rlhf_cli.evaluation.preferences import (
     Pairs,
@@ -41,6 +41,7 @@ from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answer
 from rlhf_cli.evaluation.tables import Sentences, show
 from rlhf_cli.evaluation.yardstick import _beside_the_best, along_the_run
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
+from rlhf_cli.report.figure import Figure
 from rlhf_cli.training.progress import Display
 from support.formulas import close
 from support.servers import ChatServer, completion

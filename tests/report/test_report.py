@@ -2,6 +2,8 @@
 
 import html
 import json
+import math
+import random
 import re
 import shutil
 import subprocess
@@ -19,9 +21,18 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file
 from rlhf_cli.health import diagnose as diagnose_module
 from rlhf_cli.report import library
-from rlhf_cli.report.chart import BETTER, GRAY, HELD_OUT_COLOR, PICTURE_COLORS, TRAINING, WORSE
-from rlhf_cli.report.curve import CURVES, HELD_OUT, SETTING
-from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smooth, stretches, values_of
+from rlhf_cli.report.chart import (
+    BETTER,
+    CURVES,
+    GRAY,
+    HELD_OUT,
+    HELD_OUT_COLOR,
+    PICTURE_COLORS,
+    SETTING,
+    TRAINING,
+    WORSE,
+)
+from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smoothed, stretches
 from rlhf_cli.report.distance import distance_charts
 from rlhf_cli.report.page import _script_json, picture, run_charts
 from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
@@ -375,7 +386,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
         "Learning rate": ["policy/learning_rate"],
     }
     for curve in CURVES:
-        series = {one["series"]: (one["x"], one["y"]) for one in charts[curve.title].spec["usermeta"]["series"]}
+        series = {one["series"]: (one["x"], one["y"]) for one in charts[curve.title].spec["data"]["values"]}
         metrics = {label: other.stages[curve.stage].metrics.get(name) for name, label in curve.metrics.items()}
         if curve.title == "Gold score on held-out prompts":
             metrics = {HELD_OUT: ([0, 45, 90], [1.65, 4.2, 4.6])}
@@ -386,7 +397,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
             HELD_OUT: HELD_OUT_COLOR,
             SETTING: TRAINING,
         }
-    assert [one["series"] for one in charts["RM loss"].spec["usermeta"]["series"]] == ["training", HELD_OUT]
+    assert [one["series"] for one in charts["RM loss"].spec["data"]["values"]] == ["training", HELD_OUT]
     (target,) = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
     assert [(row["x"], row["target"]) for row in target["data"]["values"]] == [(1, 3.25), (2, 3.25)]
     assert target["encoding"]["y"]["field"] == "target"
@@ -737,15 +748,56 @@ def test_the_javascript_is_bundled_once(tmp_path, monkeypatch):
     assert "vegaEmbed" in bundle
 
 
-def test_smoothing_keeps_a_constant_and_does_not_lag():
-    assert smooth([3.0] * 5, 0.1) == pytest.approx([3.0] * 5)
-    line = [float(i) for i in range(101)]
-    assert smooth(line, 0.03)[50] == pytest.approx(50)
-    assert smooth([0.0, 1.0, 2.0, 4.0, 4.0], 0.5)[0] == 0.0, "a KL starts at 0"
-    one = {"run": "r", "x": [1, 2], "y": [5.0, 7.0]}
-    for series, share in (("training", 0.0), (SETTING, 0.5), (HELD_OUT, 0.5)):
-        assert [row["s"] for row in values_of([{**one, "series": series}], share)] == [5.0, 7.0]
-    assert values_of([{**one, "series": "training"}], 0.5)[1]["s"] < 7.0
+def slowly_smoothed(values: list[float], share: float) -> list[float]:
+    weight = math.exp(-1 / (share * len(values)))
+
+    def average(i: int, rows: range) -> float:
+        weights = [weight ** abs(i - j) for j in rows]
+        return sum(w * values[j] for w, j in zip(weights, rows, strict=True)) / sum(weights)
+
+    n = len(values)
+    means = [(average(i, range(i + 1)) + average(i, range(i, n))) / 2 for i in range(n)]
+    return [mean + (values[0] - means[0]) * weight**i for i, mean in enumerate(means)]
+
+
+def drawn(series: list[dict], share: float) -> dict[tuple[str, str], list[float]]:
+    """The smoothed values of each run and series, as Vega computes them from the specification of a curve."""
+    text = "join([datum.run, datum.series, datum.x, format(datum.s, '.9f')], ',')"
+    spec = {
+        "params": [{"name": "share", "value": share}],
+        "data": {"values": series},
+        "transform": [*smoothed(), {"calculate": text, "as": "t"}],
+        "mark": "text",
+        "encoding": {"text": {"field": "t", "type": "nominal"}},
+    }
+    rows = [row.split(",") for row in re.findall(r">([^<>]*,[^<>]*)</text>", vl_convert.vegalite_to_svg(spec))]
+    found: dict[tuple[str, str], list[float]] = {}
+    for run, name, _, value in sorted(rows, key=lambda row: float(row[2])):
+        found.setdefault((run, name), []).append(float(value.replace("\u2212", "-")))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03, 0.2])
+def test_the_specification_smooths_the_training_figures_of_each_run(share):
+    """From both ends, without lag, and the first value, where a KL is 0, stays as it is."""
+    draw = random.Random(0)
+    noise = [0.0, *(draw.gauss(i / 100, 1.0) for i in range(1, 300))]
+    other, setting = [draw.random() * 1e4 for _ in range(7)], [5.0, 7.0, 6.0]
+    series = [
+        {"run": run, "series": name, "x": list(range(len(values))), "y": values}
+        for run, name, values in (
+            ("a", "training", noise),
+            ("b", "training", other),
+            ("a", SETTING, setting),
+            ("a", HELD_OUT, setting),
+        )
+    ]
+    found = drawn(series, share)
+    assert found["a", "training"] == pytest.approx(slowly_smoothed(noise, share), abs=1e-8)
+    assert found["b", "training"] == pytest.approx(slowly_smoothed(other, share), abs=1e-6)
+    assert found["a", "training"][0] == 0.0
+    assert found["a", SETTING] == found["a", HELD_OUT] == setting
+    assert drawn(series, 0)["a", "training"] == pytest.approx(noise, abs=1e-8)
 
 
 @pytest.mark.slow
