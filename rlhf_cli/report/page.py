@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from importlib import resources
@@ -18,7 +19,7 @@ from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
 from rlhf_cli.report.charts import evaluation_charts
 from rlhf_cli.report.curves import SMOOTHING, curve_charts, findings_chart, first_of_each, same_stage
 from rlhf_cli.report.distance import SECTION, distance_charts, frontier_charts
-from rlhf_cli.report.read import RunData, StageData, read_runs
+from rlhf_cli.report.read import RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.training.checkpoint_files import state_of, unfinished_stages
@@ -79,8 +80,9 @@ def _template() -> jinja2.Template:
 
 def page(runs: Sequence[RunData], bundle: str) -> str:
     """The HTML page. `bundle` is the JavaScript of Vega, Vega-Lite and vega-embed."""
-    several = [*curve_charts(runs), *distance_charts(runs), *frontier_charts(runs)]
-    charts = [*several, *(chart for run in runs for chart in run_charts(run))]
+    charts = [*curve_charts(runs), *distance_charts(runs), *frontier_charts(runs)]
+    charts += [chart for run in runs for chart in run_charts(run)]
+    curves = {TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"] for stage in STAGES}
     replies = [row for run in runs for row in replies_of(run)]
     specs = {chart.id: {"spec": chart.spec, "curve": chart.is_curve} for chart in charts}
     return _template().render(
@@ -91,15 +93,13 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
         bundle=bundle,
         data=_script_json({"charts": specs, "replies": replies}),
         smoothing=SMOOTHING,
-        runs=views_of(runs),
-        curves={
-            TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"]
-            for stage in STAGES
-            if any(chart.section == f"curves-{stage}" for chart in charts)
-        },
+        titles=TITLES,
+        unit_of=unit_of,
+        runs=_views(runs),
+        curves={title: shown for title, shown in curves.items() if shown},
         distance=[chart for chart in charts if chart.section == SECTION],
         together=side_by_side(runs) if len(runs) > 1 else [],
-        sections=sections(runs, charts),
+        sections=_sections(runs, charts),
         lacks_evaluation=[str(run.root) for run in runs if not any(d.evaluation for d in run.stages.values())],
         has_replies=bool(replies),
         has_gold=any("gold" in row["sft"] for row in replies),
@@ -133,91 +133,44 @@ def run_charts(run: RunData) -> list[Chart]:
     return [*(chart for chart in findings if chart is not None), *evaluation_charts(run)]
 
 
-def views_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """The view of each run. What the verdict says of a run is not said again of the next."""
-    views: list[dict[str, Any]] = []
-    said: set[str] = set()
+def _views(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """What the page says about each run. What the verdict says of a run is not said again of the next."""
+    views = []
+    said: list[str] = []
     for run in runs:
-        view = run_view(run)
-        view["verdict"] = [sentence for sentence in view["verdict"] if sentence not in said]
-        said |= set(view["verdict"])
-        views.append(view)
+        new = [sentence for sentence in verdict(run) if sentence not in said]
+        said += new
+        views.append(
+            {
+                "name": run.name,
+                "unfinished": [text for _, text in unfinished_stages(run.root)],
+                "headline": headline(run),
+                "verdict": new,
+                "stages": [(data, state_of(run.root, stage).name) for stage, data in run.stages.items()],
+                "commands": repeat_commands(run.root, [stage for stage, data in run.stages.items() if data.manifest]),
+            }
+        )
     return views
 
 
-def run_view(run: RunData) -> dict[str, Any]:
-    """What the page's template reads of a run."""
-    return {
-        "name": run.name,
-        "unfinished": [text for _, text in unfinished_stages(run.root)],
-        "headline": headline(run),
-        "verdict": verdict(run),
-        "stages": [{**stage_view(data), "state": state_of(run.root, stage).name} for stage, data in run.stages.items()],
-        "commands": repeat_commands(run.root, [stage for stage, data in run.stages.items() if data.manifest]),
-    }
-
-
-def sections(runs: Sequence[RunData], charts: Sequence[Chart]) -> list[dict[str, Any]]:
+def _sections(runs: Sequence[RunData], charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """A section per stage that has figures, charts or findings. Runs that share a stage share its section."""
     found: list[dict[str, Any]] = []
-    sources: list[StageData] = []
-    for stage in STAGES:
-        for run in runs:
-            if (data := run.stages.get(stage)) is None:
-                continue
-            same = [
-                section
-                for section, other in zip(found, sources, strict=True)
-                if stage != "ppo"
-                and other.stage == stage
-                and same_stage(other, data)
-                and other.evaluation == data.evaluation
-            ]
-            if same:
-                same[0]["runs"].append(run.name)
-                continue
+    for stage, run in itertools.product(STAGES, runs):
+        if (data := run.stages.get(stage)) is None:
+            continue
+        for section in found:
+            other = section["stage"]
+            if stage != "ppo" and same_stage(other, data) and other.evaluation == data.evaluation:
+                section["runs"].append(run.name)
+                break
+        else:
             own = [chart for chart in charts if chart.run == run.name and chart.section == stage]
-            view = stage_view(data)
-            if own or view["tables"] or view["findings"] or stage == "ppo":
-                found.append({"id": f"{run.name}-{stage}", "runs": [run.name], "stage": view, "charts": own})
-                sources.append(data)
+            tables, findings = tables_of(data), first_of_each(data)
+            if own or tables or findings or stage == "ppo":
+                section = {"id": f"{run.name}-{stage}", "runs": [run.name], "stage": data, "charts": own}
+                found.append({**section, "tables": tables, "findings": findings})
     return found
-
-
-def stage_view(data: StageData) -> dict[str, Any]:
-    """What the page's template reads of a stage."""
-    manifest = data.manifest
-    facts: list[tuple[str, str]] = []
-    if manifest is not None:
-        facts = [
-            ("finished", manifest.finished[:16].replace("T", " ") + " UTC"),
-            ("seconds", f"{manifest.seconds:.0f}"),
-            ("seed", str(manifest.seed)),
-            (
-                "device",
-                f"{manifest.device}, {manifest.num_processes} process{'es' if manifest.num_processes > 1 else ''}",
-            ),
-            ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-        ]
-    lineage = (
-        []
-        if manifest is None
-        else [
-            (kind, name, str(digest)) for kind in ("data", "inputs") for name, digest in manifest.identity[kind].items()
-        ]
-    )
-    return {
-        "name": data.stage,
-        "title": TITLES[data.stage],
-        "unit": unit_of(data.stage),
-        "facts": facts,
-        "lineage": lineage,
-        "config": data.config,
-        "tables": tables_of(data),
-        "findings": first_of_each(data),
-        "sentences": data.evaluation.get("sentences", []),
-        "worst": data.evaluation.get("worst", [])[:10],
-    }
 
 
 def replies_of(run: RunData) -> list[dict[str, Any]]:
