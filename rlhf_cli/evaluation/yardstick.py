@@ -1,22 +1,210 @@
-"""PPO beside yardsticks that need no training, and the figures along a run: printed, and as JSON values."""
+"""PPO beside yardsticks that need no training, best-of-n and the exponential tilt, and the figures along a run."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval
+from rlhf_cli.algorithms.overoptimization import fit_gold_curve
+from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation import policy
-from rlhf_cli.evaluation.matched import at_same_kl
+from rlhf_cli.evaluation.figures import mean_figure
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
-from rlhf_cli.report.figure import Figure
+from rlhf_cli.report.figure import Figure, Figures
 
 MOST_SHOWN = 10
 """Rows of the table of a run, beside its start."""
+TILT_POINTS = 20
+MIN_DISTANCES = 5
+"""Points of a curve with two coefficients. Fewer fit any shape."""
+MIN_KL = 1e-3
+"""Nats. Points nearer to the start say nothing about the curve."""
+
+
+# ----------------------------------------------------------------------------------------- best of n
+
+
+def _gold(replies: Replies) -> list[Tensor]:
+    """The numbers of the judge, [P, K]; empty without one."""
+    return [] if replies.gold_name is None else [replies.gold[replies.gold_name]]
+
+
+class BestOfN:
+    """Best-of-n of the SFT model for every n up to the number N of its samples to each of P prompts."""
+
+    def __init__(self, samples: Replies):
+        self.samples, (self.prompts, self.most) = samples, samples.score.shape
+        rows = [
+            best_of_n(samples.score, n, best_of_n_kl(samples.logprob, n), samples.length, *_gold(samples))
+            for n in range(1, self.most + 1)
+        ]
+        names = ["score", "kl", "length", "gold"][: len(rows[0])]
+        self.curves = {name: torch.stack([row[i] for row in rows], dim=1) for i, name in enumerate(names)}
+        """[P, N] float64, by n - 1: score, KL, length, and gold with a judge."""
+
+    def mean(self, name: str, n: int) -> float:
+        """The mean over prompts of best-of-n."""
+        return self.curves[name][:, n - 1].mean().item()
+
+    def rows(self, *, seed: int) -> list[dict[str, Any]]:
+        """n = 1, 2, 4, ... and N: figures of score, gold and length, the estimated KL in nats, and its upper bound."""
+        found = []
+        for n in sorted({2**i for i in range(self.most.bit_length())} | {self.most}):
+            names = [name for name in ("score", "gold", "length") if name in self.curves]
+            row: dict[str, Any] = {"n": n}
+            row |= {name: mean_figure(self.curves[name][:, n - 1], seed=seed) for name in names}
+            found.append(row | {"kl": self.mean("kl", n), "kl_bound": best_of_n_kl_bound(n)})
+        return found
+
+    def every_n(self) -> list[dict[str, float]]:
+        """The mean score, KL and gold for every n."""
+        names = [name for name in ("score", "kl", "gold") if name in self.curves]
+        return [{"n": n, **{name: self.mean(name, n) for name in names}} for n in range(1, self.most + 1)]
+
+    def needed(self, score: float) -> int | None:
+        """The smallest n whose mean score is at least this one; None if no n up to N reaches it."""
+        return next((n for n in range(1, self.most + 1) if self.mean("score", n) >= score), None)
+
+    def needed_interval(self, score: Tensor, *, seed: int) -> tuple[float, float]:
+        """The 95 % interval of `needed` for a policy's [P] scores; prompts are resampled. N + 1 is out of reach."""
+
+        def needed(rows: Tensor) -> Tensor:
+            share = self._shares(rows)
+            return 1 + ((share @ self.curves["score"]) < (share @ score.double())[:, None]).sum(1)
+
+        return bootstrap_interval(needed, torch.arange(self.prompts), seed=seed)
+
+    def gold_at(self, score: float) -> float | None:
+        """The mean gold where the mean score is this one, interpolated between two n; None if out of reach."""
+        if "gold" not in self.curves or (n := self.needed(score)) is None:
+            return None
+        (score_a, gold_a), (score_b, gold_b) = (
+            (self.mean("score", m), self.mean("gold", m)) for m in (max(1, n - 1), n)
+        )
+        if score_b == score_a:
+            return gold_b
+        return gold_a + (gold_b - gold_a) * (score - score_a) / (score_b - score_a)
+
+    def score_at(self, kl: float) -> Tensor:
+        """[P] scores at this mean KL, interpolated between two n; beyond N those of N."""
+        distance = self.curves["kl"].mean(0).expand(self.prompts, -1)
+        return _interpolated(distance, torch.full((self.prompts,), kl, dtype=torch.float64), self.curves["score"])[1]
+
+    def beside(self, after: Replies, *, seed: int) -> tuple[float, dict[str, Figures]] | None:
+        """(n, figures of best-of-n, PPO and their difference) at PPO's KL, interpolated; None if no n reaches it.
+
+        `after` are PPO's replies to the same prompts. The intervals come from resampling the prompts. Each resample
+        matches the KL again, so they include the uncertainty of both KLs.
+        """
+        names = {"score": "score"} if after.gold_name is None else {"score": "score", "gold": after.gold_name}
+        curves = torch.stack([self.curves[name] for name in ("kl", *names)])  # [C, P, N]
+        own = torch.stack([after.kl, after.score, *_gold(after)])[:, :, 0].double()  # [C, P]
+        if own[0].mean() > curves[0].mean(0).max() or self.most < 2:
+            return None
+
+        def matched(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            """n [B], and figures [C, B] of both sides, of resamples with these row numbers [B, P]."""
+            share = self._shares(rows)
+            means, ppo = torch.einsum("bp,cpn->cbn", share, curves), torch.einsum("bp,cp->cb", share, own)
+            n, *best = _interpolated(means[0], ppo[0], *means[1:])
+            return n, {"best_of_n": torch.stack(best), "ppo": ppo[1:], "difference": ppo[1:] - torch.stack(best)}
+
+        everyone = torch.arange(self.prompts)
+        n, sides = matched(everyone[None])
+
+        def figure(side: str, i: int) -> Figure:
+            interval = bootstrap_interval(lambda rows: matched(rows)[1][side][i], everyone, seed=seed)
+            return Figure(sides[side][i, 0].item(), *interval, self.prompts)
+
+        shown = names.values()
+        return n.item(), {side: {name: figure(side, i) for i, name in enumerate(shown)} for side in sides}
+
+    def _shares(self, rows: Tensor) -> Tensor:
+        """[B, P]: how much each prompt counts in resamples with these row numbers [B, P]."""
+        share = torch.zeros(len(rows), self.prompts, dtype=torch.float64)
+        return share.scatter_add_(1, rows, torch.full(rows.shape, 1 / self.prompts, dtype=torch.float64))
+
+
+def _interpolated(distance: Tensor, at: Tensor, *curves: Tensor) -> list[Tensor]:
+    """n [B], and the values [B] of [B, N] curves where their [B, N] distance, by n - 1, is `at` [B]."""
+    rising = distance.cummax(-1).values
+    right = torch.searchsorted(rising, at[:, None].contiguous()).clamp_min(1).clamp_max(rising.shape[1] - 1)
+    left = (right - 1).clamp_min(0)
+    low, high = rising.gather(1, left), rising.gather(1, right)
+    part = ((at[:, None] - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
+    values = [curve.gather(1, left) * (1 - part) + curve.gather(1, right) * part for curve in curves]
+    return [value[:, 0] for value in (left + 1 + part, *values)]
+
+
+# ------------------------------------------------------------------------------------------ the tilt
+
+
+@dataclass(frozen=True)
+class Tilt:
+    """The exponential tilt of the SFT samples at a KL."""
+
+    kl: float
+    beta: float
+    score: Tensor
+    """[P]"""
+    gold: Tensor | None = None
+    """[P], with a judge."""
+
+    def as_json(self) -> dict[str, float]:
+        """The KL, beta, and the means over prompts."""
+        gold = {} if self.gold is None else {"gold": self.gold.mean().item()}
+        return {"kl": self.kl, "beta": self.beta, "score": self.score.mean().item(), **gold}
+
+
+def tilted(samples: Replies, kl: float) -> Tilt | None:
+    """The exponential tilt of the SFT samples at this KL; None if so few samples cannot express that KL.
+
+    The true tilt has the best score of any policy there. Its estimate is too low where the KL is near the logarithm of
+    the number of samples, and surely so where best-of-n is above it.
+    """
+    try:
+        beta = tilt_beta(samples.score, kl)
+    except ValueError:
+        return None
+    weights, _ = exponential_tilt(samples.score, beta=beta)
+    score, *gold = ((weights * values).sum(1) for values in (samples.score, *_gold(samples)))
+    return Tilt(kl, beta, score, *gold)
+
+
+def tilt_curve(best: BestOfN, highest: float) -> list[dict[str, float]]:
+    """`tilted` at KLs from 0.1 to a little above `highest`, up to the first that is below best-of-n."""
+    grid = [0.1 + i * (1.1 * highest - 0.1) / (TILT_POINTS - 1) for i in range(TILT_POINTS)] if highest > 0.1 else []
+    curve = []
+    for kl in grid:
+        tilt = tilted(best.samples, kl)
+        if tilt is None or tilt.score.mean() < best.score_at(kl).mean():
+            break
+        curve.append(tilt.as_json())
+    return curve
+
+
+def share_of_gain(own: Tensor, best: Tensor, start: Tensor, *, seed: int) -> Figure:
+    """How much of the gain of `best` over `start` a policy has, from [P] scores each: resampled over prompts."""
+
+    def share(own: Tensor, best: Tensor, start: Tensor) -> Tensor:
+        return (own.mean(-1) - start.mean(-1)) / (best.mean(-1) - start.mean(-1))
+
+    columns = [column.double() for column in (own, best, start)]
+    return Figure(share(*columns).item(), *bootstrap_interval(share, *columns, seed=seed), len(own))
+
+
+# ------------------------------------------------------------------------------------------ the report
 
 
 def best_of_n_report(
@@ -24,106 +212,82 @@ def best_of_n_report(
 ) -> dict[str, Any]:
     """Best-of-n of the SFT model on some of the prompts, beside PPO on the same prompts."""
     every, drawn = len(arena.prompts), Drawn(arena.prompts, num_prompts, seed)
-    number = len(drawn)
     arena.prompts, after = drawn, after.of(drawn.numbers)
-    samples = arena.replies(arena.reference, num_samples)
-    rows = policy.yardsticks(samples, seed=seed)
-    score, kl = after.score[:, 0].mean().item(), after.kl[:, 0].mean().item()
-    gold_name = after.gold_name
-    gold = after.gold[gold_name][:, 0].mean().item() if gold_name is not None else None
-    with_bound = any(f"{row.kl:.2f}" != f"{row.kl_bound:.2f}" for row in rows)
-    lines = [
-        [
-            f"best of {row.n}",
-            str(row.score),
-            *([str(row.gold)] if row.gold else []),
-            f"{row.kl:.2f}",
-            *([f"{row.kl_bound:.2f}"] if with_bound else []),
-        ]
-        for row in rows
-    ]
-    lines.append(
-        [
-            "PPO",
-            f"{score:.3f}",
-            *([f"{gold:.3f}"] if gold is not None else []),
-            f"{kl:.2f}",
-            *([""] if with_bound else []),
-        ]
-    )
-    heads = ["", "score", *(["gold"] if gold is not None else []), "KL", *(["KL at most"] if with_bound else [])]
+    best = BestOfN(arena.replies(arena.reference, num_samples))
+    rows, last = best.rows(seed=seed), best.most
+    own = {"score": after.score[:, 0].mean().item(), "kl": after.kl[:, 0].mean().item()}
+    if gold := _gold(after):
+        own["gold"] = gold[0][:, 0].mean().item()
+    names = [name for name in ("score", "gold") if name in own]
+    lines = [[f"best of {row['n']}", *(str(row[name]) for name in names), f"{row['kl']:.2f}"] for row in rows]
+    lines.append(["PPO", *(f"{own[name]:.3f}" for name in names), f"{own['kl']:.2f}"])
+    heads = ["", *names, "KL"]
+    bounds = [f"{row['kl_bound']:.2f}" for row in rows]
+    if bounds != [line[-1] for line in lines[:-1]]:
+        heads.append("KL at most")
+        lines = [[*line, bound] for line, bound in zip(lines, [*bounds, ""], strict=True)]
     sentences.display.table(f"Best-of-n of the SFT model, {drawn} prompts", heads, lines)
-    needed = policy.samples_needed(samples, score)
-    says = f"n = {needed}" if needed is not None else f"more than n = {num_samples}"
-    low, high = policy.samples_needed_interval(samples, after.score[:, 0], seed=seed)
-    if number > 1:
-        most = f"{high:.0f}" if high <= num_samples else f"more than {num_samples}"
+    needed = best.needed(own["score"])
+    says = f"n = {needed}" if needed is not None else f"more than n = {last}"
+    low, high = best.needed_interval(after.score[:, 0], seed=seed)
+    if len(drawn) > 1:
+        most = f"{high:.0f}" if high <= last else f"more than {last}"
         says += f" (95 % interval {low:.0f} to {most})"
     sentences.say(f"to reach PPO's score, best-of-n of the SFT model needs {says} samples a reply")
-    found: dict[str, Any] = {"prompts": number, "of_prompts": every, "n_for_ppo_score": needed}
-    found["n_for_ppo_score_interval"] = Figure(math.nan, low, high).as_json()
-    found["rows"] = [row.as_json() for row in rows]
-    found["every_n"] = policy.best_of_every_n(samples)
-    found |= _beside_ppo(samples, after, kl, sentences, seed=seed)
-    found["ppo"] = {"score": score, "kl": kl} | ({"gold": gold} if gold is not None else {})
-    found |= _beside_the_best(samples, after, kl, sentences, seed=seed)
-    found["tilt_curve"] = policy.tilt_curve(samples, max(kl, rows[-1].kl))
-    if gold is not None and (same := policy.gold_at_score(samples, score)) is not None:
-        found["gold_at_ppo_score"] = same
-        sentences.say(f"gold at PPO's score of {score:.3f}: best-of-n {same:.3f}, PPO {gold:.3f}")
-    elif gold is not None and rows[-1].gold is not None:
+    found: dict[str, Any] = {
+        "prompts": len(drawn),
+        "of_prompts": every,
+        "n_for_ppo_score": needed,
+        "n_for_ppo_score_interval": Figure(math.nan, low, high).as_json(),
+        "rows": [{key: x.as_json() if isinstance(x, Figure) else x for key, x in row.items()} for row in rows],
+        "every_n": best.every_n(),
+    }
+    if (same := best.beside(after, seed=seed)) is not None:  # PPO and best-of-n at the same KL
+        n, sides = same
+        columns = dict(zip((f"best of {n:.0f}", "PPO", "difference"), sides.values(), strict=True))
+        show(sentences.display, f"PPO and best-of-n at the same KL of {own['kl']:.2f} nats", columns)
+        found["at_ppo_kl"] = {"n": n} | {name: as_json(figures) for name, figures in sides.items()}
+    found["ppo"] = own
+    found |= beside_the_best(best, after.score[:, 0], own["kl"], sentences, seed=seed)
+    found["tilt_curve"] = tilt_curve(best, max(own["kl"], best.mean("kl", last)))
+    if "gold" in own and (same_score := best.gold_at(own["score"])) is not None:
+        found["gold_at_ppo_score"] = same_score
+        sentences.say(f"gold at PPO's score of {own['score']:.3f}: best-of-n {same_score:.3f}, PPO {own['gold']:.3f}")
+    elif "gold" in own:
         sentences.say(
-            f"no best-of-n has PPO's score. Best-of-{rows[-1].n} has score {rows[-1].score.value:.3f} and gold "
-            f"{rows[-1].gold.value:.3f}, PPO {score:.3f} and {gold:.3f}"
+            f"no best-of-n has PPO's score. Best-of-{last} has score {best.mean('score', last):.3f} and gold "
+            f"{best.mean('gold', last):.3f}, PPO {own['score']:.3f} and {own['gold']:.3f}"
         )
     return found
 
 
-def _beside_ppo(samples: Replies, after: Replies, kl: float, sentences: Sentences, *, seed: int) -> dict[str, Any]:
-    """PPO and best-of-n at the same KL, as `at_ppo_kl`; {} if no n reaches PPO's KL."""
-    same = at_same_kl(samples, after, seed=seed)
-    if same is None:
-        return {}
-    columns = {f"best of {same.n:.0f}": same.best_of_n, "PPO": same.ppo, "difference": same.difference}
-    show(sentences.display, f"PPO and best-of-n at the same KL of {kl:.2f} nats", columns)
-    sides = {"best_of_n": same.best_of_n, "ppo": same.ppo, "difference": same.difference}
-    return {"at_ppo_kl": {"n": same.n} | {name: as_json(figures) for name, figures in sides.items()}}
-
-
-def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sentences, *, seed: int) -> dict[str, Any]:
-    """PPO's share of the gain that its KL allows: `yardstick`, and `tilt` if the samples can express the KL. {} if it
-    allows none.
+def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences, *, seed: int) -> dict[str, Any]:
+    """The share of PPO, with [P] scores `own`, in the gain that its KL allows: `yardstick`, and `tilt` if the samples
+    can express the KL. {} if it allows none.
 
     The yardstick is the exponential tilt or best-of-n, whichever has the higher score: both are policies with at most
     PPO's KL.
     """
-    prompts, num_samples = samples.score.shape
-    own, start = after.score[:, 0], samples.score.mean(1)
-    best, tilt = policy.best_of_n_at(samples, kl), policy.tilted(samples, kl)
-    found: dict[str, Any] = {}
-    if kl <= 0 or not best.mean() > start.mean():
-        why = (
-            "the samples of each prompt have the same score"
-            if kl > 0
-            else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
-        )
+    start, highest, tilt = best.samples.score.mean(1), best.score_at(kl), tilted(best.samples, kl)
+    if kl <= 0 or not highest.mean() > start.mean():
+        why = "the samples of each prompt have the same score"
+        why = why if kl > 0 else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
         sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
-        return found
-    is_too_low = tilt is None or tilt.score.mean() < best.mean()
+        return {}
+    found: dict[str, Any] = {}
+    name, too_low = "best_of_n", tilt is not None and bool(tilt.score.mean() < highest.mean())
     if tilt is None:
         sentences.say(
-            f"what the best policy gains at PPO's KL of {kl:.1f} nats cannot be estimated from {num_samples} samples a "
+            f"what the best policy gains at PPO's KL of {kl:.1f} nats cannot be estimated from {best.most} samples a "
             "prompt. Give more --samples"
         )
     else:
-        share = policy.share_of_gain(own, tilt.score, start, seed=seed)
-        ends = {"share_low": share.low, "share_high": share.high} if prompts > 1 else {}
-        found["tilt"] = tilt.as_json() | {"share": share.value, **ends, "too_low": bool(is_too_low)}
-    if tilt is None or is_too_low:
-        name, highest = "best_of_n", best
-    else:
-        name, highest = "tilt", tilt.score
-    share = policy.share_of_gain(own, highest, start, seed=seed)
+        share = share_of_gain(own, tilt.score, start, seed=seed)
+        ends = {"share_low": share.low, "share_high": share.high} if best.prompts > 1 else {}
+        found["tilt"] = tilt.as_json() | {"share": share.value, **ends, "too_low": too_low}
+        if not too_low:
+            name, highest = "tilt", tilt.score
+    share = share_of_gain(own, highest, start, seed=seed)
     found["yardstick"] = {"policy": name, "score": highest.mean().item(), "share": share.as_json()}
     gain = f"{highest.mean().item():.3f}; PPO has {share:%} of its gain over SFT"
     if name == "tilt":
@@ -131,11 +295,14 @@ def _beside_the_best(samples: Replies, after: Replies, kl: float, sentences: Sen
         return found
     if tilt is not None:
         sentences.say(
-            f"{num_samples} samples a prompt are too few to estimate what the best policy gains at PPO's KL: the "
+            f"{best.most} samples a prompt are too few to estimate what the best policy gains at PPO's KL: the "
             f"estimate, {tilt.score.mean().item():.3f}, is below best-of-n. Give more --samples"
         )
     sentences.say(f"best-of-n at PPO's KL or less has the score {gain}. The best possible is higher")
     return found
+
+
+# ------------------------------------------------------------------------------------------ along the run
 
 
 def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict[str, Any]:
@@ -151,18 +318,38 @@ def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict
     own = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     first = own.get("validation", own)["sft"]
     points = rows if rows and rows[0]["step"] == 0 else [{"step": 0, **first}, *rows]
-    names = ["score_mean", "kl", *([gold_name] if gold_name is not None else [])]
+    names = {"score": "score_mean", "kl": "kl"} | ({} if gold_name is None else {"gold": gold_name})
     shown = [points[i] for i in sorted({round(j * (len(points) - 1) / MOST_SHOWN) for j in range(MOST_SHOWN + 1)})]
-    lines = [[f"{point['step']:,}", *(f"{point[name]:.3f}" for name in names)] for point in shown]
-    heads = ["iteration", "score", "KL", *(["gold"] if gold_name is not None else [])]
+    lines = [[f"{point['step']:,}", *(f"{point[name]:.3f}" for name in names.values())] for point in shown]
+    heads = ["iteration", *("KL" if name == "kl" else name for name in names)]
     sentences.display.table("Along the run, held-out prompts", heads, lines)
-    labels = dict(zip(names, ("score", "kl", "gold"), strict=False))
-    along = [{"step": point["step"], **{labels[name]: point[name] for name in names}} for point in points]
+    along = [{"step": point["step"], **{label: point[name] for label, name in names.items()}} for point in points]
     report: dict[str, Any] = {"along": along}
-    if gold_name is not None and (curve := policy.gold_curve(points, gold_name)) is not None:
+    if gold_name is not None and (curve := gold_curve(points, gold_name)) is not None:
         report["gold_curve"] = curve
         sentences.say(_about_curve(curve))
     return report
+
+
+def gold_curve(points: Sequence[Mapping[str, float]], gold_name: str) -> dict[str, Any] | None:
+    """The fit of Gao et al. 2023 to the held-out figures along a PPO run, and where on the curve the run ended.
+
+    `points` are rows with `kl` and the gold number, first the policy before training. None with fewer than
+    MIN_DISTANCES distances above 0.
+    """
+    start = points[0][gold_name]
+    used = [point for point in points if point["kl"] > MIN_KL]
+    distance = torch.tensor([point["kl"] ** 0.5 for point in used], dtype=torch.float64)
+    if len(distance.unique()) < MIN_DISTANCES:
+        return None
+    gold = torch.tensor([point[gold_name] for point in used], dtype=torch.float64)
+    curve = fit_gold_curve(distance, gold, start=start)
+    figures = {
+        name: Figure(value, value - error, value + error, len(distance)).as_json()
+        for name, value, error in (("a", curve.a, curve.error_a), ("b", curve.b, curve.error_b))
+    }
+    drawn = [{"d": d, "gold": g} for d, g in zip(distance.tolist(), gold.tolist(), strict=True)]
+    return {"start": start, "points": drawn, **figures, "peak": curve.peak, "end": distance[-1].item()}
 
 
 def _about_curve(curve: dict[str, Any]) -> str:

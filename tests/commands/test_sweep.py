@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from rlhf_cli.report.distance import frontier_charts
 
 from rlhf_cli import artifacts
 from rlhf_cli.commands import pipeline
@@ -16,6 +15,7 @@ from rlhf_cli.commands import sweep as module
 from rlhf_cli.commands.sweep import over_seeds, sweep
 from rlhf_cli.config.sweep import load_sweep, members_of
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
+from rlhf_cli.report.distance import frontier_charts
 from rlhf_cli.report.read import read_run
 from rlhf_cli.training.identity import identity
 

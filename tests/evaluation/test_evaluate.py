@@ -24,7 +24,6 @@ from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import language_model, policy
 from rlhf_cli.evaluation.figures import correlation_figure, ratio_figure
-from rlhf_cli.evaluation.matched import at_same_kl
 from rlhf_cli.evaluation.preferences import (
     Pairs,
     about_probes,
@@ -39,7 +38,15 @@ from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
 from rlhf_cli.evaluation.run import Run, _seen_from, open_run
 from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answers
 from rlhf_cli.evaluation.tables import Sentences, show
-from rlhf_cli.evaluation.yardstick import _beside_the_best, along_the_run
+from rlhf_cli.evaluation.yardstick import (
+    TILT_POINTS,
+    BestOfN,
+    along_the_run,
+    beside_the_best,
+    gold_curve,
+    tilt_curve,
+    tilted,
+)
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure
 from rlhf_cli.training.progress import Display
@@ -404,19 +411,19 @@ def replies(score, gold=None, length=None):
 
 def test_the_samples_needed_for_a_score():
     samples = replies([[0.0, 1.0, 2.0, 3.0]] * 3)
-    assert policy.samples_needed(samples, 1.5) == 1
-    assert policy.samples_needed(samples, 1.51) == 2
-    assert policy.samples_needed(samples, 3.0) == 4
-    assert policy.samples_needed(samples, 3.01) is None
+    assert BestOfN(samples).needed(1.5) == 1
+    assert BestOfN(samples).needed(1.51) == 2
+    assert BestOfN(samples).needed(3.0) == 4
+    assert BestOfN(samples).needed(3.01) is None
 
 
 def test_the_interval_of_the_samples_needed():
     generator = torch.Generator().manual_seed(0)
     samples = replies(torch.randn(60, 16, generator=generator).tolist())
     own = best_of_n(samples.score, 4)[0] + 0.2 * torch.randn(60, generator=generator, dtype=torch.float64)
-    low, high = policy.samples_needed_interval(samples, own, seed=0)
+    low, high = BestOfN(samples).needed_interval(own, seed=0)
     assert 1 < low <= 4 <= high < 16
-    assert policy.samples_needed_interval(samples, own + 9, seed=0) == (17, 17)
+    assert BestOfN(samples).needed_interval(own + 9, seed=0) == (17, 17)
 
 
 def test_the_orders_of_resampled_rows_are_those_of_the_rows():
@@ -434,28 +441,28 @@ def test_the_orders_of_resampled_rows_are_those_of_the_rows():
 def test_gold_at_the_same_score_is_interpolated():
     # Gold is twice the score everywhere.
     samples = replies([[0.0, 1.0, 2.0, 3.0]], gold=[[0.0, 2.0, 4.0, 6.0]])
-    assert policy.gold_at_score(samples, 1.8) == pytest.approx(3.6)
-    assert policy.gold_at_score(replies([[0.0, 1.0]]), 0.6) is None
+    assert BestOfN(samples).gold_at(1.8) == pytest.approx(3.6)
+    assert BestOfN(replies([[0.0, 1.0]])).gold_at(0.6) is None
 
 
 def test_the_tilt_has_the_kl_that_was_asked_for_and_the_best_score_there():
     generator = torch.Generator().manual_seed(0)
     samples = replies(torch.randn(50, 64, generator=generator).tolist(), gold=torch.zeros(50, 64).tolist())
-    found = policy.tilted(samples, 1.5)
+    found = tilted(samples, 1.5)
     assert found is not None
     # Of a normal distribution: the tilt by mu has KL mu^2 / 2 and mean mu.
     assert found.score.mean() == pytest.approx(math.sqrt(3), abs=0.1)
     assert found.as_json()["gold"] == 0
     assert found.score.mean() > best_of_n_at(samples, 1.5)
-    assert policy.tilted(samples, 9.0) is None
-    scores = [point["score"] for point in policy.tilt_curve(samples, 2.0)]
+    assert tilted(samples, 9.0) is None
+    scores = [point["score"] for point in tilt_curve(BestOfN(samples), 2.0)]
     assert scores == sorted(scores)
 
 
 def best_of_n_at(samples, kl):
     """The score of the best-of-n with about this KL."""
-    rows = policy.yardsticks(samples, seed=0)
-    return max(row.score.value for row in rows if row.kl_bound <= kl)
+    rows = BestOfN(samples).rows(seed=0)
+    return max(row["score"].value for row in rows if row["kl_bound"] <= kl)
 
 
 def test_a_tilt_below_best_of_n_is_no_yardstick():
@@ -465,10 +472,10 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     ppo = replies([[2.0 + 0.1 * (i % 3)] for i in range(128)])
     sentences = Sentences(Display("eval", quiet=True))
     for kl, name in ((3.1, "best_of_n"), (0.7, "tilt")):
-        found = _beside_the_best(samples, ppo, kl, sentences, seed=0)
-        same = at_same_kl(samples, replace(ppo, kl=torch.full((128, 1), kl)), seed=0)
+        found = beside_the_best(BestOfN(samples), ppo.score[:, 0], kl, sentences, seed=0)
+        same = BestOfN(samples).beside(replace(ppo, kl=torch.full((128, 1), kl)), seed=0)
         assert same is not None
-        best = same.best_of_n["score"].value
+        best = same[1]["best_of_n"]["score"].value
         assert found["tilt"]["too_low"] is (name == "best_of_n")
         assert found["yardstick"]["policy"] == name
         assert found["yardstick"]["score"] == pytest.approx(max(best, found["tilt"]["score"]))
@@ -480,10 +487,10 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     assert "64 samples a prompt are too few to estimate what the best policy gains" in too_few
     assert "The best possible is higher" in best_of_n_says
     assert "about the best possible at PPO's KL" in tilt_says
-    curve = policy.tilt_curve(samples, 3.1)
-    assert 5 < len(curve) < policy.TILT_POINTS
+    curve = tilt_curve(BestOfN(samples), 3.1)
+    assert 5 < len(curve) < TILT_POINTS
     for point in curve:
-        assert point["score"] >= policy.best_of_n_at(samples, point["kl"]).mean().item()
+        assert point["score"] >= BestOfN(samples).score_at(point["kl"]).mean().item()
 
 
 def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
@@ -491,7 +498,7 @@ def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
     scores = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).tolist()
     sentences, ppo = Sentences(Display("eval", quiet=True)), replies([[0.5]] * 8)
     for samples, kl, says in ((scores, -1e-9, "PPO's KL of 0.0 nats is not above 0"), ([[1.0] * 16] * 8, 0.3, "same")):
-        assert _beside_the_best(replies(samples), ppo, kl, sentences, seed=0) == {}
+        assert beside_the_best(BestOfN(replies(samples)), ppo.score[:, 0], kl, sentences, seed=0) == {}
         assert says in sentences.texts[-1]
     assert not any(sign in text for text in sentences.texts for sign in ("-0.0", "inf", "%"))
 
@@ -533,14 +540,15 @@ def test_ppo_beside_best_of_n_at_the_same_kl():
     noise = 0.2 * torch.randn(400, generator=generator, dtype=torch.float64)
     ppo = replies((expected - 0.1 + noise)[:, None].tolist(), gold=(2 * expected)[:, None].tolist())
     (_, kl) = best_of_n(samples.score, 3, best_of_n_kl(samples.logprob, 3))
-    found = at_same_kl(samples, replace(ppo, kl=kl[:, None]), seed=0)
+    found = BestOfN(samples).beside(replace(ppo, kl=kl[:, None]), seed=0)
     assert found is not None
-    assert found.n == pytest.approx(3)
-    assert found.best_of_n["score"].value == pytest.approx(expected.mean().item())
-    assert found.difference["score"].value == pytest.approx(-0.1, abs=0.03)
-    assert found.difference["score"].low < -0.1 < found.difference["score"].high < -0.05
-    assert found.difference["gold"].value == pytest.approx(0, abs=1e-12)
-    assert at_same_kl(samples, replace(ppo, kl=kl[:, None] + 9), seed=0) is None
+    n, sides = found
+    assert n == pytest.approx(3)
+    assert sides["best_of_n"]["score"].value == pytest.approx(expected.mean().item())
+    assert sides["difference"]["score"].value == pytest.approx(-0.1, abs=0.03)
+    assert sides["difference"]["score"].low < -0.1 < sides["difference"]["score"].high < -0.05
+    assert sides["difference"]["gold"].value == pytest.approx(0, abs=1e-12)
+    assert BestOfN(samples).beside(replace(ppo, kl=kl[:, None] + 9), seed=0) is None
 
 
 def test_the_gold_curve_of_a_run_and_its_interval():
@@ -550,14 +558,14 @@ def test_the_gold_curve_of_a_run_and_its_interval():
         d = step / 10
         noise = 0.05 * torch.randn(1, generator=generator).item()
         points.append({"kl": d * d, "gold": 2.0 + d * (2.0 - 1.2 * math.log(d)) + noise})
-    found = policy.gold_curve(points, "gold")
+    found = gold_curve(points, "gold")
     assert found is not None
     for name, truth in (("a", 2.0), ("b", 1.2)):
         assert found[name]["low"] < truth < found[name]["high"]
     assert found["end"] == pytest.approx(3.9)
     assert found["peak"] == pytest.approx(math.exp(2 / 1.2 - 1), rel=0.05)
-    assert policy.gold_curve(points[:5], "gold") is None, "points 1 to 4 and the start, from which nothing can be told"
-    assert policy.gold_curve(points[:6], "gold") is not None
+    assert gold_curve(points[:5], "gold") is None, "points 1 to 4 and the start, from which nothing can be told"
+    assert gold_curve(points[:6], "gold") is not None
 
 
 def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):

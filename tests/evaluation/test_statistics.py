@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +31,8 @@ from rlhf_cli.algorithms.statistics import (
     kendall,
     newcombe_interval,
 )
-from rlhf_cli.evaluation.policy import share_of_gain
 from rlhf_cli.evaluation.replies import Replies
-from rlhf_cli.evaluation.yardstick import _beside_the_best
+from rlhf_cli.evaluation.yardstick import BestOfN, beside_the_best, share_of_gain
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -353,8 +351,8 @@ def test_a_share_of_a_gain_is_counted_from_the_start():
     zero, score = torch.zeros(4, 2, dtype=torch.float64), torch.tensor([[10.0, 11.0]] * 4, dtype=torch.float64)
     samples = Replies([], [], score, {}, {}, zero - math.log(2), zero, [], zero, zero)
     kl = 0.130812  # weights 1/4 and 3/4, see `exponential_tilt`: the tilt has 10.75, and SFT 10.5
-    own = torch.full((4, 2), 10.5 + 0.25 / 3, dtype=torch.float64)
-    found = _beside_the_best(samples, replace(samples, score=own), kl, SimpleNamespace(say=lambda _: None), seed=0)
+    own = torch.full((4,), 10.5 + 0.25 / 3, dtype=torch.float64)
+    found = beside_the_best(BestOfN(samples), own, kl, SimpleNamespace(say=lambda _: None), seed=0)
     assert found["tilt"]["score"] == pytest.approx(10.75, abs=1e-4)
     assert found["tilt"]["share"] == pytest.approx(1 / 3, abs=1e-3)
     share = share_of_gain(*(torch.tensor(x) for x in ([2.0, 3.0], [4.0, 5.0], [1.0, 2.0])), seed=0)
