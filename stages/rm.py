@@ -53,6 +53,15 @@ from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.evaluation.agreement import (
+    figures_of_rankings,
+    held_out_lines,
+    label_figures,
+    probe_shares,
+    score_figures,
+    scores_of_rows,
+    verdict,
+)
 from rlhf_cli.evaluation.normalization import (
     Items,
     Samples,
@@ -74,15 +83,6 @@ from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
-from rlhf_cli.rewards.agreement import (
-    figures_of_rankings,
-    held_out_lines,
-    label_figures,
-    probe_figures,
-    score_figures,
-    scores_of_rows,
-    verdict,
-)
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import totals
@@ -161,7 +161,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
         # 5. The model is saved, then measured: on held-out rows, and on each probe.
         round_as_saved(model, config)
-        final = loop.finish() | probe_figures(model.eval(), rows.probes, passes.budget, config.precision, world)
+        final = loop.finish() | _probe_figures(model.eval(), rows.probes, passes.budget, config, world)
         stage.log(loop.num_steps, final)
         _show(final, rows, stage.display)
 
@@ -357,6 +357,18 @@ def _evaluate(
     for name, numbers in test.by_source.items():
         metrics |= {key.replace(main, f"{main}/{name}"): x for key, x in figures_of(numbers).items() if main in key}
     return metrics
+
+
+def _probe_figures(
+    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, config: RMConfig, world: World
+) -> dict[str, float]:
+    """The accuracy on each named probe."""
+    if not probes:
+        return {}
+    scores = scores_of_rows(model, [item.answers for item in probes], budget, config.precision, world)
+    return {
+        f"probe/{name}": sum(right.tolist()) / len(right) for name, (right, _) in probe_shares(probes, scores).items()
+    }
 
 
 def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:

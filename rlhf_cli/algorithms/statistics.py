@@ -73,6 +73,17 @@ def pearson(x: Tensor, y: Tensor) -> float:
     return float((x.dot(y) / (x.dot(x) * y.dot(y)).sqrt()).clamp(-1, 1))
 
 
+def correlation(a: Tensor, b: Tensor) -> Tensor:
+    """The Pearson correlations of [..., n] pairs, [...]: `pearson` of each row of a batch, as a bootstrap needs it.
+
+    >>> correlation(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]]), torch.tensor([[2.0, 4.0, 6.0]] * 2))
+    tensor([1., 0.])
+    """
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    scale = (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+    return torch.where(scale > 0, (a * b).sum(-1) / scale, 0.0)
+
+
 def spearman(x: Tensor, y: Tensor) -> float:
     """The rank correlation of x and y: 1 if both give the same order.
 

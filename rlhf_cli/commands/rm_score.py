@@ -262,7 +262,7 @@ class _Summary:
     def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:
         """Count a row with the scores and token ids of its answers."""
         from rlhf_cli.data.views import ranking
-        from rlhf_cli.rewards.agreement import gold_gap, longer_wins
+        from rlhf_cli.evaluation.agreement import gold_gap, longer_wins
 
         self.num_rows += 1
         self.scores += scores
@@ -289,7 +289,7 @@ class _Summary:
         import torch
 
         from rlhf_cli.algorithms.statistics import pearson, spearman
-        from rlhf_cli.rewards.agreement import margins_of, ranking_figures, verdict
+        from rlhf_cli.evaluation.agreement import margins_of, ranking_figures, verdict
 
         for prompt, sides in self.shown:
             display.exchange(prompt, sides)

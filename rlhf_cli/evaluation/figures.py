@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval
 from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
-from rlhf_cli.algorithms.statistics import newcombe_interval, wilson_interval
+from rlhf_cli.algorithms.statistics import correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure
 
 
@@ -45,21 +46,18 @@ def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figu
     return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))
 
 
+def bootstrapped(statistic: Callable[..., Tensor], *columns: Tensor, seed: int) -> Figure:
+    """A statistic of [n] columns of independent rows, with its bootstrap interval; it maps [B, n] columns to [B]."""
+    columns = tuple(column.double() for column in columns)
+    value = statistic(*(column[None] for column in columns)).item()
+    return Figure(value, *bootstrap_interval(statistic, *columns, seed=seed), len(columns[0]))
+
+
 def ratio_figure(numerator: Tensor, denominator: Tensor, *, seed: int) -> Figure:
     """``sum(numerator) / sum(denominator)`` over [n] rows: a mean per token, if rows have several tokens."""
-    top, bottom = numerator.double(), denominator.double()
-    interval = bootstrap_interval(lambda a, b: a.sum(-1) / b.sum(-1), top, bottom, seed=seed)
-    return Figure((top.sum() / bottom.sum()).item(), *interval, len(top))
-
-
-def correlation(a: Tensor, b: Tensor) -> Tensor:
-    """The Pearson correlations of [..., n] pairs, [...]; 0 where a or b is constant."""
-    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    scale = (a.square().sum(-1) * b.square().sum(-1)).sqrt()
-    return torch.where(scale > 0, (a * b).sum(-1) / scale, 0.0)
+    return bootstrapped(lambda a, b: a.sum(-1) / b.sum(-1), numerator, denominator, seed=seed)
 
 
 def correlation_figure(x: Tensor, y: Tensor, *, seed: int) -> Figure:
     """The Pearson correlation of [n] pairs, with its bootstrap interval; 0 if x or y is constant."""
-    x, y = x.double(), y.double()
-    return Figure(correlation(x, y).item(), *bootstrap_interval(correlation, x, y, seed=seed), len(x))
+    return bootstrapped(correlation, x, y, seed=seed)

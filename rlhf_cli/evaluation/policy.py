@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
+from functools import partial
+
+import torch
+
 from rlhf_cli.algorithms.comparison import wins
-from rlhf_cli.evaluation.figures import difference_figure, equal_length_figure, mean_figure, rate_figure, share_figure
+from rlhf_cli.evaluation.figures import (
+    bootstrapped,
+    difference_figure,
+    equal_length_figure,
+    mean_figure,
+    rate_figure,
+    share_figure,
+)
 from rlhf_cli.evaluation.language_model import reply_figures
 from rlhf_cli.evaluation.replies import Replies
-from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.figure import Figures
 
 PERCENTILES = (10, 50, 90)
 
@@ -17,9 +27,8 @@ def side_figures(replies: Replies, *, seed: int) -> Figures:
     score = replies.score[:, 0]
     figures = {"score": rate_figure(score, seed=seed)}
     for percent in PERCENTILES:
-        q = percent / 100
-        low, high = bootstrap_interval(lambda rows, q=q: rows.quantile(q, dim=-1), score, seed=seed)
-        figures[f"score_p{percent}"] = Figure(score.quantile(q).item(), low, high, len(score))
+        quantile = partial(torch.quantile, q=percent / 100, dim=-1)
+        figures[f"score_p{percent}"] = bootstrapped(quantile, score, seed=seed)
     if len(replies.each) > 1:
         figures |= {f"reward/{name}": rate_figure(values[:, 0], seed=seed) for name, values in replies.each.items()}
     figures |= {name: rate_figure(values[:, 0], seed=seed) for name, values in replies.gold.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +16,17 @@ from rlhf_cli.algorithms.calibration import (
     Bin,
     best_temperature,
     best_temperatures,
-    brier_score,
     calibration_errors,
-    expected_calibration_error,
     reliability,
 )
 from rlhf_cli.algorithms.comparison import wins
+from rlhf_cli.algorithms.statistics import correlation
 from rlhf_cli.data.answers import RankedIds
-from rlhf_cli.evaluation.figures import correlation, equal_length_figure, mean_figure, share_figure
+from rlhf_cli.evaluation import agreement
+from rlhf_cli.evaluation.figures import bootstrapped, equal_length_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import PREFIXES
-from rlhf_cli.evaluation.scores import QUARTERS
+from rlhf_cli.evaluation.scores import WORST, quarters
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards import agreement
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
@@ -35,8 +35,6 @@ SOURCE = "source of the data"
 """The group of the figures by source of `data.test`."""
 TEMPERATURE_RESAMPLES, TEMPERATURE_STEPS = 1000, 30
 """Of the interval of the best temperature: 30 steps give its inverse to 1e-6."""
-WORST = 20
-"""Mistakes that are kept with their texts."""
 CHANCE = Figure(0.5)
 AGAINST_CHANCE = (
     "accuracy",
@@ -46,7 +44,13 @@ AGAINST_CHANCE = (
     "accuracy_longer_is_better",
 )
 """Figures of pairs whose level of chance is 1/2."""
-LENGTH_BINS = ((None, -16), (-16, -4), (-4, 4), (4, 16), (16, None))
+LENGTH_BINS = {
+    "below -16": (-math.inf, -16),
+    "-16 to -5": (-16, -4),
+    "-4 to 3": (-4, 4),
+    "4 to 15": (4, 16),
+    "16 or more": (16, math.inf),
+}
 """Tokens by which the better answer is longer, from and below."""
 
 
@@ -80,30 +84,17 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
     all answers.
     """
     margin, right, longer = pairs.margin, wins(pairs.better, pairs.worse), pairs.longer_by
-    confidence, correct = torch.sigmoid(margin.abs()), right
+    confidence = torch.sigmoid(margin.abs())
+    temperatures = partial(best_temperatures, steps=TEMPERATURE_STEPS)
+    temperature = bootstrap_interval(temperatures, margin, seed=seed, num_resamples=TEMPERATURE_RESAMPLES)
     figures = {
         "accuracy": share_figure(right),
         "longer_wins": share_figure(longer_wins(pairs)),
         "shorter_wins": share_figure(1 - longer_wins(pairs)),
         "margin": mean_figure(margin, seed=seed),
-        "calibration_error": Figure(
-            expected_calibration_error(reliability(confidence, correct, low=0.5)),
-            *bootstrap_interval(lambda p, y: calibration_errors(p, y, low=0.5), confidence, correct, seed=seed),
-            len(margin),
-        ),
-        "brier": Figure(
-            brier_score(confidence, correct), *bootstrap_interval(_brier, confidence, correct, seed=seed), len(margin)
-        ),
-        "best_temperature": Figure(
-            best_temperature(margin),
-            *bootstrap_interval(
-                lambda rows: best_temperatures(rows, steps=TEMPERATURE_STEPS),
-                margin,
-                seed=seed,
-                num_resamples=TEMPERATURE_RESAMPLES,
-            ),
-            len(margin),
-        ),
+        "calibration_error": bootstrapped(partial(calibration_errors, low=0.5), confidence, right, seed=seed),
+        "brier": mean_figure((confidence - right).square(), seed=seed),
+        "best_temperature": Figure(best_temperature(margin), *temperature, len(margin)),
         "score_length_correlation": _length_correlation(pairs, seed=seed),
         "length_controlled": equal_length_figure(right, longer, torch.zeros_like(longer)),
     }
@@ -120,21 +111,12 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
 
 def _length_correlation(pairs: Pairs, *, seed: int) -> Figure:
     """The correlation of scores and lengths of all answers. Pairs are resampled: their two answers belong together."""
-    columns = [pairs.better, pairs.worse, _lengths(pairs.rows, 0), _lengths(pairs.rows, -1)]
+    lengths = [torch.tensor([float(len(row.answers[which])) for row in pairs.rows]) for which in (0, -1)]
 
-    def statistic(better: Tensor, worse: Tensor, length: Tensor, length_of_worse: Tensor) -> Tensor:
+    def of_both(better: Tensor, worse: Tensor, length: Tensor, length_of_worse: Tensor) -> Tensor:
         return correlation(torch.cat([better, worse], -1), torch.cat([length, length_of_worse], -1))
 
-    columns = [column.double() for column in columns]
-    return Figure(statistic(*columns).item(), *bootstrap_interval(statistic, *columns, seed=seed), len(pairs.rows))
-
-
-def _brier(probability: Tensor, outcome: Tensor) -> Tensor:
-    return (probability - outcome).square().mean(-1)
-
-
-def _lengths(rows: Sequence[RankedIds], which: int) -> Tensor:
-    return torch.tensor([float(len(row.answers[which])) for row in rows])
+    return bootstrapped(of_both, pairs.better, pairs.worse, *lengths, seed=seed)
 
 
 def longer_wins(pairs: Pairs) -> Tensor:
@@ -148,38 +130,21 @@ def groups(pairs: Pairs, right: Tensor, by_source: Mapping[str, Sequence[int]] =
 
     `by_source` has the numbers of the pairs from each source of the data, if there are several.
     """
-    longer, size = pairs.longer_by, pairs.margin.abs()
-    tables: dict[str, Figures] = {}
-    if by_source:
-        tables[SOURCE] = {name: share_figure(right[list(rows)]) for name, rows in by_source.items()}
+    masks: dict[str, dict[str, Tensor]] = {}
     for column in GROUP_COLUMNS:
         names = [row.row.columns.get(column) for row in pairs.rows]
         known = sorted({name for name in names if isinstance(name, str)})
         if 1 < len(known) <= MOST_GROUPS:
-            tables[column] = {name: share_figure(right[torch.tensor([n == name for n in names])]) for name in known}
-    by_length: Figures = {}
-    for low, high in LENGTH_BINS:
-        mask = torch.ones(len(right), dtype=torch.bool)
-        if low is not None:
-            mask &= longer >= low
-        if high is not None:
-            mask &= longer < high
-        if bool(mask.any()):
-            by_length[_interval(low, high)] = share_figure(right[mask])
-    tables["better answer longer by (tokens)"] = by_length
-    edges = size.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=size.dtype)).tolist() if len(size) >= 8 else []
-    if edges:
-        quarter = torch.bucketize(size, torch.tensor(edges, dtype=size.dtype))
-        tables["size of the margin"] = {
-            QUARTERS[q]: share_figure(right[quarter == q]) for q in range(4) if bool((quarter == q).any())
-        }
-    return tables
-
-
-def _interval(low: int | None, high: int | None) -> str:
-    if low is None:
-        return f"below {high}"
-    return f"{low} or more" if high is None else f"{low} to {high - 1}"
+            masks[column] = {name: torch.tensor([other == name for other in names]) for name in known}
+    longer = pairs.longer_by
+    masks["better answer longer by (tokens)"] = {
+        name: (longer >= low) & (longer < high) for name, (low, high) in LENGTH_BINS.items()
+    }
+    masks["size of the margin"] = quarters(pairs.margin.abs())
+    tables = {SOURCE: {name: share_figure(right[list(rows)]) for name, rows in by_source.items()}}
+    for title, groups in masks.items():
+        tables[title] = {name: share_figure(right[mask]) for name, mask in groups.items() if bool(mask.any())}
+    return {title: table for title, table in tables.items() if table}
 
 
 def reliability_table(pairs: Pairs) -> list[Bin]:
@@ -189,20 +154,13 @@ def reliability_table(pairs: Pairs) -> list[Bin]:
 
 def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
     """The pairs in which the model prefers the worse answer most, with their texts."""
-    margin = pairs.margin
-    order = margin.argsort()[:WORST].tolist()
-    return [
-        {
-            "where": pairs.rows[i].row.where,
-            "prompt": pairs.rows[i].row.prompt,
-            "better": pairs.rows[i].row.answers[0],
-            "worse": pairs.rows[i].row.answers[-1],
-            "better_score": pairs.better[i].item(),
-            "worse_score": pairs.worse[i].item(),
-        }
-        for i in order
-        if margin[i] < 0
-    ]
+    margin, found = pairs.margin, []
+    for i in margin.argsort()[:WORST].tolist():
+        if margin[i] < 0:
+            row = pairs.rows[i].row
+            texts = {"where": row.where, "prompt": row.prompt, "better": row.answers[0], "worse": row.answers[-1]}
+            found.append({**texts, "better_score": pairs.better[i].item(), "worse_score": pairs.worse[i].item()})
+    return found
 
 
 def verdict(figures: Figures) -> str:

@@ -20,6 +20,7 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences, scores
+from rlhf_cli.evaluation.agreement import probe_shares, scores_of_rows
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import correlation_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
@@ -31,7 +32,6 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards.agreement import longer_wins, margins_of, scores_of_rows
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.training.distributed import World
@@ -186,12 +186,9 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
     rows = list(tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer)).train)
     if not rows:
         return None
-    right = margins_of(scorer.score([row.answers for row in rows]), [len(row.answers) for row in rows])[1]
-    longer = torch.tensor([longer_wins(row.answers) for row in rows])
-    names = [row.row.columns["probe"] for row in rows]
-    masks = {name: torch.tensor([other == name for other in names]) for name in dict.fromkeys(names)}
-    accuracy, rule = ({name: share_figure(x[mask]) for name, mask in masks.items()} for x in (right, longer))
-    return accuracy, rule
+    found = probe_shares(rows, scorer.score([row.answers for row in rows]))
+    accuracy, longer = ({name: share_figure(one[side]) for name, one in found.items()} for side in (0, 1))
+    return accuracy, longer
 
 
 # ------------------------------------------------------------------------------------------- distributions

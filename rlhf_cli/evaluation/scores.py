@@ -9,67 +9,45 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.algorithms.calibration import calibration_errors, expected_calibration_error, reliability
+from rlhf_cli.algorithms.calibration import calibration_errors
 from rlhf_cli.algorithms.reward_model import label_accuracy
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks
 from rlhf_cli.data.answers import ScoredIds
-from rlhf_cli.evaluation.figures import correlation_figure, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import bootstrapped, correlation_figure, mean_figure, share_figure
 from rlhf_cli.report.figure import Figure, Figures
 
 WORST = 20
-"""Answers that are kept with their texts."""
+"""Answers or mistakes that are kept with their texts."""
 QUARTERS = ("smallest quarter", "second quarter", "third quarter", "largest quarter")
 MOST_KENDALL = 2000
 """Rows that Kendall's tau reads; its time grows with their square."""
 
 
 def score_figures(predicted: Tensor, target: Tensor, *, seed: int) -> Figures:
-    """Error, its baseline, and the correlations of [n] predicted and true scores.
-
-    `target_variance` is the error of always predicting the mean. A useful model is below it.
-    """
+    """The figures of `agreement.score_figures` with their intervals, and Kendall's tau."""
     predicted, target = predicted.double(), target.double()
-    interval = bootstrap_interval(lambda a, b: (a - b).square().mean(-1), predicted, target, seed=seed)
-    few = torch.arange(min(len(target), MOST_KENDALL))
     return {
-        "mse": Figure((predicted - target).square().mean().item(), *interval, len(target)),
+        "mse": mean_figure((predicted - target).square(), seed=seed),
         "target_variance": Figure(target.var(correction=0).item(), rows=len(target)),
         "pearson": correlation_figure(predicted, target, seed=seed),
         "spearman": correlation_figure(ranks(predicted), ranks(target), seed=seed),
-        **_order_figures(predicted[few], target[few], seed=seed),
+        **_order_figures(predicted[:MOST_KENDALL], target[:MOST_KENDALL], seed=seed),
     }
 
 
-def error_groups(stated: Tensor, target: Tensor, length: Tensor, *, seed: int) -> dict[str, Figures]:
-    """The mean absolute error of [n] stated scores or probabilities, by quarters of the length and of the target.
-
-    Equal numbers are in one group, so there may be fewer than four; {} for fewer than 8 rows.
-    """
-    error = (stated.double() - target.double()).abs()
-    tables: dict[str, Figures] = {}
-    for title, values in (("length of the answer", length.double()), ("true score", target.double())):
-        if len(error) < 8:
-            continue
-        edges = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-        quarter = torch.bucketize(values, edges)
-        names = {QUARTERS[q]: quarter == q for q in range(4) if bool((quarter == q).any())}
-        tables[title] = {name: mean_figure(error[mask], seed=seed) for name, mask in names.items()}
-    return tables
-
-
-def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> list[dict[str, Any]]:
-    """The answers whose stated score or probability is farthest from the true one, with their texts."""
-    order = (stated.double() - target.double()).abs().argsort(descending=True)[:WORST].tolist()
-    return [
-        {
-            "where": rows[i].row.where,
-            "prompt": rows[i].row.prompt,
-            "response": rows[i].row.response,
-            "stated": stated[i].item(),
-            "target": target[i].item(),
-        }
-        for i in order
-    ]
+def label_figures(score: Tensor, label: Tensor, *, seed: int) -> Figures:
+    """The figures of `agreement.label_figures` with their intervals."""
+    score, label = score.double(), label.double()
+    probability = score.sigmoid()
+    good = label_accuracy(torch.ones_like(label), label).mean().item()
+    return {
+        "accuracy": share_figure(label_accuracy(score, label)),
+        "base_rate": Figure(max(good, 1 - good), rows=len(label)),
+        "brier": mean_figure((probability - label).square(), seed=seed),
+        "brier_baseline": Figure(label.var(correction=0).item(), rows=len(label)),
+        "calibration_error": bootstrapped(calibration_errors, probability, label, seed=seed),
+        "pair_accuracy": _order_figures(score[:MOST_KENDALL], label[:MOST_KENDALL], seed=seed)["pair_accuracy"],
+    }
 
 
 def _order_figures(x: Tensor, y: Tensor, *, seed: int) -> Figures:
@@ -98,25 +76,34 @@ def _order_figures(x: Tensor, y: Tensor, *, seed: int) -> Figures:
     }
 
 
-def label_figures(score: Tensor, label: Tensor, *, seed: int) -> Figures:
-    """Accuracy and calibration of [n] scores, the log-odds of a good answer, against labels from 0 to 1.
+def quarters(values: Tensor) -> dict[str, Tensor]:
+    """The masks of the rows in each quarter of [n] numbers.
 
-    `base_rate` is the accuracy of giving every answer the more frequent label, and `brier_baseline` the Brier score of
-    always predicting the mean label.
+    Equal numbers are in one group, so there may be fewer than four; {} for fewer than 8 rows.
     """
-    score, label = score.double(), label.double()
-    probability = score.sigmoid()
-    good = label_accuracy(torch.ones_like(label), label).mean().item()
-    few = torch.arange(min(len(label), MOST_KENDALL))
+    if len(values) < 8:
+        return {}
+    values = values.double()
+    quarter = torch.bucketize(values, values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)))
+    masks = {name: quarter == number for number, name in enumerate(QUARTERS)}
+    return {name: mask for name, mask in masks.items() if bool(mask.any())}
+
+
+def error_groups(stated: Tensor, target: Tensor, length: Tensor, *, seed: int) -> dict[str, Figures]:
+    """The mean absolute error of [n] stated scores or probabilities, by quarters of the length and of the target."""
+    error = (stated.double() - target.double()).abs()
     return {
-        "accuracy": share_figure(label_accuracy(score, label)),
-        "base_rate": Figure(max(good, 1 - good), rows=len(label)),
-        "brier": mean_figure((probability - label).square(), seed=seed),
-        "brier_baseline": Figure(label.var(correction=0).item(), rows=len(label)),
-        "calibration_error": Figure(
-            expected_calibration_error(reliability(probability, label)),
-            *bootstrap_interval(calibration_errors, probability, label, seed=seed),
-            len(label),
-        ),
-        "pair_accuracy": _order_figures(score[few], label[few], seed=seed)["pair_accuracy"],
+        title: {name: mean_figure(error[mask], seed=seed) for name, mask in masks.items()}
+        for title, values in (("length of the answer", length), ("true score", target))
+        if (masks := quarters(values))
     }
+
+
+def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> list[dict[str, Any]]:
+    """The answers whose stated score or probability is farthest from the true one, with their texts."""
+    found = []
+    for i in (stated.double() - target.double()).abs().argsort(descending=True)[:WORST].tolist():
+        row = rows[i].row
+        texts = {"where": row.where, "prompt": row.prompt, "response": row.response}
+        found.append({**texts, "stated": stated[i].item(), "target": target[i].item()})
+    return found

@@ -17,7 +17,7 @@ from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation.figures import mean_figure
+from rlhf_cli.evaluation.figures import bootstrapped, mean_figure
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.tables import Sentences, as_json, show
@@ -200,8 +200,7 @@ def share_of_gain(own: Tensor, best: Tensor, start: Tensor, *, seed: int) -> Fig
     def share(own: Tensor, best: Tensor, start: Tensor) -> Tensor:
         return (own.mean(-1) - start.mean(-1)) / (best.mean(-1) - start.mean(-1))
 
-    columns = [column.double() for column in (own, best, start)]
-    return Figure(share(*columns).item(), *bootstrap_interval(share, *columns, seed=seed), len(own))
+    return bootstrapped(share, own, best, start, seed=seed)
 
 
 # ------------------------------------------------------------------------------------------ the report

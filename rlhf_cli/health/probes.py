@@ -25,6 +25,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, rm_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
+from rlhf_cli.evaluation.agreement import scores_of_rows
 from rlhf_cli.evaluation.language_model import row_sums
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.health.evidence import common_start
@@ -33,7 +34,6 @@ from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
-from rlhf_cli.rewards.agreement import scores_of_rows
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.training.distributed import World, start

@@ -17,13 +17,13 @@ from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt, Ranking
+from rlhf_cli.evaluation.agreement import scores_of_rows
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.loading import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
-from rlhf_cli.rewards.agreement import scores_of_rows
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect

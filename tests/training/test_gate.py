@@ -21,7 +21,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.rewards.agreement import label_figures, ranking_figures, score_figures
+from rlhf_cli.evaluation.agreement import label_figures, ranking_figures, score_figures
 from rlhf_cli.training import launch
 from rlhf_cli.training.gate import check_requirements
 

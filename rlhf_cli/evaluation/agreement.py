@@ -182,18 +182,16 @@ def _error_in_words(figures: Mapping[str, float], rules: Sequence[Baseline]) -> 
     return f"held-out error {error:.4g} ({interval}{figures['eval/num_rows']:,.0f} rows): {found} ({variance:.4g})"
 
 
-def probe_figures(
-    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, precision: str, world: World
-) -> dict[str, float]:
-    """Accuracy on each named probe: an accuracy over all pairs can hide a defect that the model never sees."""
-    if not probes:
-        return {}
-    scores = scores_of_rows(model, [item.answers for item in probes], budget, precision, world)
+def probe_shares(probes: Sequence[RankedIds], scores: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of each named probe: accuracy of the model, from the scores of their answers, and `longer_wins`, [n].
+
+    An accuracy over all pairs can hide a defect that the model never sees.
+    """
     accuracy = margins_of(scores, [len(item.answers) for item in probes])[1]
-    by_name: dict[str, list[float]] = {}
-    for item, value in zip(probes, accuracy.tolist(), strict=True):
-        by_name.setdefault(item.row.columns["probe"], []).append(value)
-    return {f"probe/{name}": sum(values) / len(values) for name, values in by_name.items()}
+    longer = torch.tensor([longer_wins(item.answers) for item in probes])
+    names = [item.row.columns["probe"] for item in probes]
+    masks = {name: torch.tensor([other == name for other in names]) for name in dict.fromkeys(names)}
+    return {name: (accuracy[mask], longer[mask]) for name, mask in masks.items()}
 
 
 def held_out_lines(
