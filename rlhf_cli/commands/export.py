@@ -292,7 +292,7 @@ def _facts(
     source: Source, options: Options, about: Written, dtype: Dtype, check: Check | None, found: Comparison | None
 ) -> dict[str, Any]:
     """The content of export.json."""
-    from rlhf_cli.evaluation.tables import as_json
+    from rlhf_cli.evaluation.figures import as_json
     from rlhf_cli.training.model_card import library_versions
 
     written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]

@@ -17,13 +17,12 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import language_model, policy
 from rlhf_cli.evaluation.benchmark import read_bench
-from rlhf_cli.evaluation.figures import ratio_figure
+from rlhf_cli.evaluation.figures import Sentences, as_json, ratio_figure, show
 from rlhf_cli.evaluation.harness import Harness
 from rlhf_cli.evaluation.judging import Judge, judge_replies
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.run import Run, open_run
-from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
 from rlhf_cli.report.figure import Figure, Figures

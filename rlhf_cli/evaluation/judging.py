@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rlhf_cli.errors import RunError
-from rlhf_cli.evaluation.figures import equal_length_figure, share_figure
-from rlhf_cli.evaluation.tables import Sentences, as_json, show
+from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure, share_figure, show
 from rlhf_cli.report.figure import Figures
 
 Verdict = Literal["first", "second"]

@@ -22,11 +22,10 @@ from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences, scores
 from rlhf_cli.evaluation.agreement import probe_shares, scores_of_rows
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
-from rlhf_cli.evaluation.figures import correlation_figure, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import sequences_of
 from rlhf_cli.evaluation.run import Run
-from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.limits import longest_input, positions

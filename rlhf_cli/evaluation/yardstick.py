@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation.figures import bootstrapped, mean_figure
+from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, mean_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.run import Run
-from rlhf_cli.evaluation.tables import Sentences, as_json, show
 from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.read import evaluations_of
 
 MOST_SHOWN = 10
 """Rows of the table of a run, beside its start."""
@@ -306,17 +305,13 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
 
 def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict[str, Any]:
     """Score, KL and gold at the evaluations that PPO wrote while it trained, and the fit to gold; {} without them."""
-    folder = stage_directory(run.root, "ppo")
-    if not (folder / "evaluations.jsonl").is_file():
+    points = evaluations_of(stage_directory(run.root, "ppo"))
+    if not points:
         sentences.say(
             "without evaluation.every_iterations in ppo.yaml there are no score, gold and KL along the run, no fit to "
             "gold, and no place on its curve where the run ended"
         )
         return {}
-    rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-    own = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-    first = own.get("validation", own)["sft"]
-    points = rows if rows and rows[0]["step"] == 0 else [{"step": 0, **first}, *rows]
     names = {"score": "score_mean", "kl": "kl"} | ({} if gold_name is None else {"gold": gold_name})
     shown = [points[i] for i in sorted({round(j * (len(points) - 1) / MOST_SHOWN) for j in range(MOST_SHOWN + 1)})]
     lines = [[f"{point['step']:,}", *(f"{point[name]:.3f}" for name in names.values())] for point in shown]

@@ -21,7 +21,7 @@ from rlhf_cli.report.chart import (
     number,
     tip,
 )
-from rlhf_cli.report.read import RunData, StageData, config_of, evaluations_of
+from rlhf_cli.report.read import RunData, StageData, config_of
 from rlhf_cli.health.recap import unit_of
 
 SMOOTHING = 0.03
@@ -89,7 +89,7 @@ def _points(stage: StageData, metric: str) -> tuple[list[float], list[float]]:
     if metric != "eval:gold":
         watched = metric.replace("eval/", "validation/")  # a run with validation rows has one point of the test rows
         return stage.metrics.get(watched, stage.metrics.get(metric, ([], [])))
-    rows = [row for row in evaluations_of(stage) if isinstance(row.get("gold"), int | float)]
+    rows = [row for row in stage.evaluations if isinstance(row.get("gold"), int | float)]
     return [row["step"] for row in rows], [row["gold"] for row in rows]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_cli.artifacts import flat
 from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, SCHEMA, Chart, by_name, layer, number, tip
-from rlhf_cli.report.read import RunData, evaluations_of
+from rlhf_cli.report.read import RunData
 
 SECTION = "distance"
 KEYS = {"gold": "gold", "score": "score_mean"}
@@ -59,7 +59,7 @@ def path_points(run: RunData, figure: str) -> list[dict[str, Any]]:
     return [
         {"run": run.name, "step": row.get("step", 0), "kl": max(0.0, row["kl"]), "value": row[key]}
         | {end: row[name] for end in ("low", "high") if isinstance(row.get(name := f"{key}_{end}95"), int | float)}
-        for row in (evaluations_of(stage) if stage is not None else [])
+        for row in (stage.evaluations if stage is not None else [])
         if isinstance(row.get(key), int | float) and isinstance(row.get("kl"), int | float)
     ]
 

@@ -39,7 +39,7 @@ class StageData:
     findings: list[dict[str, Any]]
     """`step`, `name`, `message` and `advice` of each health finding."""
     evaluations: list[dict[str, Any]]
-    """Rows of `evaluations.jsonl`."""
+    """See `evaluations_of`."""
     samples: list[dict[str, Any]]
     """The last rows of `samples.jsonl`."""
     evaluation: dict[str, Any]
@@ -124,7 +124,7 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
         directory=directory,
         metrics=curves(rows_of(directory / "metrics.jsonl"), METRICS),
         findings=findings,
-        evaluations=list(rows_of(directory / "evaluations.jsonl")),
+        evaluations=evaluations_of(directory),
         samples=list(deque(rows_of(directory / "samples.jsonl"), MOST_SAMPLES)),
         evaluation=evaluation_of(root, stage, directory),
         own_evaluation=_read_json(directory / "evaluation.json"),
@@ -151,11 +151,11 @@ def config_of(stage: StageData) -> dict[str, Any]:
     return {}
 
 
-def evaluations_of(stage: StageData) -> list[dict[str, Any]]:
+def evaluations_of(directory: Path) -> list[dict[str, Any]]:
     """The figures on held-out prompts along a PPO run, from the policy before it on; empty without those on the way."""
-    rows, own = stage.evaluations, stage.own_evaluation
+    rows, own = list(rows_of(directory / "evaluations.jsonl")), _read_json(directory / "evaluation.json")
     first = own.get("validation", own).get("sft")
-    return [{**first, "step": 0}, *rows] if rows and rows[0].get("step") != 0 and first else rows
+    return [{"step": 0, **first}, *rows] if rows and rows[0].get("step") != 0 and first else rows
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

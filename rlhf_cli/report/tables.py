@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli.artifacts import Manifest, flat
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.report.figure import Figure, cells, readable
-from rlhf_cli.report.read import RunData, StageData, evaluations_of
+from rlhf_cli.report.read import RunData, StageData
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}
 INTERVAL = {"value": "", "low": "_low95", "high": "_high95"}
@@ -136,7 +136,7 @@ def _groups(title: str, head: str, group: dict[str, Any], baselines: dict[str, A
 def _along(data: StageData) -> list[Table]:
     """Score, gold and KL at the evaluations of a run, with their intervals."""
     keys = {"score": "score_mean", "gold": "gold", "KL, nats": "kl"}
-    points = evaluations_of(data)
+    points = data.evaluations
     heads = {head: key for head, key in keys.items() if points and key in points[0]}
 
     def cell(point: dict[str, Any], key: str) -> str:

@@ -20,10 +20,10 @@ from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.agreement import label_figures, score_figures, verdict
+from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, prepare
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.health.baselines import weak_reward
 from stages import rm as rm_stage
 from support.tiny import BAD, CPU, GOOD, encoder, read_jsonl, sentence, write_jsonl
 
