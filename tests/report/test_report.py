@@ -56,81 +56,99 @@ def figure(value, width=0.1):
     return {"value": value, "low": value - width, "high": value + width, "rows": 9}
 
 
-def best(n, score):
-    return {"n": n, "score": figure(score), "gold": figure(2 * score), "length": figure(9), "kl": n / 2, "kl_bound": n}
-
-
 EVALUATIONS = {
+    "sft": {
+        "before": {"loss": figure(3.5), "token_accuracy": figure(0.25)},
+        "figures": {"loss": figure(1.5), "token_accuracy": figure(0.75)},
+        "difference": {"loss": figure(-2.0), "token_accuracy": figure(0.5)},
+    },
     "rm": {
-        "figures": {"accuracy": figure(0.8), "longer_wins": figure(0.6), "shorter_wins": figure(0.4)},
-        "groups": {"subset": {"math": figure(0.7)}},
-        "reliability": [{"low": 0.5, "high": 0.6, "count": 3, "confidence": 0.55, "frequency": 0.6}],
-        "scores": {"better": [1.0, 2.0], "worse": [-1.0, 0.5]},
-        "distributions": {"better": {"mean": 1.25, "std": 1.5, "p50": 1.7, "rows": 2.0}},
-        "bench": {"file": "rb2.jsonl", "figures": {"Math": figure(0.77)}, "chance": {"Math": 0.25}},
+        "figures": {"accuracy": figure(0.83), "longer_wins": figure(0.6), "margin": figure(1.7)},
+        "chance": {"accuracy": {"value": 0.5}},
+        "groups": {"probe": {"rude": {**figure(0.71), "rows": 21}, "vague": {**figure(0.64), "rows": 22}}},
+        "groups_longer_wins": {"probe": {"rude": {"value": 0.31}, "vague": {"value": 0.32}}},
+        "reliability": [
+            {"low": 0.5, "high": 0.6, "count": 3, "confidence": 0.56, "frequency": 0.41},
+            {"low": 0.9, "high": 1.0, "count": 5, "confidence": 0.93, "frequency": 0.87},
+        ],
+        "scores": {"better": [2.0, 3.0, 3.0], "worse": [-1.0, 0.0]},
+        "distributions": {
+            "better": {"mean": 2.6, "std": 0.4, "rows": 31.0},
+            "worse": {"mean": -0.6, "std": 0.7, "rows": 32.0},
+            "SFT": {"mean": 0.8, "std": 1.1, "rows": 33.0},
+            "PPO": {"mean": 1.9, "std": 1.2, "rows": 34.0},
+        },
+        "bench": {"file": "rb2.jsonl", "figures": {"Math": {**figure(0.77), "rows": 23}}, "chance": {"Math": 0.25}},
         "sentences": ["rm: scores say <little>"],
         "worst": [
             {"prompt": "p", "better": "b", "worse": HOSTILE, "better_score": -1.0, "worse_score": 2.0, "where": "f:1"}
         ],
     },
     "ppo": {
-        "sft": {"score": figure(0.1), "gold": figure(2.0), "kl": figure(0)},
-        "ppo": {"score": figure(1.5), "gold": figure(4.0), "kl": figure(2.5)},
-        "difference": {"score": figure(1.4), "gold": figure(2.0)},
-        "win_rate": {"score": figure(0.9)},
-        "along": [{"step": 0, "score": 0.1, "kl": 0.0}, {"step": 50, "score": 1.5, "kl": 2.25}],
+        "sft": {"score": figure(0.2), "gold": figure(1.6), "kl": figure(0.0)},
+        "ppo": {"score": figure(2.4), "gold": figure(4.7), "kl": figure(3.7)},
+        "difference": {"score": figure(2.2), "gold": figure(3.1), "kl": figure(3.9)},
+        "win_rate": {"score": figure(0.91), "gold": figure(0.86)},
+        "alignment_tax": figure(0.33),
         "best_of_n": {
-            "prompts": 4,
-            "rows": [best(1, 0.1), best(4, 1.6)],
-            "n_for_ppo_score": 4,
-            "ppo": {"score": 1.5, "gold": 4.0, "kl": 2.5},
+            "prompts": 12,
+            "of_prompts": 25,
+            "rows": [
+                {"n": 1, "score": figure(0.3), "gold": figure(1.8), "length": figure(9), "kl": 0.1, "kl_bound": 0.0},
+                {"n": 64, "score": figure(2.1), "gold": figure(4.4), "length": figure(8), "kl": 3.2, "kl_bound": 3.3},
+            ],
+            "n_for_ppo_score": 48,
+            "ppo": {"score": 2.5, "gold": 4.8, "kl": 2.9},
             "at_ppo_kl": {
-                "n": 5.0,
-                "best_of_n": {"score": figure(1.6)},
-                "ppo": {"score": figure(1.5)},
-                "difference": {"score": figure(-0.1)},
+                "n": 40.0,
+                "best_of_n": {"score": figure(1.4), "gold": figure(4.1)},
+                "ppo": {"score": figure(2.55), "gold": figure(4.85)},
+                "difference": {"score": figure(1.15), "gold": figure(0.75)},
             },
+            "tilt_curve": [{"kl": 0.5, "beta": 2.0, "score": 0.6, "gold": 2.6}],
         },
-        "gold_curve": {"start": 2.0, "a": figure(1.8), "b": figure(0.9), "points": [{"d": 1.5, "gold": 3.0}]},
         "replies": [
             {
                 "prompt": HOSTILE,
-                "sft": {"reply": "s", "score": 0.0, "gold": 1.0, "kl": 0.0, "length": 3},
-                "ppo": {
-                    "reply": "good",
-                    "score": 1.0,
-                    "gold": 3.0,
-                    "kl": 2.0,
-                    "length": 4,
-                    "tokens": ["go", "od"],
-                    "token_kl": [1.5, 0.5],
-                },
+                "sft": {"reply": "s", "score": -0.5, "gold": 1.0, "kl": 0.0, "length": 11},
+                "ppo": {"reply": "t", "score": 1.5, "gold": 3.0, "kl": 2.0, "length": 14}
+                | {"tokens": ["go", "od"], "token_kl": [1.5, 0.5]},
             }
         ],
+        "gold_curve": {"start": 1.65, "a": figure(1.8), "b": figure(0.9), "points": [{"d": 1.5, "gold": 3.0}]},
     },
 }
+"""Figures of `rlhf eval` that are all different, so that one in the place of another shows."""
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """The files of a run with a PPO stage that had one kind of finding in two stretches."""
+    """The files of a run whose figures are all different; PPO had one kind of finding in two stretches."""
     root = tmp_path / "run"
-    write(root / "sft" / "metrics.jsonl", [{"step": i, "loss/sft": 5 / i} for i in range(1, 50)])
-    write(root / "rm" / "metrics.jsonl", [{"step": i, "loss/rm": 1 / i, "rm/accuracy": 0.5} for i in range(1, 50)])
-    ppo = [{"step": i, "objective/score": i / 10, "objective/kl": i / 9, "policy/entropy": 1.0} for i in range(1, 20)]
-    write(root / "ppo" / "metrics.jsonl", ppo)
-    path = [(0, 0.0, 2.0), (10, 1.0, 5.0), (20, 4.0, 3.0)]
-    rows = [{"step": step, "kl": kl, "gold": gold, "score_mean": kl} for step, kl, gold in path]
-    write(root / "ppo" / "evaluation.json", [{"sft": rows[0], "ppo": rows[-1]}])
-    write(root / "ppo" / "evaluations.jsonl", rows[1:])
+    for stage, evaluation in EVALUATIONS.items():
+        write(root / "eval" / stage / "evaluation.json", [evaluation])
+        names = dict.fromkeys(name for curve in CURVES if curve.stage == stage for name in curve.metrics)
+        values = {name: 10.0 * number for number, name in enumerate(names, 1) if ":" not in name}
+        rows = [{"step": step, **{name: value + step for name, value in values.items()}} for step in range(1, 20)]
+        write(root / stage / "metrics.jsonl", rows)
+    (root / "ppo" / "config.yaml").write_text("ppo: {kl_target: 3.25}\n", encoding="utf-8")
+    start = {"score_mean": 0.15, "gold": 1.65, "kl": 0.0}
+    ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
+    middle = {"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}
+    end = {"score_mean": 2.3, "gold": 3.1, "kl": 3.6}
+    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **middle}, {"step": 90, **end}])
+    write(root / "ppo" / "evaluation.json", [{"sft": start, "ppo": end}])
     finding = {"name": "kl_runaway", "message": HOSTILE, "advice": "raise ppo.kl_coef"}
     steps = [{"step": i, "line": "", "findings": [finding] if i in (4, 5, 6, 11) else []} for i in range(1, 20)]
     worse = {"name": "overoptimisation", "message": "gold fell", "advice": "stop earlier"}
     steps.append({"step": 20, "line": "", "findings": [worse]})
     write(root / "ppo" / "health.jsonl", steps)
-    for stage, evaluation in EVALUATIONS.items():
-        write(root / "eval" / stage / "evaluation.json", [evaluation])
     return root
+
+
+@pytest.fixture
+def read(run) -> RunData:
+    return read_run(run, "run")
 
 
 def data_of(page: str):
@@ -150,103 +168,24 @@ def test_the_page_holds_curves_tables_samples_and_findings(run):
     for name in found["charts"]:
         assert f'data-chart="{name}"' in page
     assert found["replies"][0]["ppo"]["token_kl"] == [1.5, 0.5]
-    assert "0.80 [0.70, 0.90]" in page
+    assert "0.83 [0.73, 0.93]" in page
     assert "above chance (0.5) and choosing the longer answer (0.6)" in page
-    assert "n = 4" in page
+    assert "n = 48" in page
     for text in ("scores say &lt;little&gt;", "Benchmark rb2.jsonl", "Along the run", "Raw scores of answers"):
         assert text in page
     assert page.split("<script>")[0].count("raise ppo.kl_coef") == 1
-    assert "PPO minus best-of-n is -0.10 [-0.20, 0.00] in score" in page
-    assert "Over-optimisation: gold was highest at iteration 10 (5.00) and ended at 3.00" in page
-
-
-OTHER = {
-    "sft": {
-        "before": {"loss": figure(3.5), "token_accuracy": figure(0.25)},
-        "figures": {"loss": figure(1.5), "token_accuracy": figure(0.75)},
-        "difference": {"loss": figure(-2.0), "token_accuracy": figure(0.5)},
-    },
-    "rm": {
-        "figures": {"accuracy": figure(0.83), "margin": figure(1.7)},
-        "chance": {"accuracy": {"value": 0.5}},
-        "groups": {"probe": {"rude": {**figure(0.71), "rows": 21}, "vague": {**figure(0.64), "rows": 22}}},
-        "groups_longer_wins": {"probe": {"rude": {"value": 0.31}, "vague": {"value": 0.32}}},
-        "reliability": [
-            {"low": 0.5, "high": 0.6, "count": 3, "confidence": 0.56, "frequency": 0.41},
-            {"low": 0.9, "high": 1.0, "count": 5, "confidence": 0.93, "frequency": 0.87},
-        ],
-        "scores": {"better": [2.0, 3.0, 3.0], "worse": [-1.0, 0.0]},
-        "distributions": {
-            "better": {"mean": 2.6, "std": 0.4, "rows": 31.0},
-            "worse": {"mean": -0.6, "std": 0.7, "rows": 32.0},
-            "SFT": {"mean": 0.8, "std": 1.1, "rows": 33.0},
-            "PPO": {"mean": 1.9, "std": 1.2, "rows": 34.0},
-        },
-        "bench": {"file": "rb2.jsonl", "figures": {"Math": {**figure(0.77), "rows": 23}}, "chance": {"Math": 0.25}},
-    },
-    "ppo": {
-        "sft": {"score": figure(0.2), "gold": figure(1.6), "kl": figure(0.0)},
-        "ppo": {"score": figure(2.4), "gold": figure(4.7), "kl": figure(3.7)},
-        "difference": {"score": figure(2.2), "gold": figure(3.1), "kl": figure(3.9)},
-        "win_rate": {"score": figure(0.91), "gold": figure(0.86)},
-        "alignment_tax": figure(0.33),
-        "best_of_n": {
-            "prompts": 12,
-            "of_prompts": 25,
-            "rows": [
-                {"n": 1, "score": figure(0.3), "gold": figure(1.8), "length": figure(9), "kl": 0.1, "kl_bound": 0.0},
-                {"n": 64, "score": figure(2.1), "gold": figure(4.4), "length": figure(8), "kl": 3.2, "kl_bound": 3.3},
-            ],
-            "n_for_ppo_score": None,
-            "ppo": {"score": 2.5, "gold": 4.8, "kl": 2.9},
-            "at_ppo_kl": {
-                "n": 40.0,
-                "best_of_n": {"score": figure(1.4), "gold": figure(4.1)},
-                "ppo": {"score": figure(2.55), "gold": figure(4.85)},
-                "difference": {"score": figure(1.15), "gold": figure(0.75)},
-            },
-            "tilt_curve": [{"kl": 0.5, "beta": 2.0, "score": 0.6, "gold": 2.6}],
-        },
-        "replies": [
-            {
-                "prompt": "p",
-                "sft": {"reply": "s", "score": -0.5, "gold": 1.0, "kl": 0.0, "length": 11},
-                "ppo": {"reply": "t", "score": 1.5, "gold": 3.0, "kl": 2.0, "length": 14},
-            }
-        ],
-    },
-}
-"""Figures of `rlhf eval` that are all different, so that one in the place of another shows."""
-
-
-@pytest.fixture
-def other(tmp_path) -> RunData:
-    """A run whose figures are all different."""
-    root = tmp_path / "run"
-    for stage, evaluation in OTHER.items():
-        write(root / "eval" / stage / "evaluation.json", [evaluation])
-    names = {stage: [name for curve in CURVES if curve.stage == stage for name in curve.metrics] for stage in OTHER}
-    for stage, metrics in names.items():
-        values = {name: 10.0 * number for number, name in enumerate(dict.fromkeys(metrics), 1) if ":" not in name}
-        rows = [{"step": step, **{name: value + step for name, value in values.items()}} for step in (1, 2)]
-        write(root / stage / "metrics.jsonl", rows)
-    (root / "ppo" / "config.yaml").write_text("ppo: {kl_target: 3.25}\n", encoding="utf-8")
-    start = {"score_mean": 0.15, "gold": 1.65, "kl": 0.0}
-    ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
-    along = [{"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}, {"score_mean": 2.3, "gold": 4.6}]
-    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **along[0]}, {"step": 90, "kl": 3.6, **along[1]}])
-    write(root / "ppo" / "evaluation.json", [{"sft": start, "ppo": along[1]}])
-    return read_run(root, "run")
+    assert "PPO minus best-of-n is 1.15 [1.05, 1.25] in score" in page
+    assert "Over-optimisation: gold was highest at iteration 45 (4.20) and ended at 3.10" in page
 
 
 def shown_figure(value: float) -> str:
     return f"{value:.2f} [{value - 0.1:.2f}, {value + 0.1:.2f}]"
 
 
-def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(other):
+def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(read):
     tables = {
         stage: {table["title"]: [table["head"], *table["rows"]] for table in tables_of(data)}
-        for stage, data in other.stages.items()
+        for stage, data in read.stages.items()
     }
     n = shown_figure
     assert tables["sft"] == {
@@ -257,7 +196,12 @@ def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(other):
         ]
     }
     assert tables["rm"] == {
-        "Figures": [["", "value", "chance"], ["accuracy", n(0.83), "0.50"], ["margin", n(1.7), ""]],
+        "Figures": [
+            ["", "value", "chance"],
+            ["accuracy", n(0.83), "0.50"],
+            ["baseline: longer is better", n(0.6), ""],
+            ["margin", n(1.7), ""],
+        ],
         "Accuracy by probe": [
             ["", "accuracy", "chance", "longer wins", "rows"],
             ["rude", n(0.71), "0.50", "0.31", "21"],
@@ -283,7 +227,7 @@ def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(other):
             ["iteration", "score", "gold", "KL, nats"],
             ["0", "0.15", "1.65", "0.00"],
             ["45", "2.00 [1.90, 2.10]", "4.20 [4.10, 4.30]", "2.80 [2.60, 3.00]"],
-            ["90", "2.30", "4.60", "3.60"],
+            ["90", "2.30", "3.10", "3.60"],
         ],
         "How often PPO's reply is better than SFT's": [["by", "win rate"], ["score", n(0.91)], ["gold", n(0.86)]],
         "Alignment tax": [["", "PPO minus SFT, nats"], ["loss on SFT's held-out rows", n(0.33)]],
@@ -307,8 +251,8 @@ def fields(layer: dict, *names: str) -> list[tuple]:
     return [tuple(row.get(key) for key in keys) for row in layer["data"]["values"]]
 
 
-def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(other):
-    charts = {chart.id: chart.spec for chart in [*distance_charts([other]), *run_charts(other)]}
+def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(read):
+    charts = {chart.id: chart.spec for chart in [*distance_charts([read]), *run_charts(read)]}
     diagonal, line, circles = charts["run-reliability"]["layer"]
     assert line["encoding"]["x"]["title"] == "stated confidence"
     assert line["encoding"]["y"]["title"] == "how often it is right"
@@ -340,9 +284,9 @@ def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(other):
 
     for figure_name, start, path, best, own, tilt in (
         ("score", 0.15, (2.0, 1.9, 2.1, 2.3), (0.3, 2.1), (2.5, 2.55), 0.6),
-        ("gold", 1.65, (4.2, 4.1, 4.3, 4.6), (1.8, 4.4), (4.8, 4.85), 2.6),
+        ("gold", 1.65, (4.2, 4.1, 4.3, 3.1), (1.8, 4.4), (4.8, 4.85), 2.6),
     ):
-        intervals, points, _ = charts[f"path-{figure_name}-run"]["layer"]
+        *_, intervals, points, _ = charts[f"path-{figure_name}-run"]["layer"]
         assert fields(points, "x", "y", "order") == [(0.0, start, 0), (2.8, path[0], 45), (3.6, path[3], 90)]
         assert fields(intervals, "x", "y", "y2") == [(2.8, path[1], path[2])]
         band, dashed, line, label, diamond, interval, name = charts[f"frontier-{figure_name}-run"]["layer"]
@@ -360,8 +304,8 @@ def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(other):
         assert line["encoding"]["y"]["title"] == figure_name
 
 
-def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
-    charts = {chart.title: chart for chart in curve_charts([other])}
+def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
+    charts = {chart.title: chart for chart in curve_charts([read])}
     assert list(charts) == [curve.title for curve in CURVES]
     assert {curve.title: list(curve.metrics) for curve in CURVES} == {
         "SFT loss": ["loss/sft", "eval/loss"],
@@ -387,9 +331,9 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
     }
     for curve in CURVES:
         series = {one["series"]: (one["x"], one["y"]) for one in charts[curve.title].spec["data"]["values"]}
-        metrics = {label: other.stages[curve.stage].metrics.get(name) for name, label in curve.metrics.items()}
+        metrics = {label: read.stages[curve.stage].metrics.get(name) for name, label in curve.metrics.items()}
         if curve.title == "Gold score on held-out prompts":
-            metrics = {HELD_OUT: ([0, 45, 90], [1.65, 4.2, 4.6])}
+            metrics = {HELD_OUT: ([0, 45, 90], [1.65, 4.2, 3.1])}
         assert series == metrics
         scale = charts[curve.title].spec["encoding"]["color"]["scale"]
         assert dict(zip(scale["domain"], scale["range"], strict=True)) == {
@@ -399,7 +343,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(other):
         }
     assert [one["series"] for one in charts["RM loss"].spec["data"]["values"]] == ["training", HELD_OUT]
     (target,) = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
-    assert [(row["x"], row["target"]) for row in target["data"]["values"]] == [(1, 3.25), (2, 3.25)]
+    assert [(row["x"], row["target"]) for row in target["data"]["values"]] == [(1, 3.25), (19, 3.25)]
     assert target["encoding"]["y"]["field"] == "target"
 
 
@@ -586,17 +530,17 @@ def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_dia
 @pytest.mark.parametrize(
     ("difference", "says"),
     [
-        (figure(-0.05), "PPO raised gold from 2.00 to 4.00 at 2.5 nats; best-of-5 is as good."),
-        (figure(-0.5), "PPO raised gold from 2.00 to 4.00 at 2.5 nats; best-of-5 is better."),
-        (figure(0.5), "PPO raised gold from 2.00 to 4.00 at 2.5 nats, more than best-of-5."),
-        (None, "PPO raised gold from 2.00 to 4.00 at 2.5 nats; best-of-4 reaches its score."),
+        (figure(-0.05), "PPO raised gold from 1.60 to 4.70 at 3.7 nats; best-of-40 is as good."),
+        (figure(-0.5), "PPO raised gold from 1.60 to 4.70 at 3.7 nats; best-of-40 is better."),
+        (figure(0.5), "PPO raised gold from 1.60 to 4.70 at 3.7 nats, more than best-of-40."),
+        (None, "PPO raised gold from 1.60 to 4.70 at 3.7 nats; best-of-48 reaches its score."),
     ],
 )
 def test_the_page_begins_with_the_result_in_one_sentence(run, difference, says):
     path = run / "eval" / "ppo" / "evaluation.json"
     found = json.loads(path.read_text(encoding="utf-8"))
     same = found["best_of_n"]["at_ppo_kl"]["difference"]
-    same |= {} if difference is None else {"gold": difference}
+    same["gold"] = difference or {}
     write(path, [found])
     assert headline(read_run(run, "r")) == says
     report(run)
@@ -676,7 +620,7 @@ def test_text_and_curves_have_the_contrast_of_wcag_aa():
         ("tilt", "PPO has 94 % of what the best policy at this KL gains (the exponential tilt of the SFT samples)."),
         (
             "best_of_n",
-            "PPO has 94 % of what best-of-n gains there. 4 samples a prompt are too few to estimate what the best",
+            "PPO has 94 % of what best-of-n gains there. 64 samples a prompt are too few to estimate what the best",
         ),
     ],
 )
