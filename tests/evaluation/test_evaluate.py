@@ -377,10 +377,6 @@ def test_a_ratio_weighs_rows_by_their_tokens():
     assert figure.rows == 2
 
 
-def test_a_correlation_of_a_constant_is_zero():
-    assert correlation_figure(torch.ones(9), torch.arange(9.0), seed=0).value == 0.0
-
-
 def test_a_figure_that_is_not_finite_is_left_out_of_json():
     assert Figure(math.inf, rows=3).as_json() == {"rows": 3}
 
