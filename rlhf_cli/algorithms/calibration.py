@@ -54,24 +54,14 @@ def reliability(probability: Tensor, outcome: Tensor, *, low: float = 0.0, num_b
     return bins
 
 
-def expected_calibration_error(bins: list[Bin]) -> float:
-    """``sum over bins of count / n * |frequency - confidence|``; 0 for perfect calibration, NaN without predictions.
+def calibration_error(probability: Tensor, outcome: Tensor, *, low: float = 0.0, num_bins: int = 10) -> Tensor:
+    """The expected calibration error of [..., n] predictions, [...] float64; arguments as for `reliability`.
+
+    ``sum over bins of count / n * |frequency - confidence|``; 0 for perfect calibration, NaN without predictions.
 
     Naeini et al. 2015, "Obtaining well calibrated probabilities using Bayesian binning".
 
-    >>> expected_calibration_error([Bin(0, 0.5, 1, 0.25, 0.0), Bin(0.5, 1, 3, 0.75, 1.0)])
-    0.25
-    """
-    total = sum(b.count for b in bins)
-    if not total:
-        return float("nan")
-    return sum(b.count * abs(b.frequency - b.confidence) for b in bins if b.count) / total
-
-
-def calibration_errors(probability: Tensor, outcome: Tensor, *, low: float = 0.0, num_bins: int = 10) -> Tensor:
-    """The `expected_calibration_error` of each row of [..., n] predictions, [...]; arguments as for `reliability`.
-
-    >>> calibration_errors(torch.tensor([[0.25, 0.75]]), torch.tensor([[0.0, 0.0]]), num_bins=2)
+    >>> calibration_error(torch.tensor([[0.25, 0.75]]), torch.tensor([[0.0, 0.0]]), num_bins=2)
     tensor([0.5000], dtype=torch.float64)
     """
     p, y = probability.double(), outcome.double()

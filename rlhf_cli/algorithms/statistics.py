@@ -108,7 +108,7 @@ def spearman(x: Tensor, y: Tensor) -> float:
     return pearson(ranks(x), ranks(y))
 
 
-def kendall(x: Tensor, y: Tensor) -> float:
+def kendall(x: Tensor, y: Tensor, count: Tensor | None = None) -> Tensor:
     """Kendall's tau-b: how much more often x and y agree on the order of two rows than disagree, corrected for ties.
 
     ``sum over i < j of sign(x[i] - x[j]) * sign(y[i] - y[j]) / sqrt(pairs untied in x * pairs untied in y)``
@@ -116,28 +116,24 @@ def kendall(x: Tensor, y: Tensor) -> float:
     If x or y is constant, or there are fewer than two pairs, the quotient is 0 / 0 and the result is 0.
 
     Args:
-        x: [n]; the time grows with n squared.
+        x: [n]; time and memory grow with n squared.
         y: [n], in the same order.
+        count: [..., n] how often each row is there, as in resamples of the rows; once by default.
 
     Returns:
-        -1 to 1.
+        [...] float64, -1 to 1.
 
     Kendall 1945, "The treatment of ties in ranking problems".
 
     >>> kendall(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))  # they agree on two of three pairs
-    0.3333333333333333
+    tensor(0.3333, dtype=torch.float64)
     """
-    x, y = x.detach().cpu().double(), y.detach().cpu().double()
-    agreement = untied_x = untied_y = 0.0
-    for i in range(1, len(x)):
-        a, b = (x[i] - x[:i]).sign(), (y[i] - y[:i]).sign()
-        agreement += a.dot(b).item()
-        untied_x += a.abs().sum().item()
-        untied_y += b.abs().sum().item()
-    return agreement / sqrt(untied_x * untied_y) if untied_x and untied_y else 0.0
+    a, b = _order(x), _order(y)
+    same, untied_x, untied_y = (_over_pairs(matrix, count) for matrix in (a * b, a.abs(), b.abs()))
+    return same / (untied_x * untied_y).sqrt().clamp_min(1e-12)
 
 
-def pair_accuracy(x: Tensor, y: Tensor) -> float:
+def pair_accuracy(x: Tensor, y: Tensor, count: Tensor | None = None) -> Tensor:
     """The share of pairs that x orders as y does, among the pairs whose y differ.
 
     ``mean over pairs with y[i] > y[j] of (1 if x[i] > x[j], 1/2 if x[i] == x[j], else 0)``
@@ -147,16 +143,28 @@ def pair_accuracy(x: Tensor, y: Tensor) -> float:
     Args:
         x: [n] predictions.
         y: [n] targets, in the same order.
+        count: [..., n] how often each row is there, as in resamples of the rows; once by default.
 
     Returns:
-        0 to 1.
+        [...] float64, 0 to 1.
 
     >>> pair_accuracy(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0.0, 1.0, 1.0]))
-    1.0
+    tensor(1., dtype=torch.float64)
     """
-    apart = y[:, None] > y[None, :]
-    order = ((x[:, None] - x[None, :]).sign() + 1) / 2
-    return order[apart].mean().item() if bool(apart.any()) else 0.5
+    a, above = _order(x), (_order(y) > 0).float()
+    right, pairs = (_over_pairs(matrix, count) for matrix in (above * (a + 1) / 2, above))
+    return torch.where(pairs > 0, right / pairs.clamp_min(1), 0.5)
+
+
+def _order(x: Tensor) -> Tensor:
+    """[n, n] 1 where x[i] > x[j], 0 where they are equal, else -1."""
+    return (x[:, None] - x[None, :]).sign().float()
+
+
+def _over_pairs(matrix: Tensor, count: Tensor | None) -> Tensor:
+    """The sum of a [n, n] matrix over pairs of rows, each of which is there [..., n] times: [...] float64."""
+    count = torch.ones(len(matrix)) if count is None else count
+    return ((count @ matrix) * count).double().sum(-1)
 
 
 def ranks(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.bootstrap import mean_interval
-from rlhf_cli.algorithms.calibration import brier_score, expected_calibration_error, reliability
+from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
 from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.data.answers import RankedIds
@@ -120,16 +120,16 @@ def label_figures(score: torch.Tensor, label: torch.Tensor, rows: Sequence[Score
         "eval/base_rate": max(always_good, 1 - always_good),
         "eval/brier": brier_score(probability, label),
         "eval/brier_baseline": brier_score(label.mean(), label),
-        "eval/calibration_error": expected_calibration_error(reliability(probability, label)),
+        "eval/calibration_error": calibration_error(probability, label).item(),
         **_order_figures(score, label, rows),
     }
 
 
 def _order_figures(predicted: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
     """The share of pairs of answers in the right order, by the prediction and by the length in characters."""
-    longer = pair_accuracy(torch.tensor([float(len(row.response)) for row in rows]), target)
+    longer = pair_accuracy(torch.tensor([float(len(row.response)) for row in rows]), target).item()
     return {
-        "eval/pair_accuracy": pair_accuracy(predicted, target),
+        "eval/pair_accuracy": pair_accuracy(predicted, target).item(),
         "eval/length_baseline": longer,
         "eval/shorter_baseline": 1 - longer,
     }

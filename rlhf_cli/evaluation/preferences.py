@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.calibration import (
     Bin,
     best_temperature,
     best_temperatures,
-    calibration_errors,
+    calibration_error,
     reliability,
 )
 from rlhf_cli.algorithms.comparison import wins
@@ -92,7 +92,7 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
         "longer_wins": share_figure(longer_wins(pairs)),
         "shorter_wins": share_figure(1 - longer_wins(pairs)),
         "margin": mean_figure(margin, seed=seed),
-        "calibration_error": bootstrapped(partial(calibration_errors, low=0.5), confidence, right, seed=seed),
+        "calibration_error": bootstrapped(partial(calibration_error, low=0.5), confidence, right, seed=seed),
         "brier": mean_figure((confidence - right).square(), seed=seed),
         "best_temperature": Figure(best_temperature(margin), *temperature, len(margin)),
         "score_length_correlation": _length_correlation(pairs, seed=seed),

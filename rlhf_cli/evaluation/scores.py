@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.algorithms.calibration import calibration_errors
+from rlhf_cli.algorithms.calibration import calibration_error
 from rlhf_cli.algorithms.reward_model import label_accuracy
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks
 from rlhf_cli.data.answers import ScoredIds
@@ -19,8 +19,8 @@ from rlhf_cli.report.figure import Figure, Figures
 WORST = 20
 """Answers or mistakes that are kept with their texts."""
 QUARTERS = ("smallest quarter", "second quarter", "third quarter", "largest quarter")
-MOST_KENDALL = 2000
-"""Rows that Kendall's tau reads; its time grows with their square."""
+MOST_ORDERED = 2000
+"""Rows of which all pairs are looked at."""
 
 
 def score_figures(predicted: Tensor, target: Tensor, *, seed: int) -> Figures:
@@ -31,7 +31,8 @@ def score_figures(predicted: Tensor, target: Tensor, *, seed: int) -> Figures:
         "target_variance": Figure(target.var(correction=0).item(), rows=len(target)),
         "pearson": correlation_figure(predicted, target, seed=seed),
         "spearman": correlation_figure(ranks(predicted), ranks(target), seed=seed),
-        **_order_figures(predicted[:MOST_KENDALL], target[:MOST_KENDALL], seed=seed),
+        "kendall": _order_figure(kendall, predicted, target, seed=seed),
+        "pair_accuracy": _order_figure(pair_accuracy, predicted, target, seed=seed),
     }
 
 
@@ -45,35 +46,20 @@ def label_figures(score: Tensor, label: Tensor, *, seed: int) -> Figures:
         "base_rate": Figure(max(good, 1 - good), rows=len(label)),
         "brier": mean_figure((probability - label).square(), seed=seed),
         "brier_baseline": Figure(label.var(correction=0).item(), rows=len(label)),
-        "calibration_error": bootstrapped(calibration_errors, probability, label, seed=seed),
-        "pair_accuracy": _order_figures(score[:MOST_KENDALL], label[:MOST_KENDALL], seed=seed)["pair_accuracy"],
+        "calibration_error": bootstrapped(calibration_error, probability, label, seed=seed),
+        "pair_accuracy": _order_figure(pair_accuracy, score, label, seed=seed),
     }
 
 
-def _order_figures(x: Tensor, y: Tensor, *, seed: int) -> Figures:
-    """Kendall's tau and the share of pairs in the right order, of [n] rows that are resampled."""
-    a, b = ((values[:, None] - values[None, :]).sign().float() for values in (x, y))
-    agrees, untied_x, untied_y = a * b, a.abs(), b.abs()
-    ordered, right = (b > 0).float(), (b > 0) * (a + 1) / 2
+def _order_figure(statistic: Callable[..., Tensor], x: Tensor, y: Tensor, *, seed: int) -> Figure:
+    """Kendall's tau or the share of pairs in the right order, of the first rows, which are resampled."""
+    x, y = x[:MOST_ORDERED], y[:MOST_ORDERED]
 
-    def sums(rows: Tensor, *matrices: Tensor) -> list[Tensor]:
-        """The sum over pairs of drawn rows of each matrix, [B]."""
-        count = torch.zeros(len(rows), len(x)).scatter_add_(1, rows, torch.ones(rows.shape))
-        return [((count @ matrix) * count).double().sum(1) for matrix in matrices]
+    def resampled(rows: Tensor) -> Tensor:
+        return statistic(x, y, torch.zeros(len(rows), len(x)).scatter_add_(1, rows, torch.ones(rows.shape)))
 
-    def tau(rows: Tensor) -> Tensor:
-        same, num_x, num_y = sums(rows, agrees, untied_x, untied_y)
-        return same / (num_x * num_y).sqrt().clamp_min(1e-12)
-
-    def accuracy(rows: Tensor) -> Tensor:
-        good, every = sums(rows, right, ordered)
-        return torch.where(every > 0, good / every.clamp_min(1), 0.5)
-
-    rows = torch.arange(len(x))
-    return {
-        "kendall": Figure(kendall(x, y), *bootstrap_interval(tau, rows, seed=seed), len(x)),
-        "pair_accuracy": Figure(pair_accuracy(x, y), *bootstrap_interval(accuracy, rows, seed=seed), len(x)),
-    }
+    interval = bootstrap_interval(resampled, torch.arange(len(x)), seed=seed)
+    return Figure(statistic(x, y).item(), *interval, len(x))
 
 
 def quarters(values: Tensor) -> dict[str, Tensor]:

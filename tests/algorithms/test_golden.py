@@ -14,7 +14,7 @@ import torch
 from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
-from rlhf_cli.algorithms.calibration import brier_score, expected_calibration_error, reliability
+from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
@@ -365,15 +365,14 @@ def check_calibration(x):
     probability, preferred_mask = (x["reward_a"] - x["reward_b"]).sigmoid(), x["a_preferred"].bool()
     better, worse = (torch.where(mask, x["reward_a"], x["reward_b"]) for mask in (preferred_mask, ~preferred_mask))
     nll, stats = pairwise_loss(better, worse)
+    confidence = torch.maximum(probability, 1 - probability)
     errors = {
-        "brier": brier_score(probability, preferred_mask),
-        "ece_prob": expected_calibration_error(reliability(probability, preferred_mask, num_bins=x["bins_prob"])),
-        "ece_conf": expected_calibration_error(
-            reliability(torch.maximum(probability, 1 - probability), better > worse, num_bins=x["bins_conf"])
-        ),
+        "brier": torch.tensor(brier_score(probability, preferred_mask), dtype=torch.float64),
+        "ece_prob": calibration_error(probability, preferred_mask, num_bins=x["bins_prob"]),
+        "ece_conf": calibration_error(confidence, better > worse, num_bins=x["bins_conf"]),
     }
     figures = {"prob": probability, "nll": nll, "accuracy": stats["rm/accuracy"]}
-    return figures | {key: torch.tensor(value, dtype=torch.float64) for key, value in errors.items()}
+    return figures | errors
 
 
 def check_score_loss(x):

@@ -428,7 +428,7 @@ def test_the_orders_of_resampled_rows_are_those_of_the_rows():
     figures = score_figures(predicted, target, seed=0)
     for name, function in (("kendall", kendall), ("pair_accuracy", pair_accuracy)):
         drawn = torch.randint(40, (300, 40), generator=generator)
-        values = torch.tensor([function(predicted[rows], target[rows]) for rows in drawn]).sort().values
+        values = torch.stack([function(predicted[rows], target[rows]) for rows in drawn]).sort().values
         assert figures[name].low == pytest.approx(values[7].item(), abs=0.06)
         assert figures[name].high == pytest.approx(values[292].item(), abs=0.06)
 
