@@ -342,7 +342,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
             SETTING: TRAINING,
         }
     assert [one["series"] for one in charts["RM loss"].spec["data"]["values"]] == ["training", HELD_OUT]
-    (target,) = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
+    target, _ = [layer for layer in charts["KL to the SFT model"].spec["layer"] if "data" in layer]
     assert [(row["x"], row["target"]) for row in target["data"]["values"]] == [(1, 3.25), (19, 3.25)]
     assert target["encoding"]["y"]["field"] == "target"
 
@@ -376,7 +376,7 @@ def test_several_runs_share_their_curves(run, tmp_path):
     write(other / "sft" / "metrics.jsonl", [{"step": i, "loss/sft": 4 / i} for i in range(1, 30)])
     assert report(run, other, "--out", tmp_path / "both.html").exit_code == 0
     page = (tmp_path / "both.html").read_text(encoding="utf-8")
-    series = data_of(page)["charts"]["sft-sft-loss"]["spec"]["usermeta"]["series"]
+    series = data_of(page)["charts"]["sft-sft-loss"]["spec"]["data"]["values"]
     assert [one["run"] for one in series] == ["run", "other"]
     assert "rlhf eval" in page  # The other run has no evaluation; the page says how to get one.
 
