@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report.chart import (
     CURVES,
     GRAY,
@@ -22,7 +23,6 @@ from rlhf_cli.report.chart import (
     tip,
 )
 from rlhf_cli.report.read import RunData, StageData, config_of
-from rlhf_cli.health.recap import unit_of
 
 SMOOTHING = 0.03
 """Share of a curve's points that its smoothing spans, until the reader of the page chooses another."""
