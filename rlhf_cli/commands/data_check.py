@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from rlhf_cli.artifacts import model_directory
-from rlhf_cli.commands.data_count import Check
-from rlhf_cli.commands.data_measure import InTokens, encoder_of, in_words
+from rlhf_cli.commands.data_count import Check, encoder_of, in_tokens, in_words
 from rlhf_cli.commands.data_report import figures, new_console, print_bad_rows, print_figures
 from rlhf_cli.commands.options import (
     ConfigOrNone,
@@ -156,7 +156,7 @@ def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_jso
         with status:
             for spec in specs:
                 encoder = encoder_of(spec, tokenizer, str(tokenizer_path)) if tokenizer is not None else None
-                check.count(spec, InTokens(encoder) if encoder is not None else in_words)
+                check.count(spec, partial(in_tokens, encoder) if encoder is not None else in_words)
     except DataError:
         if not as_json:
             print_bad_rows(console, check.bad, check.num_bad.total())

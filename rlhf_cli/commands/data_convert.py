@@ -25,13 +25,11 @@ import typer
 from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.options import For, Format, Keys, OnBadRow, Quiet, Source, SourceSet, source_of
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Message, Record, shown_name
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
+from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see, seen_rows
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.training.progress import Display
 
@@ -71,7 +69,9 @@ def data_convert(
     lost: list[str] = []
     number = 0
     with _writer(out) as write:
-        for record, seen in _seen(part, report):
+        for side, seen in seen_rows(part, report):
+            record = seen.record
+            report.kept[side] += 1
             if not number:
                 lost = [name for name in _lost(record, part, report) if name not in keep]
             for row in rows_of(seen, part.purpose, report.kinds[part.rows.train[0].path]):
@@ -188,20 +188,6 @@ def _column(record: Record, name: str) -> Any:
     if name not in record.columns:
         raise ConfigError(f"--keep: {name}: {record.where} lacks this column, every row must have it")
     return record.columns[name]
-
-
-def _seen(part: StageRows, report: Report) -> Iterator[tuple[Record, Seen]]:
-    for side, record in records(part.rows, part.purpose, report, role=part.role):
-        try:
-            seen = see(record, part, side)
-        except DataError as error:
-            report.bad_row(part.rows, side, error)
-            continue
-        if isinstance(seen, Skipped):
-            report.skip(side, seen.reason)
-        else:
-            report.kept[side] += 1
-            yield record, seen
 
 
 # ---------------------------------------------------------------------------------------------- writing

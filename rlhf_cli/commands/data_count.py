@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.commands.data_measure import Measure, Measured
+from rlhf_cli.commands.output import batched
 from rlhf_cli.config.data import Rows
-from rlhf_cli.data.encode import Skipped
+from rlhf_cli.data.encode import Skipped, require_eos
+from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
 from rlhf_cli.data.reading import records, row_digest
-from rlhf_cli.data.records import Record
 from rlhf_cli.data.report import DUPLICATE, Report
-from rlhf_cli.data.views import Seen, StageRows, see
+from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.data.words import glued
 from rlhf_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_BAD_ROWS = 10
 """Bad rows that are printed."""
@@ -126,6 +129,87 @@ def _glued(seen: Seen, spec: StageRows) -> Iterator[str | None]:
         yield glued(before + record.prompt + after, answer)
 
 
+# ------------------------------------------------------------------------------------------- measures
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The lengths of a row, and what the stage would keep of it."""
+
+    prompt: int
+    answers: list[int]
+    kept: int = 1
+    """Items that the stage would use: one per scored answer, else one per row."""
+    skipped: tuple[Skipped, ...] = ()
+    special_token: str | None = None
+    """A special token in the row's own text."""
+
+
+def in_words(rows: Sequence[Seen]) -> list[Measured]:
+    """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
+    return [
+        Measured(
+            len(seen.record.prompt.split()),
+            [len(answer.split()) for answer in seen.answers],
+            kept=len(seen.scores) or 1,
+        )
+        for seen in rows
+    ]
+
+
+def in_tokens(encoder: RowEncoder, rows: Sequence[Seen]) -> list[Measured]:
+    """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes."""
+    from rlhf_cli.data.answers import AnswerEncoder
+
+    found = []
+    for seen, sequences in zip(rows, encoder.sequences([seen.row for seen in rows]), strict=True):
+        if encoder.stage_rows.purpose == "ppo":
+            answers = []
+        elif isinstance(encoder, AnswerEncoder):
+            each = zip(demonstrations_of(seen), sequences, strict=True)
+            answers = [encoder.answer_length(row, tokens) for row, tokens in each]
+        else:
+            answers = [sum(mask) for _, mask in sequences]  # SFT learns every assistant turn
+        prompt = len(sequences[-1][0]) - (answers[-1] if answers else 0)
+        items = list(encoder.items(seen.row, sequences))
+        skipped = tuple(item for item in items if isinstance(item, Skipped))
+        found.append(Measured(prompt, answers, len(items) - len(skipped), skipped, encoder.special_token_in(seen.row)))
+    return found
+
+
+def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -> RowEncoder:
+    """The encoder with which the stage would read these rows. `path` is the model that the tokenizer belongs to."""
+    if rows.purpose in ("sft", "ppo"):
+        require_eos(tokenizer, path)
+        return DemonstrationEncoder(tokenizer, rows) if rows.purpose == "sft" else PromptEncoder(tokenizer, rows)
+    from rlhf_cli.data.answers import answer_encoder
+
+    reads_last_token = _reads_last_token(path, tokenizer)
+    if reads_last_token:
+        require_eos(tokenizer, path)
+    return answer_encoder(tokenizer, rows, reads_last_token=reads_last_token)
+
+
+def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a reward model on this backbone is causal. Its classifier is built without weights to find out."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rlhf_cli.models.heads import offer_classifier, reads_last_token
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        offer_classifier(type(config))
+        with torch.device("meta"):
+            return reads_last_token(AutoModelForSequenceClassification.from_config(config))
+    except (OSError, ValueError):
+        # A tokenizer without a model: tokenizers of encoder models rarely have an EOS.
+        return tokenizer.eos_token_id is not None
+
+
+# ------------------------------------------------------------------------------------------- counts
+
+
 class Check(Report):
     """Everything that `rlhf data check` counts. The sides are train, test, probes and ptx."""
 
@@ -153,32 +237,29 @@ class Check(Report):
     def _name(self, side: str) -> str:
         return side if self._role == "data" else self._role.removeprefix("data.")
 
-    def count(self, spec: StageRows, measure: Measure) -> None:
+    def count(self, spec: StageRows, measure: Callable[[Sequence[Seen]], list[Measured]]) -> None:
         """Read the rows of a stage and count them. Raises DataError for a source that cannot be read at all."""
         self._role = spec.role
         # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
         once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
         rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
-        found = records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role)
         with ThreadPoolExecutor(1) as pool:
             # The tokenizer works on one chunk while the next one is read.
             pending: Future[list[Measured]] | None = None
             before: list[tuple[str, Seen]] = []
-            for chunk in _chunks(self._views(found, spec)):
+            for chunk in batched(self._views(rows, spec), CHUNK):
                 now = pool.submit(measure, [seen for _, seen in chunk])
                 self._take(before, pending, spec)
                 before, pending = chunk, now
             self._take(before, pending, spec)
 
-    def _views(self, found: Iterable[tuple[str, Record]], spec: StageRows) -> Iterator[tuple[str, Seen]]:
+    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, Seen]]:
         """(side, what the stage sees) of the rows that the stage would encode; the others are counted."""
         digests: set[tuple[str, bytes]] = set()
-        for side, record in found:
-            is_duplicate = False
+        for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
+            num_before = len(digests)
             if spec.rows.deduplicate:
-                digest = (side, row_digest(record))
-                is_duplicate = digest in digests
-                digests.add(digest)
+                digests.add((side, row_digest(record)))
             try:
                 seen = see(record, spec, side)
             except DataError as error:
@@ -187,7 +268,7 @@ class Check(Report):
             self.num_read[self._name(side)] += 1
             if isinstance(seen, Seen):
                 self._register(side, seen)
-            if is_duplicate:
+            if spec.rows.deduplicate and len(digests) == num_before:
                 self.skip(side, DUPLICATE)
             elif isinstance(seen, Skipped):
                 self.skip(side, seen.reason)
@@ -229,14 +310,3 @@ class Check(Report):
             file, number = files[side.files[n]], side.numbers[n]
             found.append(file if number < 0 else f"{file}{number}")
         return found
-
-
-def _chunks(rows: Iterable[tuple[str, Seen]]) -> Iterator[list[tuple[str, Seen]]]:
-    chunk: list[tuple[str, Seen]] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == CHUNK:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk

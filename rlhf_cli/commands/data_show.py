@@ -16,7 +16,6 @@ from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, Sou
 from rlhf_cli.config.data import Rows
 from rlhf_cli.console import Console
 from rlhf_cli.data.encode import (
-    Limits,
     Skipped,
     encode_answers,
     encode_rows,
@@ -29,7 +28,7 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Demonstration, Prompt, Record, shown_name
+from rlhf_cli.data.records import Prompt, Record, shown_name
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
@@ -133,64 +132,47 @@ def _show(screen: Screen, record: Record, part: StageRows, tokenizer: PreTrained
         return
     if isinstance(seen, Skipped):
         screen.title(record.where, f"skipped: {seen.reason}")
-        screen.body([(record.prompt, False, False)])
-        for answer in record.answers:
-            screen.body([(answer.text, False, False)])
+        for text in (record.prompt, *(answer.text for answer in record.answers)):
+            screen.body([(text, False, False)])
     elif tokenizer is None:
-        _show_texts(screen, seen, part)
-    elif part.purpose == "ppo":
-        _show_prompt(screen, seen, part, tokenizer)
+        for number, answer in enumerate(seen.answers or ("",)):
+            screen.title(record.where, _name(seen, part, number))
+            screen.body([("" if number else record.prompt, False, False), (answer, True, False)])
     else:
-        _show_answers(screen, seen, part, tokenizer)
+        _show_tokens(screen, seen, part, tokenizer)
 
 
-def _show_texts(screen: Screen, seen: Seen, part: StageRows) -> None:
-    if not seen.answers:
-        screen.title(seen.record.where)
-        screen.body([(seen.record.prompt, False, False)])
-    for number, answer in enumerate(seen.answers):
-        screen.title(seen.record.where, _name(seen, part, number))
-        screen.body([("" if number else seen.record.prompt, False, False), (answer, True, False)])
-
-
-def _show_prompt(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
-    record, row = seen.record, seen.row
-    assert isinstance(row, Prompt)
-    ids = encode_rows(tokenizer, [row], part.template, keep_special=part.keep_special)[0]
-    fitting = fit_prompt(ids, _limits(part), tokenizer.bos_token_id)
-    kept = ids if isinstance(fitting, Skipped) else fitting
-    screen.title(record.where, _tokens(ids, kept, fitting))
-    screen.body(pieces(tokenizer, kept, [False] * len(kept)))
-
-
-def _show_answers(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
-    record = seen.record
-    rows = demonstrations_of(seen)
+def _show_tokens(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
     first: list[int] = []
-    for number, (ids, target_mask, text) in enumerate(_encoded(rows, part, tokenizer)):
+    for number, (ids, target_mask, text) in enumerate(_encoded(seen, part, tokenizer)):
         before = len(ids) - last_run(target_mask)
-        name = _name(seen, part, number)
-        screen.title(record.where, ", ".join(part for part in (name, text) if part))
+        screen.title(seen.record.where, ", ".join(filter(None, (_name(seen, part, number), text))))
+        found = pieces(tokenizer, ids, target_mask)
         if number == 0:
             first = ids[:before]
-            screen.body(pieces(tokenizer, ids, target_mask))
         elif ids[:before] == first and before:
-            found = pieces(tokenizer, ids, target_mask)
             screen.line(f"  (the same {before} tokens, then)")
-            screen.body([piece for piece in found if piece[1]])
-        else:
-            screen.body(pieces(tokenizer, ids, target_mask))
+            found = [piece for piece in found if piece[1]]
+        screen.body(found)
 
 
 def _encoded(
-    rows: Sequence[Demonstration], part: StageRows, tokenizer: PreTrainedTokenizerBase
+    seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
-    """For each row its ids, which of them are targets, and a description of both."""
-    encoded = encode_answers(
-        tokenizer, rows, part.template, start=part.purpose == "sft", keep_special=part.keep_special
-    )
-    for ids, answer in encoded:
-        fitting = fit(ids, answer, _limits(part), tokenizer.bos_token_id)
+    """For each sequence of a row its ids, which of them are targets, and a description of both."""
+    limits, bos, keep = part.limits or NO_LIMITS, tokenizer.bos_token_id, part.keep_special
+    if isinstance(seen.row, Prompt):
+        (ids,) = encode_rows(tokenizer, [seen.row], part.template, keep_special=keep)
+        cut = fit_prompt(ids, limits, bos)
+        kept = ids if isinstance(cut, Skipped) else cut
+        yield kept, [False] * len(kept), _tokens(ids, kept, cut)
+        return
+    start = part.purpose == "sft"
+    for ids, answer in encode_answers(
+        tokenizer, demonstrations_of(seen), part.template, start=start, keep_special=keep
+    ):
+        fitting = fit(ids, answer, limits, bos)
         kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":
             target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
@@ -198,10 +180,6 @@ def _encoded(
             target_mask = [n > 0 for n in range(len(kept))]
         text = _tokens(ids, kept, fitting)
         yield kept, target_mask, f"{text}, {sum(target_mask)} trained on" if part.purpose == "sft" else text
-
-
-def _limits(part: StageRows) -> Limits:
-    return part.limits or NO_LIMITS
 
 
 def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:

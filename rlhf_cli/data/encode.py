@@ -273,24 +273,6 @@ def encode_answers(
     return found
 
 
-def encode_demonstrations(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Demonstration],
-    template: str | None,
-    *,
-    learn_all: bool,
-    limits: Limits | None = None,
-    keep_special: bool = False,
-) -> list[Example | Skipped]:
-    """Encode rows to training sequences within `limits`."""
-    bos = tokenizer.bos_token_id
-    encoded = encode_answers(tokenizer, rows, template, keep_special=keep_special)
-    return [
-        training_example(ids, answer_mask, row.where, limits, bos, learn_all=learn_all)
-        for row, (ids, answer_mask) in zip(rows, encoded, strict=True)
-    ]
-
-
 def training_example(
     ids: list[int], answer_mask: list[bool], where: str, limits: Limits | None, bos: int | None, *, learn_all: bool
 ) -> Example | Skipped:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhf_cli.config.data import Rows
 from rlhf_cli.errors import DataError
@@ -141,32 +140,4 @@ class Report:
         return DataError(
             f"{role}.{side}: none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}."
             f"{self.advice(side, length_key, longest)}"
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """The counts as JSON values, for the token cache."""
-        return {
-            "kinds": self.kinds,
-            "rows": self.rows,
-            "kept": self.kept,
-            "skipped": self.skipped,
-            "needs": self.needs,
-            "bad": self.bad,
-            "special": self.special,
-            "special_token": self.special_token,
-        }
-
-    @classmethod
-    def from_facts(cls, facts: dict[str, Any]) -> Report:
-        """The report that `facts` described."""
-        return cls(
-            kinds=facts["kinds"],
-            rows=Counter(facts["rows"]),
-            kept=Counter(facts["kept"]),
-            skipped={side: Counter(reasons) for side, reasons in facts["skipped"].items()},
-            # JSON has text keys only.
-            needs={side: Counter({int(n): times for n, times in of.items()}) for side, of in facts["needs"].items()},
-            bad=facts["bad"],
-            special=Counter(facts["special"]),
-            special_token=facts["special_token"],
         )

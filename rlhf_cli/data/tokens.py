@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
-from rlhf_cli.data.reading import records
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table, TableWriter
-from rlhf_cli.data.views import StageRows, Viewed
+from rlhf_cli.data.views import seen_rows
 from rlhf_cli.data_files import data_fingerprint
 from rlhf_cli.errors import DataError
 from rlhf_cli.files import cache_root, digest_file
@@ -101,7 +101,7 @@ def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> Repor
     try:
         _write_tables(partial, encoder, report, longest)
         digests = {side: digest_file(partial / f"{side}.arrow") for side in SIDES}
-        facts = json.dumps({"report": report.facts(), "digests": digests})
+        facts = json.dumps({"report": TypeAdapter(Report).dump_python(report), "digests": digests})
         stored = {"facts": facts, "digest": _digest(facts)}
         (partial / "facts.json").write_text(json.dumps(stored), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
@@ -120,7 +120,7 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
     spec = encoder.stage_rows
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
-    for side, rows in _by_side(views(spec, report)):
+    for side, rows in _by_side((side, seen.row) for side, seen in seen_rows(spec, report)):
         items = []
         if not spec.keep_special:
             found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]  # type: ignore[arg-type]
@@ -136,21 +136,6 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
         writer.close()
         if report.rows[side] and not writer.num_rows:
             raise report.nothing_left(spec.role, side, spec.length_key, longest)
-
-
-def views(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Viewed]]:
-    """(side, what the stage sees) of each row that the stage has a use for. `only` limits them to one side."""
-    words, role = spec.prompt_words, spec.role
-    for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
-        try:
-            found = spec.view(record, side)
-        except DataError as error:
-            report.bad_row(spec.rows, side, error)
-            continue
-        if isinstance(found, Skipped):
-            report.skip(side, found.reason)
-        else:
-            yield side, found
 
 
 def _by_side(stream: Iterable[tuple[str, V]]) -> Iterator[tuple[str, list[V]]]:
@@ -199,7 +184,7 @@ def _stored_report(entry: Path) -> Report | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Report.from_facts(facts["report"])
+    return TypeAdapter(Report).validate_python(facts["report"])
 
 
 def _digest(text: str) -> str:

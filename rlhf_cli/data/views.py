@@ -16,7 +16,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.formats import Purpose
-from rlhf_cli.data.reading import first_format
+from rlhf_cli.data.reading import first_format, records
 from rlhf_cli.data.records import (
     ASSISTANT,
     SPEAKERS,
@@ -28,6 +28,7 @@ from rlhf_cli.data.records import (
     Scored,
     number,
 )
+from rlhf_cli.data.report import Report
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -301,6 +302,21 @@ def see(record: Record, rows: StageRows, side: str) -> Seen | Skipped:
     """`StageRows.view` with the record beside the row. Raises DataError for a bad row."""
     row = rows.view(record, side)
     return row if isinstance(row, Skipped) else Seen(record, row)
+
+
+def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Seen]]:
+    """(side, row) of each row that the stage has a use for; the others are counted. `only` limits them to one side."""
+    words, role = spec.prompt_words, spec.role
+    for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
+        try:
+            seen = see(record, spec, side)
+        except DataError as error:
+            report.bad_row(spec.rows, side, error)
+            continue
+        if isinstance(seen, Skipped):
+            report.skip(side, seen.reason)
+        else:
+            yield side, seen
 
 
 def demonstrations_of(seen: Seen) -> list[Demonstration]:

@@ -23,8 +23,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.splits import SHARES
-from rlhf_cli.data.tokens import views
-from rlhf_cli.data.views import StageRows, Viewed, answers_of, rm_rows, sft_rows
+from rlhf_cli.data.views import StageRows, Viewed, answers_of, rm_rows, seen_rows, sft_rows
 from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import DataError, UserError
 from rlhf_cli.models.load import load_tokenizer
@@ -108,7 +107,8 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> Trainin
     num, answers = 0, 0
     scores: list[float] = []
     sample: list[Viewed] = []
-    for number, (_, row) in enumerate(views(spec, report, only="train"), 1):
+    for number, (_, seen) in enumerate(seen_rows(spec, report, only="train"), 1):
+        row = seen.row
         # The stage takes each scored answer by itself.
         num += len(row) if isinstance(row, list) else 1
         answers += len(answers_of(row))

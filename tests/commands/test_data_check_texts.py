@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,7 @@ from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import StageRows
-from support.paths import ROOT
 from support.tiny import encoder, read_jsonl, write_jsonl
-
-DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data")))
-
-
-def needs(path: Path) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not path.exists(), reason=f"{path} does not exist; set RLHF_REAL_DATA to the data folder")
 
 
 def rlhf(*arguments: object, code: int = 0) -> Result:
@@ -73,20 +64,6 @@ def test_a_blank_answer_is_skipped_and_counted_everywhere(tmp_path: Path, tokeni
         rows = tokenise(DemonstrationEncoder(tokenizer, StageRows(data, "sft")))
         assert len(rows.train) == used
         assert "data.train: 2 of 4 rows skipped: an answer is blank" in rows.lines
-
-
-TRANSCRIPTS = DATA / "hh-rlhf" / "helpful-base-test.jsonl.gz"
-
-
-@needs(TRANSCRIPTS)
-def test_the_blank_answers_of_published_transcripts_are_counted() -> None:
-    with gzip.open(TRANSCRIPTS, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    blank = sum(
-        any(not row[name].rpartition("Assistant:")[2].strip() for name in ("chosen", "rejected")) for row in rows
-    )
-    assert blank == 4
-    assert checked(TRANSCRIPTS, "--for", "rm")["sides"]["train"]["skipped"]["an answer is blank"] == blank
 
 
 # ------------------------------------------------------------------------------------------ missing spaces

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
 from rlhf_cli.commands.data_check import rows_of_source
-from rlhf_cli.commands.data_measure import InTokens, Measured, encoder_of, in_words
+from rlhf_cli.commands.data_count import Measured, encoder_of, in_tokens, in_words
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import Skipped, encode_answers, encode_demonstrations, encode_for_classifier, encode_rows
+from rlhf_cli.data.encode import Skipped, encode_answers, encode_for_classifier, encode_rows
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, transcript
@@ -35,7 +35,7 @@ from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, Viewed, see
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
-from support.tiny import write_jsonl
+from support.tiny import training_examples, write_jsonl
 
 FIXTURES = TESTS / "fixtures" / "formats"
 
@@ -144,13 +144,6 @@ def test_percentiles_are_lengths_of_rows(tmp_path: Path) -> None:
     assert side["lengths"]["answer"]["max"] == max(lengths)
     assert side["lengths"]["answer"]["mean"] == pytest.approx(sum(lengths) / len(lengths), rel=1e-12)
     assert side["lengths"]["prompt"]["p99"] == 1
-
-
-def test_a_percentile_is_never_interpolated(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}", "response": words(10 * n)} for n in range(1, 11)]
-    side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
-    lengths = side["lengths"]["answer"]
-    assert [lengths[key] for key in ("p1", "p10", "p50", "p90", "p99", "max")] == [10, 10, 50, 90, 100, 100]
 
 
 def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
@@ -323,8 +316,7 @@ def test_means_cover_all_chunks_and_sides(tmp_path: Path) -> None:
     """More rows than are measured at a time, of two sides in turn."""
     rows = [{"prompt": f"question {n}", "response": words(1 + n % 7)} for n in range(2500)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "test_fraction": 0.3})), encoding="utf-8")
+    config = written(tmp_path, sft_config({"train": str(path), "test_fraction": 0.3}))
     found = checked("--config", config)
     sides: dict[str, list[int]] = {"train": [], "test": []}
     for side, record in records(Rows(train=[DataSource(path=str(path))], test_fraction=0.3), "sft", Report()):
@@ -349,6 +341,13 @@ def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
+def written(tmp_path: Path, config: dict[str, Any], stage: str = "sft") -> Path:
+    """The file of a config."""
+    path = tmp_path / f"{stage}.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
 def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
     values = [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)]
     path = write_jsonl(tmp_path / "a.jsonl", [*values, *values[:7]])
@@ -360,8 +359,7 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
         "min_response_length": 60,
         "deduplicate": True,
     }
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(make_model("llama"))})), encoding="utf-8")
+    config = written(tmp_path, sft_config(data, model={"path": str(make_model("llama"))}))
     found = checked("--config", config)
     train, test = found["sides"]["train"], found["sides"]["test"]
     assert train["read"] + test["read"] == 37
@@ -385,8 +383,7 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
 
 def test_without_a_tokenizer_on_disk_lengths_are_words(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "response": " c"}])
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "test_fraction": 0})), encoding="utf-8")
+    config = written(tmp_path, sft_config({"train": str(path), "test_fraction": 0}))
     assert checked("--config", config)["unit"] == "words"
 
 
@@ -394,8 +391,7 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair(f"p {n}", 2, 3) for n in range(4)])
     probes = write_jsonl(tmp_path / "probes.jsonl", [{**pair("q", 2, 3), "probe": "length"}, pair("q", 3, 2)])
     rm = sft_config({"train": str(pairs), "test_fraction": 0, "probes": str(probes)}, model={"path": "org/model"})
-    config = tmp_path / "rm.yaml"
-    config.write_text(yaml.safe_dump(rm), encoding="utf-8")
+    config = written(tmp_path, rm, "rm")
     found = checked("--config", config, code=1)
     assert {name: (side["read"], side["bad"]) for name, side in found["sides"].items()} == {
         "train": (4, 0),
@@ -411,8 +407,7 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
         "ppo": {"num_iterations": 1, "rollout_batch_size": 2, "minibatch_size": 2},
         "optimizer": {"learning_rate": 0.001},
     }
-    config = tmp_path / "ppo.yaml"
-    config.write_text(yaml.safe_dump(ppo), encoding="utf-8")
+    config = written(tmp_path, ppo, "ppo")
     found = checked("--config", config)
     assert (found["sides"]["ptx"]["too_long"], found["sides"]["train"]["too_long"]) == (4, 0)
     shorter = checked("--config", config, "--set", "data.max_prompt_length=1")
@@ -423,9 +418,8 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
 def test_loss_mse_reads_scores(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answers": ["a", "b c"], "scores": [1, 2]}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    config = tmp_path / "rm.yaml"
     data = {"train": {"path": str(path), "format": "ranking"}, "test_fraction": 0}
-    config.write_text(yaml.safe_dump(sft_config(data, loss="mse")), encoding="utf-8")
+    config = written(tmp_path, sft_config(data, loss="mse"), "rm")
     assert checked("--config", config)["sides"]["train"]["scores"]["counts"] == {"1": 1, "2": 1}
 
 
@@ -485,8 +479,8 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
 def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
     tokenizer = request.getfixturevalue(name)
     rows = seen_rows(purpose)
-    measure = InTokens(encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x"))  # type: ignore[list-item]
-    for row, found in zip(rows, measure(rows), strict=True):
+    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")  # type: ignore[list-item]
+    for row, found in zip(rows, in_tokens(encoder, rows), strict=True):
         if purpose == "ppo":
             assert found.prompt == len(encode_rows(tokenizer, [Prompt(row.record.prompt, "")], template)[0])
         of_prompt = 0
@@ -515,7 +509,7 @@ def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose:
     turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please"))
     answers = (" thank you", " sorry sorry sorry")[: 1 if purpose == "sft" else 2]
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")  # type: ignore[list-item]
-    (found,) = InTokens(encoder)([seen(purpose, transcript(turns), answers, "file:1", turns)])
+    (found,) = in_tokens(encoder, [seen(purpose, transcript(turns), answers, "file:1", turns)])
     of_prompt, of_answers = found.prompt, found.answers
     count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
         "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>",
@@ -537,7 +531,7 @@ def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
     encoder = encoder_of(StageRows(Rows(train=["x"]), "rm pairs"), tokenizer, "x")  # type: ignore[list-item]
-    (found,) = InTokens(encoder)([seen("rm pairs", "a b c", (" d", " e f"), "file:1")])
+    (found,) = in_tokens(encoder, [seen("rm pairs", "a b c", (" d", " e f"), "file:1")])
     assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 1)
     assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
 
@@ -555,14 +549,13 @@ def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
     output = rlhf("show", path, "--for", "sft", "--tokenizer", model, "-n", 2).stdout
     assert output.count("<bos>the tent⟦ is\n  late<eos>⟧\n") == 2
     assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦trained on⟧\n\n{path}:1  ")
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)})))
+    config = written(tmp_path, sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)}))
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
 def test_the_count_is_the_number_of_tokens(tmp_path: Path, make_model, tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
-    (example,) = encode_demonstrations(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
+    (example,) = training_examples(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
     assert not isinstance(example, Skipped)
     told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} trained on\n"
     assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
@@ -573,9 +566,8 @@ def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
     assert "skipped: longer than 5 tokens" in left_out
-    config = tmp_path / "sft.yaml"
     data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
-    config.write_text(yaml.safe_dump(sft_config(data, model={"path": str(model)})))
+    config = written(tmp_path, sft_config(data, model={"path": str(model)}))
     cut = rlhf("show", "--config", config).stdout
     assert re.search(r"5 tokens, cut from \d+, \d trained on\n  <bos>", cut)
     assert cut.rstrip().endswith("<eos>⟧")
@@ -698,9 +690,8 @@ def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tup
 
 
 @pytest.mark.parametrize(("name", "purpose"), CONVERTED)
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_converted_rows_are_read_back_unchanged(tmp_path: Path, name: str, purpose: Purpose, ending: str) -> None:
-    fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / f"out{ending}"
+def test_converted_rows_are_read_back_unchanged(tmp_path: Path, name: str, purpose: Purpose) -> None:
+    fixture, out = FIXTURES / f"{name}.jsonl", tmp_path / ("out.jsonl" if purpose == "sft" else "out.jsonl.gz")
     skip = ("--on-bad-row", "skip", "--quiet")
     rlhf("convert", fixture, "--for", FOR[purpose], "--format", name, "--out", out, *skip)
     before, after = list(meanings(fixture, purpose, name)), list(meanings(out, purpose))
@@ -853,8 +844,7 @@ def test_validation_rows_are_checked_beside_the_others(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {n}", "response": "yes"} for n in range(6)]
     names = {"train": rows[:4], "validation": rows[3:5], "test": rows[5:]}
     data = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in names.items()}
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config(data)), encoding="utf-8")
+    config = written(tmp_path, sft_config(data))
     found = checked("--config", config)
     assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 4, "validation": 2, "test": 1}
     assert found["validation_leaks"] == {"rows": 1, "prompts": 1, "first": [f"{data['validation']}:1"]}

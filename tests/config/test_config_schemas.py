@@ -41,8 +41,8 @@ def test_shipped_configs_load_and_dump_back(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_open_with_the_command_that_runs_them(path: Path) -> None:
-    comment = path.read_text(encoding="utf-8").split("artifacts:")[0]
-    assert f"rlhf {stage_of(path)} --config configs/{path.parent.name}/{path.name}" in comment
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first == f"# rlhf {stage_of(path)} --config {path.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")

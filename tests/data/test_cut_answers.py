@@ -14,13 +14,13 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import encode_answers, encode_demonstrations
+from rlhf_cli.data.encode import encode_answers
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.records import Answer, Demonstration, Message, Record
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from support.rewards import CHAT
-from support.tiny import read_jsonl, write_jsonl
+from support.tiny import read_jsonl, training_examples, write_jsonl
 
 ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
     ({"prompt": "a", "response": " b", "ended": False}, "sft", [False]),
@@ -60,7 +60,7 @@ def test_sft_learns_no_end_behind_a_cut_answer(tokenizer: Any, learn_all: bool) 
         Demonstration("please help", " we will", "row"),
         Demonstration("please help", " we will", "row", ended=False),
     ]
-    whole, cut = encode_demonstrations(tokenizer, rows, None, learn_all=learn_all)
+    whole, cut = training_examples(tokenizer, rows, None, learn_all=learn_all)
     assert whole.ids == [*cut.ids, tokenizer.eos_token_id]
     assert whole.loss_mask == [*cut.loss_mask, True]
 

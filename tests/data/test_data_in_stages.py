@@ -12,15 +12,13 @@ import pytest
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
 from rlhf_cli.data.encode import Example, Skipped
-from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Demonstration
-from rlhf_cli.data.report import Report
 from rlhf_cli.data.tokens import Tokenised, tokenise
-from rlhf_cli.data.views import rm_rows, sft_rows
+from rlhf_cli.data.views import ppo_rows, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator
@@ -156,30 +154,20 @@ def judge(folder: Path) -> Path:
 # --------------------------------------------------------------------------------- shares, mixtures
 
 
-def test_one_dataset_split_over_the_stages(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+def test_one_dataset_split_over_the_stages(tmp_path: Path, write_config: Any, make_model: Any) -> None:
     """With `split` the three stages together read every row exactly once."""
     rows = [{"prompt": f"question {i}", "chosen": f" we will {i}", "rejected": " no"} for i in range(120)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    model = {"path": str(make_model("llama"))}
+    tokenizer = load_tokenizer(model["path"])
     data = {"train": path, "test": None, "test_fraction": 0, "split": [2, 4, 4]}
-    model = str(make_model("llama"))
-    run_stage("sft", tmp_path, model={"path": model}, data=data)
-    run_stage("rm", tmp_path, data=data)
-    run_stage("ppo", tmp_path, data=data)
-    numbers = []
-    for stage in CONFIGS:
-        config = load_config(tmp_path / stage / "config.yaml", CONFIGS[stage])
-        assert config.data.split == [2, 4, 4]  # type: ignore[attr-defined]
-        assert (tmp_path / stage / "manifest.json").is_file()
-    tokenizer = load_tokenizer(model)
-    sft = config_of(lambda *_: tmp_path / "sft/config.yaml", "sft", tmp_path)
-    numbers += [e.where for e in demonstrations(sft, tokenizer).train]
-    rm = config_of(lambda *_: tmp_path / "rm/config.yaml", "rm", tmp_path)
-    pairs: Tokenised[RankedIds] = tokenise(answer_encoder(tokenizer, rm_rows(rm), reads_last_token=True))
+    sft = config_of(write_config, "sft", tmp_path, model=model, data=data)
+    numbers = [e.where for e in demonstrations(sft, tokenizer).train]
+    rm = rm_rows(config_of(write_config, "rm", tmp_path, data=data))
+    pairs: Tokenised[RankedIds] = tokenise(answer_encoder(tokenizer, rm, reads_last_token=True))
     numbers += [item.row.where for item in pairs.train]
-    from rlhf_cli.data.reading import records
-
-    ppo: PPOConfig = config_of(lambda *_: tmp_path / "ppo/config.yaml", "ppo", tmp_path)
-    numbers += [record.where for _, record in records(ppo.data, "ppo", Report())]
+    ppo = ppo_rows(config_of(write_config, "ppo", tmp_path, data=data))
+    numbers += [item.row.where for item in tokenise(PromptEncoder(tokenizer, ppo)).train]
     assert sorted(numbers) == sorted(f"{path}:{i}" for i in range(1, 121))
 
 

@@ -17,8 +17,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
@@ -68,26 +66,13 @@ def nested(depth: int, kind: str) -> Any:
 
 
 def some_message(draw: random.Random) -> Any:
-    roles = [
-        "user",
-        "assistant",
-        "system",
-        "human",
-        "gpt",
-        "tool",
-        "function",
-        "",
-        "\ud800",
-        None,
-        3,
-        "x" * 10_000,
-        "a\nb",
-    ]
+    roles = ["user", "assistant", "system", "human", "gpt"] * 4
+    roles += ["tool", "function", "", "\ud800", None, 3, "x" * 10_000, "a\nb"]  # type: ignore[list-item]
     texts: list[Any] = ["Hi.", "", " ", None, 3, "\ud800", ["part"], "é" * 1000]
     names = draw.choice(
         [("role", "content"), ("from", "value"), ("from", "content"), ("role", "value"), ("who", "what")]
     )
-    return dict(zip(names, (draw.choice(roles[:5] * 3 + roles), draw.choice(["Hi."] * 12 + texts)), strict=True))
+    return dict(zip(names, (draw.choice(roles), draw.choice(["Hi."] * 12 + texts)), strict=True))
 
 
 ROWS = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in FIXTURES.glob("*.jsonl")}
@@ -222,38 +207,6 @@ def test_mutated_rows_are_seen_or_refused_in_one_line() -> None:
         assert kinds[kind, "read"] + kinds[kind, "recognise"], kind
     for stage in ("recognise", "read", "view", "seen"):
         assert sum(count for (_, result), count in kinds.items() if result == stage) >= 5, stage
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(st.characters(), max_size=8)
-    | st.sampled_from(
-        ["user", "assistant", "system", "tool", "Hi.", "\n\nHuman: a\n\nAssistant: b", "N/A", "Tie", "1"]
-    ),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "from", "value", "text", "response", "a"]), inner, max_size=3
-        )
-    ),
-    max_leaves=6,
-)
-GIVEN_SOURCES = st.builds(
-    lambda format_, keys, weights: DataSource(path="file.jsonl", format=format_, keys=keys, weights=weights),
-    st.sampled_from(get_args(Format)),
-    st.just({}) | st.dictionaries(st.sampled_from(NAMES), st.text(max_size=5) | st.sampled_from(NAMES), max_size=2),
-    st.just({}) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), st.floats(), max_size=2),
-)
-
-
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=5), GIVEN_SOURCES)
-@settings(max_examples=700, derandomize=True, deadline=None)
-def test_any_row_is_seen_or_refused_in_one_line(values: dict[str, Any], source: DataSource) -> None:
-    for purpose in ALL:
-        outcome(values, source, purpose)
 
 
 def test_half_a_million_columns() -> None:

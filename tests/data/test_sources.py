@@ -33,8 +33,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data import files_json, files_table, sources
 from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data.splits import in_part
-from rlhf_cli.data_files import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
+from rlhf_cli.data_files import COMPRESSIONS, KINDS, find_files, reason
 from rlhf_cli.errors import DataError
 from support.paths import ROOT
 
@@ -930,22 +929,3 @@ def test_an_unreachable_hub_and_a_missing_dataset(
 def test_a_file_reader_of_datasets_is_refused(tmp_path: Path, reader: str) -> None:
     with pytest.raises(DataError, match="not a dataset"):
         next(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
-
-
-# ---------------------------------------------------------------------------------------------- parts
-
-
-def test_parts_cut_a_file_without_loss(tmp_path: Path) -> None:
-    lines = "".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(200))
-    path = write(tmp_path / "a.jsonl", lines.encode())
-    rows = [row.values["prompt"] for row in read(path) if isinstance(row, Row)]
-    parts = [[prompt for prompt in rows if in_part(f"{k}/4", prompt)] for k in range(4)]
-    assert sorted(itertools.chain(*parts)) == sorted(rows)
-    assert all(30 <= len(part) <= 70 for part in parts)
-    assert [p for p in rows if in_part("0/4,2/4", p)] == [p for p in rows if p in parts[0] or p in parts[2]]
-    assert all(in_part(None, prompt) for prompt in rows)
-
-
-def test_suffixes_are_all_types_with_all_compressions() -> None:
-    assert {".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".txt.zst"} <= set(SUFFIXES)
-    assert len(SUFFIXES) == len(KINDS) * (1 + len(COMPRESSIONS))

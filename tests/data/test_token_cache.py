@@ -32,7 +32,7 @@ def entry_of() -> Path:
 
 
 @pytest.mark.parametrize("name", ["train.arrow", "test.arrow", "facts.json"])
-@pytest.mark.parametrize("damage", ["bit", "random", "longer", "empty"])
+@pytest.mark.parametrize("damage", ["bit", "random", "longer", "empty", "gone"])
 def test_a_changed_byte_rebuilds_the_entry_and_says_so(run: Any, name: str, damage: str) -> None:
     first = run()
     rows, lines = [list(first.train), list(first.test)], first.lines
@@ -44,7 +44,10 @@ def test_a_changed_byte_rebuilds_the_entry_and_says_so(run: Any, name: str, dama
         if damage == "bit":
             broken[draw.randrange(len(broken))] ^= 1 << draw.randrange(8)
         changed = {"bit": bytes(broken), "random": draw.randbytes(len(before)), "longer": before + b"\0", "empty": b""}
-        file.write_bytes(changed[damage])
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(changed[damage])
         again = run()
         assert [list(again.train), list(again.test)] == rows
         assert again.lines == [f"{entry_of()}: the cached tokens are damaged, the rows are tokenised again", *lines]

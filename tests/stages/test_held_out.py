@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.encode import encode_demonstrations, encode_pairs
+from rlhf_cli.data.encode import encode_pairs
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.load import load_policy, load_tokenizer, save
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft
-from support.tiny import STOP, read_jsonl, write_jsonl
+from support.tiny import STOP, read_jsonl, training_examples, write_jsonl
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def sft_figures(model, tokenizer, rows):
     """(mean loss, share of likeliest tokens) over the target tokens of all rows."""
     losses, correct = [], []
     demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
-    for example in encode_demonstrations(tokenizer, demonstrations, None, learn_all=False):
+    for example in training_examples(tokenizer, demonstrations, None, learn_all=False):
         logits = model(input_ids=torch.tensor([example.ids])).logits[0, :-1]
         targets, mask = torch.tensor(example.ids[1:]), torch.tensor(example.loss_mask[1:])
         losses += cross_entropy(logits, targets, reduction="none")[mask].tolist()
@@ -147,7 +147,7 @@ def test_sft_measures_drawn_test_rows_at_the_end_and_validation_rows_on_the_way(
 
     def drawn(rows):
         demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
-        examples = encode_demonstrations(tokenizer, demonstrations, None, learn_all=False)
+        examples = training_examples(tokenizer, demonstrations, None, learn_all=False)
         return [rows[i] for i in Drawn(examples, 6, seed=0).numbers]
 
     rows = drawn(one + two)

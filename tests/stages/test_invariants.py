@@ -23,7 +23,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, ScoredIds, ScoreEncoder
 from rlhf_cli.data.batches import Budget, stream
-from rlhf_cli.data.encode import encode_demonstrations, encode_pairs, encode_prompts
+from rlhf_cli.data.encode import encode_pairs, encode_prompts
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
@@ -49,7 +49,7 @@ from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.compare import close, grads, same_gradients
 from support.setup import ALONE, BUDGETS, LARGE, STAGE, Recorder, config_of, setup_of
-from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, write_jsonl
+from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, training_examples, write_jsonl
 
 # ----------------------------------------------------------------------------------------- before the first step
 
@@ -103,7 +103,7 @@ def examples(arch, make_model, data):
     """Eight demonstrations of unequal length."""
     tokenizer = load_tokenizer(str(make_model(arch)))
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])[:8]]
-    encoded = encode_demonstrations(tokenizer, rows, None, learn_all=False)
+    encoded = training_examples(tokenizer, rows, None, learn_all=False)
     assert len({sum(e.loss_mask) for e in encoded}) > 3
     return encoded
 
@@ -419,7 +419,7 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
     """[5, 6] Also where pad is EOS."""
     tokenizer = request.getfixturevalue(name)
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
-    for row, example in zip(rows, encode_demonstrations(tokenizer, rows, template, learn_all=False), strict=True):
+    for row, example in zip(rows, training_examples(tokenizer, rows, template, learn_all=False), strict=True):
         learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
         prompt = encode_prompts(tokenizer, [row.prompt], template)[0]
         assert learned[-1] == tokenizer.eos_token_id
@@ -431,14 +431,14 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
 
 def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
     rows = [Demonstration("please help", " we will", "row"), Demonstration("", "thank you", "row")]
-    for example in encode_demonstrations(tokenizer, rows, None, learn_all=True):
+    for example in training_examples(tokenizer, rows, None, learn_all=True):
         assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
         assert example.ids[-1] == tokenizer.eos_token_id
 
 
 def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
     rows = [Demonstration("", "thank you", "row")]
-    (example,) = encode_demonstrations(eos_only_tokenizer, rows, None, learn_all=False)
+    (example,) = training_examples(eos_only_tokenizer, rows, None, learn_all=False)
     learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
     assert eos_only_tokenizer.decode(learned[:-1]) == "thank you"
     assert learned[-1] == eos_only_tokenizer.eos_token_id
@@ -454,7 +454,7 @@ def conversation(*contents):
 def test_only_assistant_turns_are_learned(chat_tokenizer, template):
     """[6]"""
     row = conversation("please help", "we will send a lamp", "today", "sorry")
-    (example,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=False)
+    (example,) = training_examples(chat_tokenizer, [row], template, learn_all=False)
     pieces, last = [], None
     for token, yes in zip(example.ids, example.loss_mask, strict=True):
         if yes != last:
@@ -470,14 +470,14 @@ def test_only_assistant_turns_are_learned(chat_tokenizer, template):
     ]
     eos = chat_tokenizer.eos_token_id
     assert [yes for token, yes in zip(example.ids, example.loss_mask, strict=True) if token == eos] == [True, True]
-    (all_of_it,) = encode_demonstrations(chat_tokenizer, [row], template, learn_all=True)
+    (all_of_it,) = training_examples(chat_tokenizer, [row], template, learn_all=True)
     assert all_of_it.loss_mask == [False] + [True] * (len(example.ids) - 1)
 
 
 def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
     without_eos = copy.deepcopy(chat_tokenizer)
     without_eos.chat_template = CHAT.replace("<eos>", "<end>")
-    (example,) = encode_demonstrations(without_eos, [conversation("please", "we will")], "chat", learn_all=False)
+    (example,) = training_examples(without_eos, [conversation("please", "we will")], "chat", learn_all=False)
     assert example.ids[-1] == without_eos.eos_token_id
     assert example.loss_mask[-1]
 

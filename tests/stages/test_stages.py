@@ -24,7 +24,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.data.encode import encode_demonstrations, encode_rows
+from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, prompt
@@ -38,7 +38,7 @@ from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 from support.compare import same_runs, weights_of
 from support.runs import digests, run_forked, run_processes
-from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, write_jsonl
+from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, training_examples, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
 EVALUATION = {"score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds"}
@@ -621,7 +621,7 @@ def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
     ]
     demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
     for template in (None, "chat"):
-        examples = encode_demonstrations(chat_tokenizer, demonstrations, template, learn_all=False)
+        examples = training_examples(chat_tokenizer, demonstrations, template, learn_all=False)
         starts = encode_rows(chat_tokenizer, prompts, template)
         assert starts == encode_rows(chat_tokenizer, demonstrations, template)
         for example, start in zip(examples, starts, strict=True):

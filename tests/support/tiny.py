@@ -13,6 +13,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
+from rlhf_cli.data.encode import Example, encode_answers, training_example
+
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
     "hidden_size": 32,
@@ -141,3 +143,16 @@ def double(model):
 PROMPTS = random_ids(1, 5, 12, 5, 2, 9, 3, 7, seed=5)
 STOP = frozenset(range(10, 60))  # about one token in six ends a response
 LONGEST = 14
+
+
+def training_examples(
+    tokenizer: Any, rows: Sequence[Any], template: str | None = None, *, learn_all: bool = False
+) -> list[Example]:
+    """Demonstrations as SFT trains on them, without a limit of their length."""
+    bos, encoded = tokenizer.bos_token_id, encode_answers(tokenizer, rows, template)
+    found = [
+        training_example(ids, mask, row.where, None, bos, learn_all=learn_all)
+        for row, (ids, mask) in zip(rows, encoded, strict=True)
+    ]
+    assert all(isinstance(example, Example) for example in found)
+    return found  # type: ignore[return-value]
