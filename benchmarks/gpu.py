@@ -37,7 +37,7 @@ from gpu_inputs import FULL, MEDIUM, MEDIUM_SIZES, SIZES, TINY, TINY_SIZES, Inpu
 from speed_report import code, table
 
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.models.nf4 import quiet_bitsandbytes
+from rlhf_cli.models.quantized import quiet_bitsandbytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")

@@ -280,7 +280,7 @@ def run_child(stage: str, path: Path) -> None:
     import torch
 
     from rlhf_cli.config.by_stage import load_stage_config
-    from rlhf_cli.models.nf4 import quiet_bitsandbytes
+    from rlhf_cli.models.quantized import quiet_bitsandbytes
 
     torch.set_num_threads(1)
     quiet_bitsandbytes()

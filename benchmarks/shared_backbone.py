@@ -19,11 +19,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import hold_base
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model, prepare
-from rlhf_cli.models.saving import save_adapter
 from rlhf_cli.models.shared import backbone_of
 from rlhf_cli.tensor_ops import num_weights
 

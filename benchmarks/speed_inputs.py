@@ -24,7 +24,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_cli.data.batches import stream
-from rlhf_cli.models.load import ensure_pad_token, load_tokenizer, new_reward_model, save
+from rlhf_cli.models.load import ensure_pad_token, load_tokenizer, new_reward_model
+from rlhf_cli.models.save import save
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")

@@ -71,14 +71,14 @@ from rlhf_cli.evaluation.normalization import (
     write_statistics,
 )
 from rlhf_cli.models.cost import Work
-from rlhf_cli.models.forward import autocast, is_packed, shares_prefixes
+from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input, shares_prefixes
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import release
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.limits import check_length, longest_input
 from rlhf_cli.models.load import check_vocabulary, ensure_pad_token, load_tokenizer, new_reward_model, prepare
+from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
+from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.shard import divides, shard_for
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.plan.adapters import require_adapters
@@ -201,7 +201,8 @@ def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
     lora, device = config.model.lora, stage.world.device
     model, _, _ = _backbone(config, deferred=divides(config) or defers_base(lora, config, device))
     prepare_base(model, lora, "model.lora", config, device)
-    for line in filter(None, [prepare(model, device), train_adapters(model, config), shard_for(config, model, device)]):
+    lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
+    for line in filter(None, [*lines, shard_for(config, model, device)]):
         stage.display.note(line)
     return model
 

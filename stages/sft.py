@@ -48,12 +48,12 @@ from rlhf_cli.evaluation.language_model import scored_targets
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
-from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.forward import autocast, check_positions, positions, target_logprobs
 from rlhf_cli.models.freeze import freeze
-from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.saving import defers_base, prepare_base, round_as_saved, save_of_stage, train_adapters
+from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import divides, shard_for
@@ -85,7 +85,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
         # 1. The model. A new tokenizer is trained on the rows.
         model, tokenizer, lines = _model_and_tokenizer(config, world.device)
-        lines += [prepare(model, world.device), train_adapters(model, config), shard_for(config, model, world.device)]
+        lines.append(prepare(model, world.device))
+        lines.append(add_adapters(model, config.model.lora, base_of(config), "model.lora", config))
+        lines.append(shard_for(config, model, world.device))
         for line in filter(None, lines):
             display.note(line)
         check_positions(model, config.data.max_length, "data.max_length")

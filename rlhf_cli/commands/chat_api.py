@@ -184,7 +184,7 @@ class ChatServer:
     """The server of one loaded model under a name."""
 
     def __init__(self, name: str, chat_model: ChatModel, token: str | None):
-        from rlhf_cli.models.limits import positions
+        from rlhf_cli.models.forward import positions
 
         self.name, self.chat_model, self.started = name, chat_model, int(time.time())
         self.max_characters = min(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * positions(chat_model.model))

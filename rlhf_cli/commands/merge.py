@@ -30,7 +30,8 @@ def merge(
 
     from rlhf_cli.models.adapter_files import read_adapter
     from rlhf_cli.models.exporting import load_model
-    from rlhf_cli.models.load import load_tokenizer, save
+    from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.models.save import save
 
     adapter = read_adapter(path)
     assert adapter is not None

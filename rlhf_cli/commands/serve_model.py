@@ -170,7 +170,7 @@ def _refuse_encoder_decoder(trained: TrainedModel) -> None:
     """Raise ArtifactError for a model that vLLM does not serve."""
     from transformers import AutoConfig
 
-    from rlhf_cli.models.refusals import check_directory
+    from rlhf_cli.models.check import check_directory
     from rlhf_cli.models.seq2seq import is_seq2seq_config
 
     if is_adapter(trained.path):

@@ -1,19 +1,21 @@
-"""What all decoders share: their interface, the grouping of prompts, and the check against the model's own forward."""
+"""What all decoders share: their interface, and the check against the model's own forward."""
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.paged_cache import PAGE
-from rlhf_cli.models.forward import vocabulary_rows
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import positions, vocabulary_rows
 from rlhf_cli.sharding import device_of
+
+T = TypeVar("T")
 
 
 class UnsupportedError(Exception):
@@ -38,94 +40,57 @@ class Decoder(Protocol):
         """Drop all live rows except those with these indices, and put those in this order."""
 
 
-# ------------------------------------------------------------------------------------------ reading prompts
-
-
-def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-    """The different prompts, and for each the rows that have it.
-
-    >>> distinct_prompts([[5, 6], [7], [5, 6]])
-    ([(5, 6), (7,)], [[0, 2], [1]])
-    """
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows.setdefault(tuple(prompt), []).append(row)
-    return list(rows), list(rows.values())
-
-
-def prompt_of_row(rows: Sequence[Sequence[int]]) -> Tensor:
-    """For each row, the index of its prompt, [number of rows] int64. `rows` is as from `distinct_prompts`.
-
-    >>> prompt_of_row([[0, 2], [1]]).tolist()
-    [0, 1, 0]
-    """
-    index = torch.empty(sum(map(len, rows)), dtype=torch.int64)
-    for prompt, its_rows in enumerate(rows):
-        index[list(its_rows)] = prompt
-    return index
-
-
-def batch_sizes(lengths: Sequence[int], most: int) -> list[int]:
-    """Split prompts into batches of at most `most` tokens, or of one prompt; return the size of each batch.
-
-    >>> batch_sizes([900, 100, 100, 2000, 3], 1024)
-    [2, 1, 1, 1]
-    """
-    counts, tokens = [0], 0
-    for length in lengths:
-        if counts[-1] > 0 and tokens + length > most:
-            counts.append(0)
-            tokens = 0
-        counts[-1] += 1
-        tokens += length
-    return counts
-
-
 # ------------------------------------------------------------------------------- is it the model's own forward?
 
 
-class Checked:
-    """Results of a check that runs at the first use of a model, and again once its modules have been replaced."""
+def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTrainedModel], T]:
+    """Keep the result of a check for each model. It runs again once modules have been replaced, as by adapters."""
+    results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[type, ...], T]] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
-        self._results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[type, ...], str]] = (
-            weakref.WeakKeyDictionary()
-        )
+    @functools.wraps(check)
+    def kept(model: PreTrainedModel) -> T:
+        of_model, key = results.setdefault(model, {}), tuple(type(module) for module in model.modules())
+        if key not in of_model:
+            of_model[key] = check(model)
+        return of_model[key]
 
-    def reason(self, model: PreTrainedModel, check: Callable[[], str]) -> str:
-        """What `check` returned for the model: why the decoder cannot be used, "" if it can."""
-        # Adapters, for instance, replace modules by modules of other classes.
-        key = tuple(type(module) for module in model.modules())
-        results = self._results.setdefault(model, {})
-        if key not in results:
-            results[key] = check()
-        return results[key]
+    return kept
 
 
-def difference(logits: Tensor, expected: Tensor) -> float:
-    """The largest difference of two logits, relative to the largest expected logit or to 1 if that is smaller."""
-    return ((logits - expected).abs().max() / expected.abs().max().clamp_min(1.0)).item()
+def own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
+    """The logits after each token of a text from the last one of its prompt on, by one forward pass: [n, V]."""
+    logits: Tensor = model(input_ids=torch.tensor([text], device=device_of(model)), use_cache=False).logits
+    return logits[0, prompt_length - 1 :]
 
 
-def compare_with_forward(model: PreTrainedModel, new_decoder: Callable[[int], Decoder]) -> tuple[Tensor, Tensor]:
-    """The logits of a decoder and those of one forward pass per sequence, [n, V] float32 each.
+def gap_to_forward(
+    model: PreTrainedModel,
+    new_decoder: Callable[[int], Decoder],
+    *,
+    lengths: Sequence[int] = (9, 5, 5),
+    own: Callable[[PreTrainedModel, list[int], int], Tensor] = own_logits,
+) -> float:
+    """The largest difference between a decoder's logit and that of one pass per text, relative to the largest or to 1.
 
-    Both read two prompts of different lengths and a few more tokens of each; one of them crosses the end of a page.
-    `new_decoder` takes the length of the longest text.
+    The texts are prompts of these lengths and a few more tokens of each, while one row leaves. `new_decoder` takes the
+    length of the longest text. 0 if the model's own logits are NaN or infinite: then no decoder is at fault.
     """
-    steps, device = 3, device_of(model)
-    lengths = [min(n, positions(model) - steps) for n in (PAGE - 1, 5)]
-    texts = [[(7 * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for n in lengths]
-    decoder = new_decoder(max(map(len, texts)))
-    logits = [decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)]).float()]
-    for step in range(steps):
-        ids = torch.tensor([text[n + step] for text, n in zip(texts, lengths, strict=True)], device=device)
-        logits.append(decoder.step(ids).float().clone())
+    steps, device = 4, device_of(model)
+    lengths = [min(n, positions(model) - steps) for n in lengths]
+    texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
     was_training = model.training
     model.eval()
-    expected = [
-        model(input_ids=torch.tensor([text], device=device)).logits[0, n - 1 :].float()
-        for text, n in zip(texts, lengths, strict=True)
-    ]
-    model.train(was_training)
-    return torch.stack(logits, dim=1).flatten(0, 1), torch.cat(expected)
+    try:
+        alone = [own(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
+        largest = max(logits.abs().max().item() for logits in alone)
+        live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
+        logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
+        for step in range(steps):
+            differences += [(logits[i].float() - alone[row][step]).abs().max() for i, row in enumerate(live)]
+            if step == 1:
+                live = [0, 2]
+                decoder.keep(torch.tensor(live, device=device))
+            logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
+    finally:
+        model.train(was_training)
+    return torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0

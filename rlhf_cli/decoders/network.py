@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.decoders.base import UnsupportedError
-from rlhf_cli.kernels.linear import FastConv1D, FastLinear
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -95,14 +96,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------- reading a model
 
 
-def read_network(
-    model: PreTrainedModel, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]
-) -> Network:
-    """The network with the model's current weights, for rows of at most `longest` tokens.
-
-    `linear` turns linear layers with the same input into one map whose outputs lie side by side. `rms_norm` turns a
-    norm into a map. Raises UnsupportedError.
-    """
+def read_network(model: PreTrainedModel, longest: int) -> Network:
+    """The network with the model's current weights, for rows of at most `longest` tokens. Raises UnsupportedError."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnsupportedError("its modules have hooks")
     family = model.config.model_type
@@ -110,13 +105,13 @@ def read_network(
         window = model.config.to_dict().get("sliding_window")
         if window is not None and longest > window:
             raise UnsupportedError(f"a text of {longest} tokens is longer than its sliding window of {window}")
-        return _read_llama(model, longest, linear, rms_norm)
+        return _read_llama(model, longest)
     if family == "gpt2":
-        return _read_gpt2(model, linear)
+        return _read_gpt2(model)
     raise UnsupportedError(f"no fast decoder supports the family {family}")
 
 
-def _read_llama(model: Any, longest: int, linear: Callable[..., Map], rms_norm: Callable[[Any], Map]) -> Network:
+def _read_llama(model: Any, longest: int) -> Network:
     config, backbone = model.config, model.model
     rope = config.rope_parameters["rope_type"]
     if rope not in FIXED_ROPE:
@@ -130,43 +125,43 @@ def _read_llama(model: Any, longest: int, linear: Callable[..., Map], rms_norm: 
         attention, mlp = block.self_attn, block.mlp
         with_head_norms = config.model_type == "qwen3"
         return Layer(
-            norm_1=rms_norm(block.input_layernorm),
-            qkv=linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            norm_query=rms_norm(attention.q_norm) if with_head_norms else None,
-            norm_key=rms_norm(attention.k_norm) if with_head_norms else None,
+            norm_1=_rms_norm(block.input_layernorm),
+            qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            norm_query=_rms_norm(attention.q_norm) if with_head_norms else None,
+            norm_key=_rms_norm(attention.k_norm) if with_head_norms else None,
             scaling=attention.scaling,
-            out=linear(attention.o_proj),
-            norm_2=rms_norm(block.post_attention_layernorm),
-            feed=_gated(linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, linear(mlp.down_proj)),
+            out=_linear(attention.o_proj),
+            norm_2=_rms_norm(block.post_attention_layernorm),
+            feed=_gated(_linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, _linear(mlp.down_proj)),
         )
 
     return Network(
         embed=lambda ids, _: backbone.embed_tokens(ids),
         rotation=torch.complex(cos, sin),
         layers=[layer(block) for block in backbone.layers],
-        norm=rms_norm(backbone.norm),
-        head=linear(model.lm_head),
+        norm=_rms_norm(backbone.norm),
+        head=_linear(model.lm_head),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
     )
 
 
-def _read_gpt2(model: Any, linear: Callable[..., Map]) -> Network:
+def _read_gpt2(model: Any) -> Network:
     config, backbone = model.config, model.transformer
 
     def layer(block: Any) -> Layer:
-        up, down = linear(block.mlp.c_fc), linear(block.mlp.c_proj)
+        up, down = _linear(block.mlp.c_fc), _linear(block.mlp.c_proj)
         activation = block.mlp.act
         if type(activation) is NewGELUActivation:  # The same function as one operation instead of eight.
             activation = functools.partial(F.gelu, approximate="tanh")
         return Layer(
             norm_1=block.ln_1,
-            qkv=linear(block.attn.c_attn),
+            qkv=_linear(block.attn.c_attn),
             norm_query=None,
             norm_key=None,
             scaling=block.attn.scaling,
-            out=linear(block.attn.c_proj),
+            out=_linear(block.attn.c_proj),
             norm_2=block.ln_2,
             feed=lambda x: down(activation(up(x))),
         )
@@ -176,7 +171,7 @@ def _read_gpt2(model: Any, linear: Callable[..., Map]) -> Network:
         rotation=None,
         layers=[layer(block) for block in backbone.h],
         norm=backbone.ln_f,
-        head=linear(model.lm_head),
+        head=_linear(model.lm_head),
         heads=config.n_head,
         kv_heads=config.n_head,
         head_dim=config.n_embd // config.n_head,
@@ -191,25 +186,28 @@ def _gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
     return feed
 
 
-def are_linear(modules: Sequence[Any]) -> bool:
-    """Whether all modules are plain linear layers. An adapter around a linear layer, for instance, is not."""
-    return all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules)
+def _linear(*modules: Any) -> Map:
+    """Linear layers with the same input as one product, side by side; modules of other classes are called as they are.
 
-
-def joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weight [out, in] and bias [out] or None of linear layers side by side. A single layer's weight is not copied."""
+    An adapter around a linear layer is of another class.
+    """
+    if not all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
+        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
     weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
     bias = None
     if any(module.bias is not None for module in modules):
-        bias = torch.cat(
-            [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
-        )
-    return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+        biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
+        bias = torch.cat(biases)
+    return fixed_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
-def side_by_side(modules: Sequence[Any]) -> Map:
-    """The outputs of modules with the same input, each called as it is, side by side."""
-    if len(modules) == 1:
-        only: Map = modules[0]
-        return only
-    return lambda x: torch.cat([module(x) for module in modules], dim=-1)
+def _rms_norm(module: Any) -> Map:
+    """``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Computed as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own
+    rms_norm takes seven on a CPU.
+    """
+    size = len(module.weight)
+    least = torch.tensor(math.sqrt(size * module.variance_epsilon))
+    weight = module.weight * math.sqrt(size)
+    return lambda x: x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)).mul_(weight)

@@ -16,27 +16,17 @@ other family, sampling uses the model's own forward (plain.py).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.base import (
-    Checked,
-    UnsupportedError,
-    batch_sizes,
-    compare_with_forward,
-    difference,
-    distinct_prompts,
-    prompt_of_row,
-)
-from rlhf_cli.decoders.network import Map, are_linear, joined, read_network, side_by_side
-from rlhf_cli.decoders.paged_cache import PagedCache
-from rlhf_cli.kernels.linear import fixed_linear, rounded_up
+from rlhf_cli.decoders.base import UnsupportedError, gap_to_forward, once_per_model
+from rlhf_cli.decoders.network import read_network
+from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
+from rlhf_cli.kernels.linear import rounded_up
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision
 from rlhf_cli.packing import pack
 
@@ -44,27 +34,27 @@ READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
 take a quarter less time than in one pass."""
 
-_checked = Checked()
-
 
 @torch.no_grad()
 def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
     """A decoder for rows of at most `longest` tokens.
 
-    It is compared with the model's own forward at the first use of a model, and again after modules of the model have
-    been replaced (adapters). Raises UnsupportedError with the reason if the decoder does not support the model.
+    It is compared with the model's own forward at the first use of a model. Raises UnsupportedError with the reason if
+    the decoder does not support the model.
     """
     try:
         # Before the decoder exists: each has a copy of the weights.
-        if reason := _checked.reason(model, lambda: _why_not(model)):
+        if reason := _why_not(model):
             raise UnsupportedError(reason)
         return PagedDecoder(model, longest)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
 
 
+@once_per_model
 def _why_not(model: PreTrainedModel) -> str:
-    gap = difference(*compare_with_forward(model, lambda longest: PagedDecoder(model, longest)))
+    """Why the decoder cannot be used, "" if it can. One of the texts crosses the end of a page."""
+    gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
     # "not <=" is also true of a NaN gap.
     tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
     return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
@@ -82,20 +72,24 @@ class PagedDecoder:
         weight = next(model.parameters())
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             raise UnsupportedError("the paged decoder needs float32 on a CPU")
-        self.network = network = read_network(model, longest, _linear, _rms_norm)
+        self.network = network = read_network(model, longest)
         self.cache = PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Add a row for each prompt; return the logits [prompts, V]. Equal prompts are computed once."""
-        distinct, rows = distinct_prompts(prompts)
-        slots = self.cache.open_rows(distinct, rows)
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            rows.setdefault(tuple(prompt), []).append(row)
+        distinct = list(rows)
+        slots = self.cache.open_rows(distinct, list(rows.values()))
         hidden, first = [], 0
         for count in batch_sizes([len(prompt) for prompt in distinct], READ_TOKENS):
             batch = slice(first, first + count)
             hidden.append(self._read_prompts(distinct[batch], slots[batch]))
             first += count
         logits = self.network.logits(_round_up_rows(torch.cat(hidden)))
-        return logits[prompt_of_row(rows)]
+        number = {prompt: number for number, prompt in enumerate(distinct)}
+        return logits[[number[tuple(prompt)] for prompt in prompts]]
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]], slots: Sequence[Tensor]) -> Tensor:
         """Hidden states at the last token of each prompt [prompts, hidden]. Keys and values go to the cache."""
@@ -150,18 +144,17 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
     return torch.cat([*outputs, query.new_zeros(len(query) - count, *query.shape[1:])]).flatten(1)
 
 
-def _linear(*modules: Any) -> Map:
-    """Linear layers side by side as one matrix product; modules of other classes are called as they are."""
-    return fixed_linear(*joined(modules)) if are_linear(modules) else side_by_side(modules)
+def batch_sizes(lengths: Sequence[int], most: int) -> list[int]:
+    """Split prompts into batches of at most `most` tokens, or of one prompt; return the size of each batch.
 
-
-def _rms_norm(module: Any) -> Map:
-    """``x / sqrt(mean(x^2) + eps) * weight``.
-
-    Computed as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own
-    rms_norm takes seven on a CPU.
+    >>> batch_sizes([900, 100, 100, 2000, 3], 1024)
+    [2, 1, 1, 1]
     """
-    size = len(module.weight)
-    least = torch.tensor(math.sqrt(size * module.variance_epsilon))
-    weight = module.weight * math.sqrt(size)
-    return lambda x: x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)).mul_(weight)
+    counts, tokens = [0], 0
+    for length in lengths:
+        if counts[-1] > 0 and tokens + length > most:
+            counts.append(0)
+            tokens = 0
+        counts[-1] += 1
+        tokens += length
+    return counts

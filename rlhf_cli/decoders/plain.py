@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from rlhf_cli.decoders.base import gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision, vocabulary_rows
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.sharding import IDLE, announce, device_of, is_sharded, join
 
 Layout = Literal["padded", "equal", "whole"]
@@ -37,7 +36,6 @@ SLOWER = {
     EQUAL: "padding on the left changes its logits, so prompts of one length are sampled at a time",
     WHOLE: "padding and caching change its logits, so the whole text is read again for every token",
 }
-_layouts: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 
 
 class PlainDecoder:
@@ -176,53 +174,29 @@ def why_not_padded(model: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
+@once_per_model
 def supported_layout(model: PreTrainedModel) -> Layout:
     """The fastest layout whose logits equal those of one forward pass per sequence, to 1e-4 of their size.
 
     A model is checked once, in float32: how it treats padding and a cache does not depend on the precision. A model
     whose weights are held in 16 bits is checked in those, to 3e-2. Raises ArtifactError if no layout passes.
     """
-    if model not in _layouts:
-        gaps = []
-        for layout in (PADDED, EQUAL, WHOLE):
-            gaps.append(_gap(model, layout))
-            if gaps[-1] <= (TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE):
-                _layouts[model] = layout
-                break
-        else:
-            raise ArtifactError(
-                f"{type(model).__name__}: its logits for several texts differ from those for one text by "
-                f"{min(gaps):.1e}, so it cannot be sampled from. Use a model of another family"
-            )
-    return _layouts[model]
+    gaps = []
+    for layout in (PADDED, EQUAL, WHOLE):
+        gaps.append(_gap(model, layout))
+        if gaps[-1] <= (TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE):
+            return layout
+    raise ArtifactError(
+        f"{type(model).__name__}: its logits for several texts differ from those for one text by {min(gaps):.1e}, so "
+        "it cannot be sampled from. Use a model of another family"
+    )
 
 
 def _gap(model: PreTrainedModel, layout: Layout) -> float:
-    """The largest difference between a logit and that of one forward pass per sequence, over the largest logit.
-
-    Compares three prompts of different lengths and a few more tokens of each, while one row leaves. inf if the model
-    does not accept such a call; 0 if its own logits are NaN or infinite.
-    """
-    steps, device = 4, device_of(model)
-    lengths = [min(n, positions(model) - steps) for n in (9, 5, 5)]
-    texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
-    was_training = model.training
-    model.eval()
-    gap, live, decoder = math.inf, [0, 1, 2], PlainDecoder(model, layout)
+    """`gap_to_forward` of this layout; inf if the model does not accept such calls."""
     with (
         contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError),
-        autocast(device, held_precision(model) or "float32"),
+        autocast(device_of(model), held_precision(model) or "float32"),
     ):
-        plain = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0] for text in texts]
-        largest = max(logits.abs().max().item() for logits in plain)
-        logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
-        differences = []
-        for step in range(steps):
-            differences += [(logits[i] - plain[row][lengths[row] - 1 + step]).abs().max() for i, row in enumerate(live)]
-            if step == 1:
-                live = [0, 2]
-                decoder.keep(torch.tensor(live, device=device))
-            logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
-        gap = torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0
-    model.train(was_training)
-    return gap
+        return gap_to_forward(model, lambda _: PlainDecoder(model, layout))
+    return math.inf

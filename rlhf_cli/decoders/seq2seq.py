@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,13 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from rlhf_cli.decoders.base import difference
+from rlhf_cli.decoders.base import gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.forward import TOLERANCE, logits_at, vocabulary_rows
+from rlhf_cli.models.forward import TOLERANCE, logits_at
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
 from rlhf_cli.packing import pack, response_positions
-
-_checked: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
+from rlhf_cli.sharding import device_of
 
 
 class Seq2SeqDecoder:
@@ -33,7 +31,7 @@ class Seq2SeqDecoder:
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Add a row for each prompt when there are no live rows; return the logits [prompts, V]."""
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         ids, self.real_mask = encoder_inputs(self.model, [torch.tensor(prompt, device=device) for prompt in prompts])
         self.states = self.model.get_encoder()(input_ids=ids, attention_mask=self.real_mask).last_hidden_state
         config = self.model.config
@@ -61,39 +59,21 @@ class Seq2SeqDecoder:
 
 @torch.no_grad()
 def require_own_logits(model: PreTrainedModel) -> None:
-    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text.
-
-    A model is checked once, in float32, with three prompts of different lengths and a few more tokens of each, while
-    one row leaves.
-    """
-    if model not in _checked:
-        was_training = model.training
-        model.eval()
-        with torch.autocast(next(model.parameters()).device.type, enabled=False):
-            _checked[model] = _gap(model)
-        model.train(was_training)
-    if not _checked[model] <= TOLERANCE:
+    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text."""
+    if not (gap := _gap(model)) <= TOLERANCE:
         raise ArtifactError(
-            f"{type(model).__name__}: its logits with a cache differ from those without one by {_checked[model]:.1e}, "
-            "so it cannot be sampled from. Use a model of another family"
+            f"{type(model).__name__}: its logits with a cache differ from those without one by {gap:.1e}, so it cannot "
+            "be sampled from. Use a model of another family"
         )
 
 
+@once_per_model
 def _gap(model: PreTrainedModel) -> float:
-    steps, lengths = 4, (9, 5, 2)
-    vocabulary, device = vocabulary_rows(model), next(model.parameters()).device
-    texts = [[((7 + row) * i + 3) % vocabulary for i in range(n + steps)] for row, n in enumerate(lengths)]
-    alone = []
-    for text, n in zip(texts, lengths, strict=True):
-        batch = with_prompts(pack([text], device), [n])
-        alone.append(logits_at(model, batch, response_positions(batch, [n])))  # [steps, V]
-    decoder, live = Seq2SeqDecoder(model), [0, 1, 2]
-    logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
-    gaps = []
-    for step in range(steps):
-        gaps += [difference(logits[i], alone[row][step]) for i, row in enumerate(live)]
-        if step == 1:
-            live = [0, 2]
-            decoder.keep(torch.tensor(live, device=device))
-        logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
-    return max(gaps)
+    """`gap_to_forward` in float32."""
+
+    def own(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
+        batch = with_prompts(pack([text], device_of(model)), [prompt_length])
+        return logits_at(model, batch, response_positions(batch, [prompt_length]))
+
+    with torch.autocast(device_of(model).type, enabled=False):
+        return gap_to_forward(model, lambda _: Seq2SeqDecoder(model), own=own)

@@ -19,8 +19,7 @@ from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.evaluation.trained import Quantize, TrainedModel, find_model, samples_of
 from rlhf_cli.files import read_text
-from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling

@@ -32,8 +32,7 @@ from rlhf_cli.evaluation.locate import StageModel
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.trained import samples_of
-from rlhf_cli.models.forward import target_logits, vocabulary_rows
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.sources import load_rewards, total_score

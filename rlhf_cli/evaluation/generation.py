@@ -19,8 +19,7 @@ from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.evaluation.contrastive import contrastive_search
 from rlhf_cli.evaluation.conversation import form_of
 from rlhf_cli.evaluation.trained import Quantize, RewardSet, TrainedModel, samples_of
-from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.models.seq2seq import encoder_inputs, is_seq2seq, start_of_response
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import total_score

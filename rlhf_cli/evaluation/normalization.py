@@ -28,18 +28,11 @@ from rlhf_cli.data.formats import first_words
 from rlhf_cli.data.records import Prompt, Ranking, Scored
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import answered
-from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.limits import positions
-from rlhf_cli.models.load import (
-    is_language_model,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-    same_tokenizer,
-    save_facts,
-)
+from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, same_tokenizer
+from rlhf_cli.models.save import save_facts
 from rlhf_cli.models.shard import divides, prepare_for
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit

@@ -19,8 +19,7 @@ from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.run import Run
 from rlhf_cli.evaluation.trained import samples_of
-from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards, total_score

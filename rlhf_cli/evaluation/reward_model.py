@@ -26,9 +26,8 @@ from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, 
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import sequences_of
 from rlhf_cli.evaluation.run import Run
-from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.forward import autocast, longest_input, positions
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Sampling

@@ -22,9 +22,8 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.forward import is_packed
+from rlhf_cli.models.forward import is_packed, positions
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.loaded import forward_tokens
 from rlhf_cli.training.identity import working_directory

@@ -23,9 +23,9 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.locate import MODEL, StageModel, locate
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.models.adapter_files import read_adapter
+from rlhf_cli.models.check import check_directory
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
-from rlhf_cli.models.refusals import check_directory
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import load_reward_source
 from rlhf_cli.rewards.sources import load_rewards

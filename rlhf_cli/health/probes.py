@@ -30,9 +30,8 @@ from rlhf_cli.evaluation.language_model import row_sums
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.health.evidence import common_start
 from rlhf_cli.health.history import paired
-from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.forward import autocast, longest_input, positions, target_logprobs
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.limits import longest_input, positions
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers

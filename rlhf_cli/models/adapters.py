@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.deferred import change
-from rlhf_cli.models.nf4 import dequantize, quiet_bitsandbytes
+from rlhf_cli.models.quantized import dequantize, quiet_bitsandbytes
 from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import seeded
 from rlhf_cli.tensor_ops import num_weights
@@ -134,28 +134,6 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer, was_off in zip(layers, were_off, strict=True):
             layer.enable_adapters(not was_off)
-
-
-def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model with the adapters merged into plain weights; the model itself if it has none.
-
-    The copy is on the CPU: on a GPU that holds the model in 16 or 4 bits, its float32 weights may not fit.
-    """
-    if not has_adapters(model):
-        return model
-    # What the memo has is not copied again.
-    memo = {id(tensor): _copy_on_cpu(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    plain = copy.deepcopy(model, memo)
-    memo.clear()  # merging frees the weights in 4 or 16 bits one after the other
-    merge_in_place(plain)
-    return plain
-
-
-def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    # A 4-bit weight has a state beside its numbers, and its `to` moves that state in place.
-    copied = copy.deepcopy(tensor).to("cpu") if hasattr(tensor, "quant_state") else tensor.detach().to("cpu", copy=True)
-    is_parameter = isinstance(tensor, torch.nn.Parameter) and not isinstance(copied, torch.nn.Parameter)
-    return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_parameter else copied
 
 
 @torch.no_grad()

@@ -26,8 +26,7 @@ from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
-from rlhf_cli.models.checks import check_weights, try_out
-from rlhf_cli.models.conversion import head_layers
+from rlhf_cli.models.check import check_directory, check_weights, reason_of, try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, take
 from rlhf_cli.models.forward import PRECISIONS, autocast
 from rlhf_cli.models.heads import offer_classifier
@@ -36,11 +35,10 @@ from rlhf_cli.models.load import (
     load_policy,
     load_reward_model,
     load_tokenizer,
-    save,
+    quiet_loading,
     set_dropout_off,
 )
-from rlhf_cli.models.loading import no_progress_bar
-from rlhf_cli.models.refusals import check_directory, reason_of
+from rlhf_cli.models.save import head_layers, save
 from rlhf_cli.models.seq2seq import is_seq2seq, is_seq2seq_config
 from rlhf_cli.program import install_extra
 
@@ -125,7 +123,7 @@ def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8",
         number = write_model(path, Path(plain), dtype, "50GB")
         auto, heads = _auto_of(plain)
         try:
-            with no_progress_bar():
+            with quiet_loading():
                 settings = TorchAoConfig(config, modules_to_not_convert=heads)
                 model = auto.from_pretrained(plain, quantization_config=settings, use_safetensors=True)
         except (RuntimeError, ImportError, AssertionError) as error:
@@ -135,7 +133,8 @@ def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8",
                 f"--quantize {kind}: torchao quantizes nn.Linear layers, and this {type(model).__name__} has none. "
                 "Give --format gguf"
             )
-        save(model, load_tokenizer(plain), folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        load_tokenizer(plain).save_pretrained(folder)
     return number
 
 
@@ -209,7 +208,7 @@ def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | N
     if is_adapter(folder) and not original.can_generate():
         settings["num_labels"] = original.config.num_labels
     try:
-        with no_progress_bar(), contextlib.redirect_stderr(io.StringIO()):  # A GGUF file has a bar of its own.
+        with quiet_loading(), contextlib.redirect_stderr(io.StringIO()):  # A GGUF file has a bar of its own.
             model, info = auto.from_pretrained(
                 folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **settings
             )

@@ -13,13 +13,12 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
-from rlhf_cli.models.checks import try_out
+from rlhf_cli.models.check import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.int8 import quantize_int8
 from rlhf_cli.models.load import load_policy, stores_int8, take_facts
-from rlhf_cli.models.nf4 import quantize, quantized_layers, use_inference_kernel
+from rlhf_cli.models.quantized import quantize, quantize_int8, quantized_layers, use_inference_kernel
 from rlhf_cli.sharding import is_sharded
 
 

@@ -106,7 +106,7 @@ def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def check_shared_value_model(policy: PreTrainedModel) -> None:
-    """Raise ArtifactError if `shared_value_model` would fail. That one is called only at the end of training."""
+    """Raise ArtifactError if the value model could not be saved at the end: no classifier has the policy's backbone."""
     offer_classifier(type(policy.config))
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
@@ -131,15 +131,6 @@ def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    return model
-
-
-def shared_value_model(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
-    """A sequence classifier with a copy of the policy's backbone and of this head, for saving."""
-    model = value_model_like(policy)
-    model.base_model.load_state_dict(policy.base_model.state_dict())
-    assert isinstance(model.score, torch.nn.Linear)
-    model.score.load_state_dict(head.state_dict())
     return model
 
 

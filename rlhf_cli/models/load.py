@@ -1,4 +1,4 @@
-"""Load models and tokenizers from directories and from the hub, and save them to the artifact directory.
+"""Load models and tokenizers from directories and from the hub.
 
 Weights are read from safetensors only, and no code that comes with a model is run. An error about a directory is one
 line.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 from rlhf_cli.artifacts import is_adapter
 from rlhf_cli.errors import ArtifactError
@@ -34,25 +36,27 @@ from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.adapter_files import (
-    MODEL_CONFIG,
     AdapterDirectory,
     attach,
     own_generation_config,
     read_adapter,
 )
 from rlhf_cli.models.adapters import merge_in_place, merge_when_read
-from rlhf_cli.models.checks import check_weights, try_out
-from rlhf_cli.models.conversion import add_to_json, converted
+from rlhf_cli.models.check import (
+    check_directory,
+    check_weights,
+    reason_of,
+    refuse_classifier,
+    refuse_endless,
+    refuse_pickles,
+    try_out,
+)
 from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
-from rlhf_cli.models.forward import PRECISIONS, choose_attention, vocabulary_rows
+from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
-from rlhf_cli.models.loading import no_conversion, no_progress_bar, set_dropout_off
-from rlhf_cli.models.nf4 import quantize, round_when_read
-from rlhf_cli.models.refusals import check_directory, reason_of, refuse_classifier, refuse_endless, refuse_pickles
+from rlhf_cli.models.quantized import quantize, round_when_read
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
-from rlhf_cli.models.sharded_files import save_sharded
 from rlhf_cli.seeding import seeded
-from rlhf_cli.sharding import is_sharded
 
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
@@ -302,46 +306,6 @@ def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    dtype: str | None = None,
-    *,
-    max_shard_size: str = "50GB",
-) -> None:
-    """A plain Hugging Face directory: safetensors, config, tokenizer, generation_config.
-
-    The weights are written as `dtype`, by default as the model holds them. Scalar heads are always float32. All
-    processes must call this for a sharded model; the first one writes.
-    """
-    if is_sharded(model):
-        save_sharded(model, tokenizer, directory, dtype or "float32")
-        return
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    state = None if dtype is None else converted(model, PRECISIONS[dtype])
-    try:
-        model.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
-        if state is not None and dtype is not None:
-            add_to_json(directory / "config.json", {"dtype": dtype})
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        # safetensors and tokenizers write from Rust and report a full disk by their own errors.
-        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            raise ArtifactError(f"{directory}: cannot be written ({reason_of(error)}). Make room") from None
-        raise
-    finally:
-        model.set_attn_implementation(implementation)
-
-
-def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
-    """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
-    for key, value in facts.items():
-        setattr(model.config, key, value)
-    add_to_json(directory / (MODEL_CONFIG if is_adapter(directory) else "config.json"), facts)
-
-
 def _load(
     auto: Any,
     path: str,
@@ -378,7 +342,7 @@ def _load(
         in_int8 = _is_torchao(config)
         if in_int8:
             del config.quantization_config
-        with no_conversion(), no_progress_bar():
+        with quiet_loading():
             later = load_deferred(auto._model_mapping, path, revision, config) if deferred or in_int8 else None
             if in_int8 and later is None:
                 raise ArtifactError(
@@ -447,3 +411,43 @@ def take_facts(model: PreTrainedModel, adapter: AdapterDirectory) -> None:
     """Give the model's config what the adapters' training added to it."""
     facts = (*FACTS, *CUTS, "pad_token_id")
     model.config.update({key: adapter.model_config[key] for key in facts if key in adapter.model_config})
+
+
+# ------------------------------------------------------------------------------------------- as transformers loads
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers from asking the hub's conversion service for safetensors, and from drawing a bar.
+
+    It reads the first variable at each load. Its bar "Loading weights" is drawn if you set HF_HUB_DISABLE_PROGRESS_BARS
+    to show it, which it reads only when it is imported: a script may do that before `set_up_process`, or never call it.
+    """
+    name, before = "DISABLE_SAFETENSORS_CONVERSION", os.environ.get("DISABLE_SAFETENSORS_CONVERSION")
+    os.environ[name] = "1"
+    hides_bar = logging.is_progress_bar_enabled() and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") in (None, "1")
+    if hides_bar:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+        if hides_bar:
+            logging.enable_progress_bar()
+
+
+def set_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout probability to zero, so that train() and eval() compute the same.
+
+    No stage uses dropout: PPO's ratio is then exactly 1 before the first step, and a run repeats to the last bit.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Other modules keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(module, name, 0.0)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.loading import set_dropout_off
+from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.seeding import seeded
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}

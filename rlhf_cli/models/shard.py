@@ -34,7 +34,7 @@ from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_att
 from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
-from rlhf_cli.models.nf4 import divisible
+from rlhf_cli.models.quantized import divisible
 from rlhf_cli.sharding import first_row, local, run_gathered
 from rlhf_cli.waits import Mark, count, exchange, mark
 

@@ -21,8 +21,8 @@ from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import BaseModel, import_peft, read_adapter
 from rlhf_cli.models.adapters import require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
-from rlhf_cli.models.nf4 import require_quantizable
-from rlhf_cli.models.saving import refuse_adapter_as_base, require_loadable
+from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
+from rlhf_cli.models.quantized import require_quantizable
 from rlhf_cli.plan.shapes import Source, built
 from rlhf_cli.plan.sources import Sources, from_path
 

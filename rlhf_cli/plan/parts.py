@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlhf_cli.models.sharded_files import LARGEST_FILE
+from rlhf_cli.models.save import LARGEST_FILE
 from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.memory import (
     LIBRARIES,

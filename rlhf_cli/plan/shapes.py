@@ -20,12 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapters import adapted_parameters, add_lora
-from rlhf_cli.models.forward import vocabulary_rows
+from rlhf_cli.models.check import reason_of
+from rlhf_cli.models.forward import positions, vocabulary_rows
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.heads import offer_classifier
-from rlhf_cli.models.limits import positions
-from rlhf_cli.models.nf4 import BLOCK, quantized_shape
-from rlhf_cli.models.refusals import reason_of
+from rlhf_cli.models.quantized import BLOCK, quantized_shape
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights
 

@@ -18,7 +18,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
-from rlhf_cli.models.refusals import reason_of
+from rlhf_cli.models.check import reason_of
 from rlhf_cli.plan.shapes import Shape, Source, shape_of
 
 

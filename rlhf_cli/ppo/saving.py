@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from rlhf_cli.models.adapters import merged
-from rlhf_cli.models.conversion import round_weights
-from rlhf_cli.models.heads import shared_value_model
-from rlhf_cli.models.load import save
-from rlhf_cli.models.saving import save_trained, saved_dtype
-from rlhf_cli.models.sharded_files import save_sharded
+from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.sampling import generation_settings
 from rlhf_cli.sharding import is_sharded
@@ -51,7 +46,5 @@ def _save_value_model(setup: Setup) -> None:
     dtype = saved_dtype(config, base)
     if models.value_model is not None and base is not None:
         save_trained(models.value_model, setup.tokenizer, directory, config.value_model.lora, base, dtype)
-    elif models.value_head is not None and is_sharded(models.policy):
-        save_sharded(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)
     elif models.value_head is not None:
-        save(shared_value_model(merged(models.policy), models.value_head), setup.tokenizer, directory, dtype)
+        save(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)

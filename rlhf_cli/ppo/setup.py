@@ -24,13 +24,12 @@ from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work, peak_flops, work_of
-from rlhf_cli.models.forward import autocast, choose_attention, compute_dtype, is_packed
+from rlhf_cli.models.forward import autocast, check_positions, choose_attention, compute_dtype, is_packed, positions
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import hold_frozen, is_held
-from rlhf_cli.models.limits import check_positions, positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_passes
-from rlhf_cli.models.saving import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.shard import divides, shard_for, to_divide
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens

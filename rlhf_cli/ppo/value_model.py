@@ -19,7 +19,7 @@ from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import check_shared_value_model, scalar_heads, scalar_weight
 from rlhf_cli.models.load import load_value_model, new_value_model
-from rlhf_cli.models.saving import defers_base
+from rlhf_cli.models.lora import defers_base
 from rlhf_cli.models.shard import divides, to_divide
 from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.rewards.base import RewardSource

@@ -16,10 +16,9 @@ from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError, RewardError
-from rlhf_cli.models.forward import autocast, hidden_at, is_packed, shares_prefixes
+from rlhf_cli.models.forward import autocast, hidden_at, is_packed, positions, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
-from rlhf_cli.models.limits import positions
 from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for

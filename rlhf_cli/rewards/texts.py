@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.data.encode import encode_for_classifier
 from rlhf_cli.data.special_tokens import cut_behind_eos, special_tokens_of
+from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.limits import longest_input
 
 Side = Literal["left", "right"]
 

@@ -23,7 +23,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.health.history import GAP_TOLERANCE
 from rlhf_cli.models.forward import compute_dtype
-from rlhf_cli.models.sharded_files import plain_weights
+from rlhf_cli.models.save import plain_weights
 from rlhf_cli.program import install_extra
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms

@@ -11,7 +11,7 @@ from rlhf_cli.artifacts import model_directory
 from rlhf_cli.data.encode import encode_rows, require_eos
 from rlhf_cli.data.records import Prompt, transcript
 from rlhf_cli.errors import DataError
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import before_answer, encode_rows, prompt_text
 from rlhf_cli.data.records import Demonstration
-from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.limits import positions
+from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
 from rlhf_cli.sharding import is_sharded

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.sharded_files import plain_weights
+from rlhf_cli.models.save import plain_weights
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.engine import Checksum, checksum
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,16 +29,26 @@ class Stepper:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    rate: Callable[[int], float]
+    """The learning rate of a step, counted from 0."""
     max_grad_norm: float
     """Infinite if nothing is clipped."""
     scale: LossScale | None = None
     """The scale of the gradients of a backward pass."""
+    steps: int = 0
+    """Steps of the schedule so far, skipped ones included."""
+
+    def __post_init__(self) -> None:
+        self._set_rate()
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return float(self.scheduler.get_last_lr()[0])
+        return self.rate(self.steps)
+
+    def _set_rate(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
 
     def clip(self, world: World) -> float:
         """Unscale and clip the gradients, which are those of all processes; returns their norm before clipping."""
@@ -75,7 +83,7 @@ class Stepper:
             for number, p in enumerate(weights)
             for key, value in saved_state(p, self.optimizer.state.get(p, {})).items()
         }
-        return tensors, {"steps": self.scheduler.last_epoch}
+        return tensors, {"steps": self.steps}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
@@ -87,24 +95,15 @@ class Stepper:
             names.setdefault(int(number), {})[key] = name
         state = {number: restored_state(parameters[number], tensors, of_one) for number, of_one in names.items()}
         self.optimizer.load_state_dict({**full_state, "state": state})
-        assert isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
-        self.scheduler.last_epoch = int(numbers["steps"])
-        rates = [
-            base * scale(self.scheduler.last_epoch)
-            for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.scheduler._last_lr = rates
+        self.steps = int(numbers["steps"])
+        self._set_rate()
 
     def advance(self, *, move: bool = True) -> None:
         """One step of the optimizer and the schedule; without `move`, of the schedule only (a bad step)."""
         if move:
             self.optimizer.step()
-        with warnings.catch_warnings():
-            # torch warns if the schedule is ahead of the optimizer, as it is after a skipped step.
-            warnings.simplefilter("ignore", UserWarning)
-            self.scheduler.step()
+        self.steps += 1
+        self._set_rate()
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -162,8 +161,8 @@ def build_stepper(
 
     Weight decay applies to matrices, not to biases and normalization weights. `seed` is that of stochastic rounding.
 
-    The schedule is torch's LambdaLR over `rate_at`. LinearLR and CosineAnnealingLR compute each rate from the one
-    before: the last bits would differ, and resuming at a step with another `total_steps` would not be exact.
+    No schedule of torch is used: LinearLR and CosineAnnealingLR compute each rate from the one before. The last bits
+    would differ, and resuming at a step with another `total_steps` would not be exact.
     """
     peak = learning_rate if learning_rate is not None else config.learning_rate
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -173,12 +172,16 @@ def build_stepper(
     ]
     optimizer = new_adamw(groups, config, peak, seed)
     config = config.model_copy(update={"warmup_steps": config.warmup(total_steps)})
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, partial(rate_at, config=config, total_steps=max(total_steps, config.warmup_steps + 1))
-    )
+    total_steps = max(total_steps, config.warmup_steps + 1)
     # Clipping to an infinite norm multiplies every gradient by exactly 1.
     max_grad_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    return Stepper(model, optimizer, scheduler, max_grad_norm, scale)
+    return Stepper(
+        model,
+        optimizer,
+        lambda step: peak * rate_at(step, config=config, total_steps=total_steps),
+        max_grad_norm,
+        scale,
+    )
 
 
 def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:

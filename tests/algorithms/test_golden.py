@@ -293,7 +293,7 @@ def check_learning_rate(schedule):
         for _ in range(x["total_steps"]):
             rates.append(stepper.learning_rate)
             stepper.optimizer.step()
-            stepper.scheduler.step()
+            stepper.advance(move=False)
         return {"lrs": torch.tensor(rates, dtype=torch.float64)}
 
     return check

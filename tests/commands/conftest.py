@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.models.load import save
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support.tiny import SETTINGS
 

@@ -24,8 +24,8 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.evaluation import conversation
 from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
 from rlhf_cli.evaluation.trained import find_model
-from rlhf_cli.models.int8 import Int8Linear
 from rlhf_cli.models.load import load_tokenizer
+from rlhf_cli.models.quantized import Int8Linear
 from rlhf_cli.printing import printable
 from rlhf_cli.rollout.sampling import sample
 

@@ -33,7 +33,8 @@ from rlhf_cli.commands.serve import Settings
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.http_client import JSONClient
-from rlhf_cli.models.load import new_reward_model, save
+from rlhf_cli.models.load import new_reward_model
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support import crash
 from support.rewards import CHAT, batch, source_of

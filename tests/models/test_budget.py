@@ -11,16 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
@@ -185,53 +176,26 @@ def test_a_padded_row_counts_its_longest_answer_for_each():
     assert rm_stage._num_tokens(RankedIds([[1] * 7 + [2], [1] * 7 + [3, 4]], None), packed) == 17
 
 
-def test_dealing_balances_tokens_better_than_every_nth_row():
-    draw = random.Random(0)
-    gaps = {"dealt": 0, "every second": 0}
-    for _ in range(50):
-        lengths = [max(1, int(draw.lognormvariate(4.4, 0.7))) for _ in range(16)]
-        for name, hands in (("dealt", deal(lengths, 2)), ("every second", [range(0, 16, 2), range(1, 16, 2)])):
-            a, b = (sum(lengths[row] for row in hand) for hand in hands)
-            gaps[name] += abs(a - b)
-    assert gaps["dealt"] < 0.4 * gaps["every second"], gaps
-
-
 # ------------------------------------------------------------------------------------------ operations
 
 
-def models():
-    """One model of each kind, wide enough that norms and biases hardly count."""
-    return {
-        "llama": LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=128,
-                intermediate_size=320,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=48,
-                vocab_size=300,
-            )
-        ),
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=300, n_positions=256)),
-        "gpt-neox": GPTNeoXForCausalLM(
-            GPTNeoXConfig(
-                hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
-            )
-        ),
-        "mixtral": MixtralForCausalLM(
-            MixtralConfig(
-                hidden_size=128,
-                intermediate_size=160,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=300,
-                num_local_experts=8,
-                num_experts_per_tok=2,
-            )
-        ),
-    }
+SIZES = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "llama": {**SIZES, "num_key_value_heads": 2, "head_dim": 48},
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt_neox": SIZES,
+    "mixtral": {**SIZES, "intermediate_size": 160, "num_key_value_heads": 2, "num_local_experts": 8}
+    | {"num_experts_per_tok": 2},
+}
+
+
+def model_of(name, vocabulary=300):
+    """A model that is wide enough that norms and biases hardly count."""
+    config = AutoConfig.for_model(name, vocab_size=vocabulary, **MODELS[name])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if name == "mixtral":
+        model.set_experts_implementation("eager")
+    return model
 
 
 def counted(model, length, *, backward):
@@ -244,49 +208,38 @@ def counted(model, length, *, backward):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox", "mixtral"])
+def unseen(work, length):
+    """torch multiplies all pairs of tokens; our count has only the visible pairs."""
+    return 4 * work.width * (length * length - length * (length + 1) // 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_operations_equal_those_that_torch_counts(name):
-    model = models()[name]
-    model.set_attn_implementation("eager")
-    if name == "mixtral":
-        model.set_experts_implementation("eager")
-    work, length = work_of(model), 240
-    # torch multiplies all pairs of tokens; our count has only the visible pairs.
-    unseen = 4 * work.width * (length * length - length * (length + 1) // 2)
+    model, length = model_of(name), 240
+    work = work_of(model)
     forward = work.forward([length], length)
-    assert counted(model, length, backward=False) == pytest.approx(forward + unseen, rel=0.02)
-    assert counted(model, length, backward=True) == pytest.approx(3 * (forward + unseen), rel=0.02)
+    assert counted(model, length, backward=False) == pytest.approx(forward + unseen(work, length), rel=0.02)
+    assert counted(model, length, backward=True) == pytest.approx(3 * (forward + unseen(work, length)), rel=0.02)
     assert work.training([length], length) == 3 * forward
     assert work.forward([15, 25], 7) == work.forward([15], 3) + work.forward([25], 4)
 
 
-def test_a_frozen_weight_costs_no_gradient():
-    model = models()["llama"]
-    model.set_attn_implementation("eager")
-    for p in model.model.layers.parameters():
+@pytest.mark.parametrize("part", ["layers", "head"])
+def test_a_frozen_weight_costs_no_gradient(part):
+    model, length = model_of("llama", 300 if part == "layers" else 4000), 240
+    for p in model.model.layers.parameters() if part == "layers" else model.lm_head.parameters():
         p.requires_grad_(False)
-    work, length = work_of(model), 240
-    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
-    assert work.trained < 0.01 * work.weights
-    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
-
-
-def test_a_frozen_head_costs_no_gradient():
-    config = models()["llama"].config
-    config.vocab_size = 4000
-    model = LlamaForCausalLM(config)
-    model.set_attn_implementation("eager")
-    model.lm_head.weight.requires_grad_(False)
-    work, length = work_of(model), 240
-    unseen = 3 * 4 * work.width * (length * length - length * (length + 1) // 2)
-    assert work.head > work.weights
-    assert work.trained_head == 0
-    assert counted(model, length, backward=True) == pytest.approx(work.training([length], length) + unseen, rel=0.02)
+    work = work_of(model)
+    trained, whole = (work.trained, work.weights) if part == "layers" else (work.trained_head, work.head)
+    assert trained < 0.01 * whole
+    assert work.weights + work.head < 3 * whole, "otherwise it would hardly count"
+    expected = work.training([length], length) + 3 * unseen(work, length)
+    assert counted(model, length, backward=True) == pytest.approx(expected, rel=0.02)
 
 
 def test_a_shared_prompt_counts_once():
     """Three answers to one prompt cost the prompt once, plus the tokens of each answer after it."""
-    work = work_of(models()["llama"])
+    work = work_of(model_of("llama"))
     prompt, answers = 20, [5, 7, 6]
     lengths = [prompt + n for n in answers]
     behind = [work.forward([prompt + n], n) - work.forward([prompt], 0) for n in answers]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from rlhf_cli.decoders import plain as plain_decoder
@@ -18,21 +20,24 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import work_of
 from rlhf_cli.models.forward import (
+    check_positions,
     computes_in_bfloat16,
     hidden_at,
     is_packed,
     logits_and_hidden_at,
     logits_at,
+    positions,
     target_logprobs,
 )
-from rlhf_cli.models.heads import check_shared_value_model, shared_value_model
-from rlhf_cli.models.limits import check_positions, positions
-from rlhf_cli.models.load import prepare
+from rlhf_cli.models.heads import check_shared_value_model
+from rlhf_cli.models.load import load_policy, prepare, set_dropout_off
+from rlhf_cli.models.save import save
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from support.tiny import ARCHITECTURES
 
 CPU = torch.device("cpu")
 VOCAB, WINDOW = 97, 12
@@ -206,6 +211,8 @@ SAMPLED = {
     "llama": ("llama", KV, PADDED),
     "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, PADDED),
     "mistral": ("mistral", WINDOWED, PADDED),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, PADDED),
+    "gemma2": ("gemma2", {**KV, "head_dim": 8, "final_logit_softcapping": 2.0}, PADDED),
     "jamba": (
         "jamba",
         {**KV, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
@@ -372,21 +379,24 @@ def test_a_model_without_hidden_states_is_refused_in_one_line(family, auto, conf
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba", "mamba", "rwkv", "bart"])
-def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training(name):
+def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training(name, tmp_path):
     _, model = pair(name)
-    head = torch.nn.Linear(32, 1, bias=False)
+    head, tokenizer = torch.nn.Linear(32, 1, bias=False), SimpleNamespace(save_pretrained=lambda _: None)
     if name != "bart":
         check_shared_value_model(model)
-        assert torch.equal(shared_value_model(model, head).score.weight, head.weight)
+        save(model, tokenizer, tmp_path / "policy")
+        save(model, tokenizer, tmp_path / "value", value_head=head)
+        policy, value = (load_file(tmp_path / name / "model.safetensors") for name in ("policy", "value"))
+        assert torch.equal(value.pop("score.weight"), head.weight)
+        assert policy.keys() - value.keys() <= {"lm_head.weight", "head.weight"}
+        assert all(torch.equal(weight, policy[name]) for name, weight in value.items())
         return
     with pytest.raises(ArtifactError, match=r"value_model\.init: shared: transformers has no sequence classifier on"):
         check_shared_value_model(model)
-    with pytest.raises((ValueError, RuntimeError)):
-        shared_value_model(model, head)
 
 
 def test_the_head_runs_only_at_requested_positions_of_padded_batches():
-    plain = tiny("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    plain = tiny("bloom", **SAMPLED["bloom"][1])
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)
@@ -407,11 +417,13 @@ def test_the_head_runs_only_at_requested_positions_of_padded_batches():
 
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
 def test_logits_and_hidden_states_of_a_model_before_it_is_probed(family):
-    """Gemma 2 caps its logits: its head alone would give other logits."""
-    config = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    plain = tiny(family, **({**KV, "head_dim": 8, "final_logit_softcapping": 2.0} if family == "gemma2" else config))
+    """Bloom has its own attention. Gemma 2 caps its logits: its head alone would give other logits."""
+    plain = tiny(family, **SAMPLED[family][1])
     model = copy.deepcopy(plain)
-    prepare(model, CPU)
+    note = prepare(model, CPU)
+    assert note is not None
+    assert note.startswith(f"{type(model).__name__}: ")
+    assert "padded" in note
     assert not is_packed(model)
     batch = pack(SEQUENCES)
     at = torch.tensor([3, 39, 41, 60])
@@ -455,3 +467,23 @@ def test_a_classifier_that_scores_the_padding_is_refused(family):
         return
     with pytest.raises(ArtifactError, match=r"padding after a text changes its score by .*another family"):
         prepare(model, CPU)
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "bloom", "opt"])
+def test_dropout_is_off_in_train_mode(make_model, name):
+    """[14] Families keep dropout in modules, in floats, and under different names."""
+    model = load_policy(str(make_model(name)))
+    text = torch.tensor([ids(12, 0)])
+
+    @torch.no_grad()
+    def changes():
+        return not torch.equal(model.eval()(input_ids=text).logits, model.train()(input_ids=text).logits)
+
+    assert not changes()
+    if name == "gpt2":
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+        assert changes(), "otherwise dropout would not matter"
+        set_dropout_off(model)
+        assert not changes()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models import freeze as freeze_module
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.load import load_policy, new_reward_model
 from support.tiny import encoder
@@ -21,10 +18,6 @@ FIRST_LAYER = {"llama": "layers.0.", "gpt2": "h.0.", "gpt_neox": "layers.0.", "b
 
 def frozen(model):
     return {name for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def test_doctests():
-    assert doctest.testmod(freeze_module).failed == 0
 
 
 @pytest.mark.parametrize("family", EMBEDDINGS)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.evaluation.trained import TrainedModel
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.int8 import Int8Linear
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model
+from rlhf_cli.models.quantized import Int8Linear
 from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
@@ -141,7 +141,7 @@ def test_parts_of_a_weight_give_the_product_with_all_of_it(monkeypatch: pytest.M
     layer = Int8Linear(weight, torch.rand(7, 1, generator=draw), torch.rand(7, generator=draw))
     x = torch.randn(2, 8, generator=draw)
     whole = layer(x)
-    monkeypatch.setattr("rlhf_cli.models.int8.PART", 16)
+    monkeypatch.setattr("rlhf_cli.models.quantized.PART", 16)
     torch.testing.assert_close(layer(x), whole)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.models.load import align, load_policy, new_reward_model, prepare, save
+from rlhf_cli.models.load import align, load_policy, new_reward_model, prepare
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support.tiny import SETTINGS, random_ids
 

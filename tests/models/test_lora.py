@@ -6,36 +6,39 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.merge import merge
+from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_cli.models import deferred, exporting, frozen
 from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
-from rlhf_cli.models.load import (
-    is_language_model,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-    new_value_model,
-    save,
-)
+from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
+from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.training.stage_run import StageRun
 from stages import rm, sft
-from support import crash
+from support.compare import merged_copy
 from support.resume import stopping_after
 from support.setup import config_of
 from support.tiny import CPU, random_ids
@@ -292,26 +295,6 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
     assert load_reward_model(str(folder)).config.pad_token_id == len(tokenizer) - 1
 
 
-@pytest.mark.parametrize(("stage", "lora"), [("sft", {"dora": True}), ("rm", {})])
-def test_a_resumed_run_gives_the_same_adapters(stage, lora, run_stage, pipeline, tmp_path, monkeypatch):
-    """Bit for bit; only adapters and the head are in the checkpoint."""
-    model = {"path": str(pipeline("llama") / "sft/model"), "lora": {"r": 2, **lora}}
-    run_stage(stage, tmp_path / "whole", model=model)
-    with monkeypatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stopping_after(1))
-        with pytest.raises(Interrupted):
-            run_stage(stage, tmp_path / "cut", model=model)
-    (saved,) = tmp_path.glob("cut/.*/step-*/state.safetensors")
-    names = {name.removeprefix("model/") for name in load_file(saved) if name.startswith("model/")}
-    assert {name for name in names if ".lora_" not in name} == ({"score.weight"} if stage == "rm" else set())
-    run_stage(stage, tmp_path / "cut", model=model)
-    whole, again = crash.outcome(tmp_path / "whole" / stage), crash.outcome(tmp_path / "cut" / stage)
-    assert whole.keys() == again.keys()
-    for folder in ("model", "model/adapter"):
-        for file in (tmp_path / "whole" / stage / folder).glob("*.safetensors"):
-            assert file.read_bytes() == (tmp_path / "cut" / stage / folder / file.name).read_bytes()
-
-
 @pytest.fixture
 def bfloat16_base(make_model, tmp_path) -> Path:
     """A model whose weights are bfloat16 numbers, as those of most published models."""
@@ -458,3 +441,20 @@ def test_chat_answers_with_adapters(adapters):
     alone = CliRunner().invoke(app, ["chat", str(adapters), "--max-new-tokens", "4"], input="the tent\n")
     assert whole.exit_code == alone.exit_code == 0, whole.output + alone.output
     assert whole.stdout == alone.stdout != "\n"
+
+
+def test_adapters_of_experts_are_merged_one_layer_at_a_time(tmp_path):
+    """Their weights are no linear layers, and peft gives a layer one wrapper for each of them."""
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**config, vocab_size=1000, intermediate_size=32, num_local_experts=4))
+    add_lora(model, Lora(r=2), "lora", seed=0)
+    for name, weight in model.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    expected = dict(merged_copy(model).named_parameters())
+    read = {name: weight() for name, (_, weight) in plain_weights(model).items()}
+    assert list(read) == list(expected)
+    for name in read:
+        close(read[name], expected[name])
+    save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))

@@ -13,17 +13,18 @@ from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.models import frozen, nf4
+from rlhf_cli.models import frozen, quantized
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
-from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.load import load_policy, load_reward_model, prepare, save
-from rlhf_cli.models.nf4 import dequantize, quantize, quantized_layers
+from rlhf_cli.models.load import load_policy, load_reward_model, prepare
+from rlhf_cli.models.quantized import dequantize, quantize, quantized_layers
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.stage_run import StageRun
-from support.compare import same_runs
+from support.compare import merged_copy, same_runs
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.runs import run_forked
@@ -123,7 +124,7 @@ def test_merging_dequantizes(pair, device):
     """The merged weights give the logits of the adapters on 4 bits; peft alone would round them to 4 bits again."""
     model, _ = pair(device=device)
     expected = logits(model)
-    plain = merged(model)
+    plain = merged_copy(model)
     assert not quantized_layers(plain)
     assert all(p.is_floating_point() for p in plain.parameters())
     close(logits(plain), expected, TOLERANCE[device])
@@ -143,12 +144,12 @@ def test_weights_are_counted_by_their_shapes(pair, base):
 
 def test_layers_that_cannot_be_quantized_and_a_missing_package_are_refused(base, make_model, monkeypatch):
     """bitsandbytes dequantizes rows of 32 with the scales of other blocks: errors of 0.8 instead of 0.15."""
-    weight_of = nf4._weight_of
+    weight_of = quantized._weight_of
     for architecture in ("gpt2", "llama"):
         with pytest.raises(ConfigError, match=r"lora\.quantize: no layer of this \w+ can be quantized"):
             quantize(load_policy(str(make_model(architecture))), "nf4", "lora.quantize")
     with monkeypatch.context() as patch:
-        patch.setattr(nf4, "_weight_of", lambda layer: weight_of(layer).roll(1))
+        patch.setattr(quantized, "_weight_of", lambda layer: weight_of(layer).roll(1))
         with pytest.raises(ConfigError, match="computes wrong weights on this cpu"):
             quantize(load_policy(str(base)), "nf4", "lora.quantize")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
@@ -160,10 +161,10 @@ def test_a_bias_stays_beside_rounded_weights():
     layer = torch.nn.Linear(64, 128)
     bias = layer.bias.detach().clone()
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    quantized = nf4._quantized(layer, "nf4", bnb, "lora.quantize")
-    expected = x @ nf4._weight_of(quantized).t() + bias
-    close(quantized(x), expected)
-    holder = torch.nn.Sequential(quantized)
+    layer_4bit = quantized._quantized(layer, "nf4", bnb, "lora.quantize")
+    expected = x @ quantized._weight_of(layer_4bit).t() + bias
+    close(layer_4bit(x), expected)
+    holder = torch.nn.Sequential(layer_4bit)
     dequantize(holder)
     close(holder(x), expected)
 
@@ -175,7 +176,7 @@ def test_large_weights_are_within_what_each_kind_can_be_off():
     layer = torch.nn.Linear(256, 1024)
     layer.weight.data, errors = weight, {}
     for kind in ("nf4", "nf4_double"):
-        rounded = nf4._weight_of(nf4._quantized(layer, kind, bnb, "lora.quantize"))
+        rounded = quantized._weight_of(quantized._quantized(layer, kind, bnb, "lora.quantize"))
         ratio = (rounded - weight).reshape(-1, 64).abs().amax(1) / weight.reshape(-1, 64).abs().amax(1)
         errors[kind] = ratio.max().item()
     assert errors["nf4"] < 0.1525

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.heads import offer_classifier, reads_last_token
-from rlhf_cli.models.load import load_reward_model, load_value_model, new_reward_model, new_value_model, prepare, save
+from rlhf_cli.models.load import load_reward_model, load_value_model, new_reward_model, new_value_model, prepare
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from support.compare import close

@@ -21,7 +21,7 @@ from rlhf_cli.evaluation.agreement import scores_of_rows
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
-from rlhf_cli.models.loading import set_dropout_off
+from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
@@ -279,6 +279,20 @@ def test_a_model_that_cannot_share_prefixes_runs_packed_without_them(monkeypatch
         score_tokens(Models(model, model), rows, responses, drawn, "float32").logprobs,
         score_tokens(Models(plain, plain), rows, responses, drawn, "float32").logprobs,
     )
+
+
+def test_attention_across_sequences_is_detected(monkeypatch):
+    """A model whose packed rows attend across sequences runs on padded batches."""
+    model, _ = made("llama")
+
+    def leaky(*args, packed=None, **kwargs):
+        whole = packed and PackedBatch(packed.ids, packed.position_ids, [Segment(0, len(packed.ids))])
+        return attention.packed_attention(*args, packed=whole, **kwargs)
+
+    for name in (attention.EACH, attention.EACH_UNSHARED):
+        monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, leaky)
+    assert "differ" in choose_attention(model)
+    assert not is_packed(model)
 
 
 def test_a_model_that_cannot_run_packed_runs_padded(monkeypatch):

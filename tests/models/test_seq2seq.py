@@ -35,8 +35,8 @@ from rlhf_cli.models.load import (
     new_reward_model,
     new_value_model,
     prepare,
-    save,
 )
+from rlhf_cli.models.save import save
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import Lora
-from rlhf_cli.models import nf4
+from rlhf_cli.models import quantized
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.models.nf4 import require_quantizable
+from rlhf_cli.models.quantized import require_quantizable
 from support.paths import ROOT
 
 NO_LAYER = (
@@ -76,7 +76,7 @@ def test_the_value_model_and_other_mistakes(run, make_model, monkeypatch):
     assert "found embed_tokens, which is not a linear layer of this" in rm(target_modules=["embed_tokens"])
     assert "found score, which is no layer of this" in rm(target_modules=["score"])
     assert rm(quantize="nf4").startswith("model.lora.quantize: no layer of this LlamaForSequenceClassification can be")
-    monkeypatch.setattr(nf4, "BLOCK", 16)
+    monkeypatch.setattr(quantized, "BLOCK", 16)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert rm(quantize="nf4").startswith("model.lora.quantize: needs the package bitsandbytes (extra qlora). Install")
     monkeypatch.setitem(sys.modules, "peft", None)

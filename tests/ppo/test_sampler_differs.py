@@ -12,7 +12,7 @@ import torch
 
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.health.history import GAP_TOLERANCE
-from rlhf_cli.models.load import save
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout import rollout as rollout_module

@@ -20,7 +20,8 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Message, Prompt
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
-from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, save
+from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
+from rlhf_cli.models.save import save
 from rlhf_cli.rewards.sources import load_rewards
 from support.rewards import batch, source_of
 from support.setup import config_of

@@ -12,14 +12,14 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RunError
 from rlhf_cli.health.history import GAP_TOLERANCE
-from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import prepare
-from rlhf_cli.models.nf4 import quantize
+from rlhf_cli.models.quantized import quantize
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.engine import SyncedEngine, different_tensors
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.vllm_engine import VllmEngine, seed_of
-from support.compare import close
+from support.compare import close, merged_copy
 from support.engines import CopyEngine, fake_vllm, weights_of
 from support.gpu import needs_gpu
 from support.tiny import CPU, PROMPTS, SETTINGS, STOP
@@ -81,7 +81,7 @@ def test_a_healthy_engine_passes(tied, lora, precision):
 def test_the_weights_that_are_sent_are_those_of_the_merged_model(lora):
     policy = new_policy(lora=lora)
     update(policy)
-    sent, expected = weights_of(policy), dict(merged(policy).named_parameters())
+    sent, expected = weights_of(policy), dict(merged_copy(policy).named_parameters())
     assert list(sent) == list(expected)
     for name, weight in sent.items():
         close(weight, expected[name], 0.0)

@@ -27,7 +27,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.load import save
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.bad_steps import BadSteps, append_new
@@ -169,10 +169,10 @@ def watched(monkeypatch) -> list[tuple[bool, bool, bool, int]]:
         return len(one) != len(two) or any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
     def watch(self: Stepper, *, move: bool = True) -> None:
-        before, at = copies(self), self.scheduler.last_epoch
+        before, at = copies(self), self.steps
         advance(self, move=move)
         after = copies(self)
-        seen.append((move, changed(before[0], after[0]), changed(before[1], after[1]), self.scheduler.last_epoch - at))
+        seen.append((move, changed(before[0], after[0]), changed(before[1], after[1]), self.steps - at))
 
     monkeypatch.setattr(Stepper, "advance", watch)
     return seen

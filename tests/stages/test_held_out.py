@@ -16,7 +16,8 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import encode_pairs
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.models.load import load_policy, load_tokenizer, save
+from rlhf_cli.models.load import load_policy, load_tokenizer
+from rlhf_cli.models.save import save
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft

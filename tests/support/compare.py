@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.models.adapters import merge_in_place
 from support.tiny import read_jsonl
 
 TOLERANCE = 1e-5
@@ -90,3 +92,10 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return abs(a - b) <= tolerance * max(1.0, abs(a))
     return bool(a == b)
+
+
+def merged_copy(model):
+    """A copy with the adapters added to the weights by peft, and without them."""
+    plain = copy.deepcopy(model)
+    merge_in_place(plain)
+    return plain

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_cli.models.load import prepare
-from rlhf_cli.models.loading import set_dropout_off
+from rlhf_cli.models.load import prepare, set_dropout_off
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 import torch
 from transformers import AutoConfig
 
-from rlhf_cli.models.adapters import merged
-from rlhf_cli.models.sharded_files import plain_weights
+from rlhf_cli.models.save import plain_weights
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.engine import checksum
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.seeding import generator
+from support.compare import merged_copy
 
 
 def weights_of(policy):
@@ -49,7 +48,7 @@ class CopyEngine:
     ):
         self.dtype, self.kept, self.late, self.permuted = dtype, kept, late, permuted
         self.forgets, self.is_readable, self.temperature = forgets, is_readable, temperature
-        self.model = copy.deepcopy(merged(policy)).to(dtype).requires_grad_(False)
+        self.model = merged_copy(policy).to(dtype).requires_grad_(False)
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if head.weight is embedding.weight:
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)

@@ -24,7 +24,8 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.models.load import load_policy, load_tokenizer, prepare, save
+from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.report import library
 from rlhf_cli.rollout.sampling import draw_uniforms

@@ -28,13 +28,13 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.decoders import plain
-from rlhf_cli.models import load, sharded_files
-from rlhf_cli.models.adapters import add_lora, merged
+from rlhf_cli.models import load, save
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.frozen import hold_trained
-from rlhf_cli.models.nf4 import quantize
 from rlhf_cli.models.passes import compile_passes, recompute_layers
+from rlhf_cli.models.quantized import quantize
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
@@ -46,6 +46,7 @@ from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
+from support.compare import merged_copy
 from support.tiny import SETTINGS, random_ids
 
 VOCABULARY = 97
@@ -232,16 +233,17 @@ def saved_gap(folder: Path, sharded: PreTrainedModel, plain: PreTrainedModel) ->
     tokenizer: Any = SimpleNamespace(save_pretrained=lambda _: None)
     whole_folder = folder.with_name(f"{folder.name} whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_files, "LARGEST_FILE", 20_000)
-        load.save(sharded, tokenizer, folder, "float32")
+        patch.setattr(save, "LARGEST_FILE", 20_000)
+        save.save(sharded, tokenizer, folder, "float32")
     if not is_first_process():
         return 0.0
-    load.save(merged(plain), tokenizer, whole_folder, "float32")
+    whole = merged_copy(plain)
+    whole.save_pretrained(whole_folder)
     assert len(list(folder.glob("*.safetensors"))) > 1
     for file in ("config.json", "generation_config.json"):
         assert not (whole_folder / file).is_file() or (folder / file).read_bytes() == (whole_folder / file).read_bytes()
     again = plain_class(sharded).from_pretrained(folder)  # type: ignore[attr-defined]
-    assert again.state_dict().keys() == merged(plain).state_dict().keys()
+    assert again.state_dict().keys() == whole.state_dict().keys()
     written = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
     return gap(load_file(whole_folder / "model.safetensors"), written)
 
@@ -412,7 +414,7 @@ def sampled(folder: str, defect: str = "") -> None:
         assert missing > 1
         with pytest.MonkeyPatch.context() as patch:
             if layout is not None:
-                patch.setitem(plain._layouts, model, layout)
+                patch.setattr(plain, "supported_layout", lambda _, layout=layout: layout)
             if defect and world.rank == 1:
                 patch.setattr(plain, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
             responses = sample(model, [prompts[i] for i in share], uniforms[share], sampling, max_live_rows=live)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.metrics import OF_THE_MACHINE
 from rlhf_cli.plan.memory import STATES
 from rlhf_cli.training import adamw
 from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
@@ -209,32 +208,6 @@ def test_training_learns_as_well_as_in_float32(run_stage, make_model, tmp_path):
         assert other != plain
     gpt2 = losses(run_stage, tmp_path / "gpt2", make_model, "gpt2", **BFLOAT16)
     assert gpt2[0] - gpt2[-1] > 1.0
-
-
-@pytest.mark.parametrize(
-    "changes", [BFLOAT16, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=["bfloat16", "8bit"]
-)
-def test_a_resumed_run_is_the_same_run(changes, run_stage, pipeline, tmp_path, monkeypatch):
-    """PPO with a value model, stopped after the first of two iterations: the same weights and figures."""
-    rewards = [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}]
-    settings = {"policy": {"path": str(pipeline("llama") / "sft")}, "rewards": rewards, **changes}
-    whole = run_stage("ppo", tmp_path / "whole", **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stopping_after(1))
-        with pytest.raises(Interrupted):
-            run_stage("ppo", tmp_path / "cut", **settings)
-    again = run_stage("ppo", tmp_path / "cut", **settings)
-    for folder in ("model", "value_model"):
-        weights = (path / folder / "model.safetensors" for path in (whole, again))
-        assert len({path.read_bytes() for path in weights}) == 1
-    rows = [
-        [
-            {k: v for k, v in row.items() if not k.startswith(OF_THE_MACHINE)}
-            for row in read_jsonl(path / "metrics.jsonl")
-        ]
-        for path in (whole, again)
-    ]
-    assert rows[0] == rows[1]
 
 
 def test_two_processes_keep_equal_weights(make_model, write_config, run_stage, tmp_path, monkeypatch):

@@ -23,12 +23,17 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
     root = pipeline("llama")
     often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
+    four = {"ppo": {"num_iterations": 4}}
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
         "sft": (often, {"model": {"path": str(root / "sft/model"), **CHANGED_MODEL}, **TRAINING}),
         "sft scratch": (often, {"model": {"scratch": {"architecture": "llama", "config": TINY}}, **TRAINING}),
+        "sft dora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2, "dora": True}}, **TRAINING}),
         "rm": (often, TRAINING),
+        "rm lora": (often, {"model": {"lora": {"r": 2}}, **TRAINING}),
         "ppo": (ppo, PPO_CARRIES),
+        "ppo bfloat16": (ppo, four | {"precision": "bfloat16", "optimizer": {"precision": "bfloat16"}}),
+        "ppo 8bit": (ppo, four | {"optimizer": {"precision": "8bit"}}),
         "ppo lora penalty": (
             ppo,
             {

@@ -27,12 +27,13 @@ from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same,
 from support.tiny import read_jsonl
 
 CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filters", "ppo groups")
+OTHER_WEIGHTS = ("sft dora", "rm lora", "ppo bfloat16", pytest.param("ppo 8bit", marks=pytest.mark.slow))
 
 
 # ------------------------------------------------------------------------------------- exact resume
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *OTHER_WEIGHTS])
 def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_step, monkeypatch, tmp_path):
     """Weights have the same bytes, metrics the same values except durations, and every part the same state."""
     stage, states = case.split()[0], {}
@@ -65,6 +66,9 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
         assert numbers == numbers_again, part
         assert tensors.keys() == again.keys()
         assert all(torch.equal(tensors[key], again[key]) for key in tensors), part
+    if case in ("sft dora", "rm lora"):
+        names = {name for name in states["saved"]["model"][0] if ".lora_" not in name}
+        assert names == ({"score.weight"} if stage == "rm" else set()), "frozen weights are not in a checkpoint"
 
 
 def test_a_run_stopped_after_every_step_gives_the_same_bytes(config_in, undisturbed, monkeypatch, tmp_path):

@@ -1,0 +1,280 @@
+"""Write a model as a plain Hugging Face directory: whole or divided among processes, with adapters merged or apart."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from rlhf_cli.artifacts import is_adapter, model_directory
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.adapter_files import MODEL_CONFIG, BaseModel, save_adapter
+from rlhf_cli.models.adapters import has_adapters, merge_in_place
+from rlhf_cli.models.check import reason_of
+from rlhf_cli.models.forward import PRECISIONS
+from rlhf_cli.models.heads import scalar_heads, value_model_like
+from rlhf_cli.models.quantized import quantized_shape
+from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.tensor_ops import num_weights
+
+LARGEST_FILE = 2_000_000_000
+"""The most bytes in one file of a divided model. The first process holds this much while it writes."""
+
+PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]
+"""The shape of each weight, and a function that gives it."""
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    dtype: str | None = None,
+    *,
+    max_shard_size: int | str = "50GB",
+    value_head: nn.Linear | None = None,
+) -> None:
+    """Write safetensors, config, tokenizer and generation config. Adapters are merged into their layer's weight.
+
+    The weights are written as `dtype`, by default as the model holds them; then scalar heads, too, which are float32
+    otherwise: 16 bits would round away the differences between scores. With `value_head`, which every process has
+    whole, a sequence classifier is written that has the backbone of the model and this head.
+
+    All processes must call this for a sharded model; the first one writes, and holds no more than one file of it.
+    Raises ArtifactError, on every process, if a file cannot be written.
+    """
+    is_divided = is_sharded(model)
+    is_writer = not is_divided or is_first_process()
+    weights = plain_weights(model)
+    if value_head is not None:
+        model, weights = _with_value_head(model, weights, value_head)
+    dtypes = _dtypes(model, weights, dtype)
+    shapes = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in weights.items()}
+    files = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE if is_divided else max_shard_size)
+    problem, index = "", dict[str, str]()
+    for file, names in files.filename_to_tensors.items():
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensor = weights[name][1]()  # on every process, since all send their rows
+            if is_writer:
+                tensors[name] = tensor.to("cpu", dtypes[name]).contiguous()
+        if is_writer and not problem:
+            # Some families have other names in files than in memory.
+            tensors = revert_weight_conversion(model, tensors)
+            index |= dict.fromkeys(tensors, file)
+            problem = _attempt(partial(_write, tensors, directory, file))
+    if is_writer and not problem and files.is_sharded:
+        total = {"total_parameters": sum(map(num_weights, model.parameters())), **files.metadata}
+        problem = _attempt(partial(_write_index, {"metadata": total, "weight_map": index}, directory))
+    if is_writer and not problem:
+        problem = _attempt(partial(_write_configs, model, tokenizer, directory, dtype))
+    if is_divided:
+        problems = [problem]
+        dist.broadcast_object_list(problems, src=0)
+        problem = problems[0]
+    if problem:
+        raise ArtifactError(f"{directory}: cannot be written ({problem}). Make room")
+
+
+def plain_weights(model: PreTrainedModel) -> PlainWeights:
+    """The weights as a model without adapters has them. All processes must call the functions for a sharded model.
+
+    Weights with several names have one entry, under the first of them, as in the files of transformers.
+    """
+    found: PlainWeights = {}
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        plain_name = name.replace("base_layer.", "")  # experts have one layer of adapters for each of their weights
+        read = partial(whole, weight.detach())
+        if not weight.is_floating_point() or (plain_name != name and weight.ndim > 1):  # a bias has no adapter
+            layer = name.partition(".base_layer.")[0] if plain_name != name else name.removesuffix(".weight")
+            read = partial(_merged, model.get_submodule(layer), plain_name.removeprefix(f"{layer}."))
+        found[plain_name] = quantized_shape(weight), read
+    kept = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            found[name] = buffer.shape, partial(whole, buffer)
+    return found
+
+
+def _dtypes(model: PreTrainedModel, names: Mapping[str, object], dtype: str | None) -> dict[str, torch.dtype]:
+    """The number format in which each weight is written. Buffers keep theirs; merged weights are float32."""
+    held = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    if dtype is not None:
+        heads = head_layers(model)
+        held = {name: torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype] for name in names}
+    return {name: buffers.get(name) or held.get(name, torch.float32) for name in names}
+
+
+def _with_value_head(
+    policy: PreTrainedModel, weights: PlainWeights, head: nn.Linear
+) -> tuple[PreTrainedModel, PlainWeights]:
+    """A sequence classifier without memory for its weights, and what `plain_weights` would give for it."""
+    with torch.device("meta"):
+        model = value_model_like(policy)
+    before, after = (f"{one.base_model_prefix}." for one in (policy, model))
+    found = {after + n.removeprefix(before): weight for n, weight in weights.items() if n.startswith(before)}
+    (name,) = head_layers(model)
+    return model, found | {f"{name}.{key}": (p.shape, partial(whole, p.detach())) for key, p in head.named_parameters()}
+
+
+@torch.no_grad()
+def _merged(layer: Any, name: str) -> Tensor:
+    """The weight of a layer with this name, dequantized, and with its adapters added."""
+    # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an undivided weight
+    # itself, and merging writes into it.
+    weights: dict[int, Any] = {}
+    for weight in layer.parameters():
+        weights[id(weight)] = nn.Parameter(whole(weight).detach().clone(), requires_grad=False)
+        vars(weights[id(weight)]).update(vars(weight))
+    holder: Any = nn.ModuleDict({"layer": copy.deepcopy(layer, weights)})
+    merge_in_place(holder)
+    merged: Tensor = holder["layer"].get_parameter(name).detach().float()
+    return merged
+
+
+def _write(tensors: dict[str, Tensor], directory: Path, file: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / file, metadata={"format": "pt"})
+
+
+def _write_index(index: dict[str, Any], directory: Path) -> None:
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _write_configs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: str | None
+) -> None:
+    """Everything but the weights, as transformers writes it."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype or str(model.dtype).removeprefix("torch.")
+    config.architectures = [plain_class(model).__name__]
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _attempt(write: Callable[[], None]) -> str:
+    """Why writing fails, "" if it does not. The other processes must be told before this one stops."""
+    try:
+        write()
+    except Exception as error:
+        # safetensors and tokenizers write from Rust and report a full disk by errors of their own.
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+            return reason_of(error)
+        raise
+    return ""
+
+
+def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
+    """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
+    for key, value in facts.items():
+        setattr(model.config, key, value)
+    path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) | facts
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+# ------------------------------------------------------------------------------------------- the model of a stage
+
+
+def save_of_stage(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, config: SFTConfig | RMConfig
+) -> None:
+    """`save_trained` for the model of an SFT or RM stage."""
+    save_trained(model, tokenizer, directory, config.model.lora, base_of(config), _dtype_of_stage(config))
+
+
+def round_as_saved(model: PreTrainedModel, config: SFTConfig | RMConfig) -> None:
+    """`round_weights` for the model of an SFT or RM stage."""
+    round_weights(model, _dtype_of_stage(config))
+
+
+def base_of(config: SFTConfig | RMConfig) -> BaseModel:
+    """The model that an SFT or RM stage starts from."""
+    path = config.model.path if config.model.path is not None else f"{config.artifacts}/sft"
+    return BaseModel(model_directory(path), config.model.revision)
+
+
+def _dtype_of_stage(config: SFTConfig | RMConfig) -> str:
+    is_new = isinstance(config, SFTConfig) and config.model.scratch is not None
+    return saved_dtype(config, None if is_new else base_of(config))
+
+
+def saved_dtype(config: Stage, base: BaseModel | None) -> str:
+    """The number format in which a model is saved that started from `base`, or from random weights without it."""
+    if config.save_dtype != "auto":
+        return config.save_dtype
+    return "bfloat16" if base is not None and base.dtype() == "bfloat16" else "float32"
+
+
+def save_trained(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    lora: Lora | None,
+    base: BaseModel,
+    dtype: str,
+) -> None:
+    """Write a trained model as `lora.save` says. Without `lora` it is a plain Hugging Face directory.
+
+    Plain weights are written as `dtype`, and adapters as float32.
+    """
+    if lora is None or lora.save == "merged":
+        save(model, tokenizer, directory, dtype)
+        if lora is not None:
+            save_adapter(model, directory / "adapter", base, lora.quantize)
+        return
+    save_adapter(model, directory, base, lora.quantize)
+    if is_sharded(model) and not is_first_process():
+        return
+    try:
+        tokenizer.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+    except OSError as error:
+        raise ArtifactError(f"{directory}: cannot be written ({error.strerror or error}). Make room") from None
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel, dtype: str) -> None:
+    """Round the weights to the format in which they will be saved, so that all figures are those of the saved model.
+
+    Does nothing to a model with adapters.
+    """
+    if has_adapters(model):
+        return
+    heads = head_layers(model)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] not in heads and parameter.is_floating_point():
+            parameter.copy_(parameter.to(PRECISIONS[dtype]))
+
+
+def head_layers(model: PreTrainedModel) -> set[str]:
+    """The names of the scalar heads."""
+    if model.get_output_embeddings() is not None:
+        return set()
+    heads = set(scalar_heads(model))
+    return {name for name, module in model.named_modules() if module in heads}
