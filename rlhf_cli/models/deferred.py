@@ -31,12 +31,12 @@ INTEGERS, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_ze
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredWeight:
     """Where a deferred weight is."""
 
     file: str
     name: str
-    scale: Place | None = None
+    scale: StoredWeight | None = None
     """Where the scales of its rows are, if the file has it as 8-bit integers: torchao's format of `rlhf export`."""
     changes: tuple[Callable[[Tensor], Tensor], ...] = ()
     """Functions that turn the tensor of the file, in float32, into the weight, one after the other."""
@@ -65,9 +65,9 @@ _places: Any = WeakTensorKeyDictionary()
 """The place of each deferred weight."""
 
 
-def place_of(weight: Tensor) -> Place | None:
+def place_of(weight: Tensor) -> StoredWeight | None:
     """Where a weight is if it is deferred, else None."""
-    place: Place | None = _places.get(weight)
+    place: StoredWeight | None = _places.get(weight)
     return place
 
 
@@ -89,7 +89,7 @@ def take(weight: Tensor) -> Tensor:
 
     Raises ArtifactError if they are not finite.
     """
-    place: Place = _places.pop(weight)
+    place: StoredWeight = _places.pop(weight)
     values = place.as_stored()
     # A sum is fast, and finite only if all values are.
     if not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
@@ -112,7 +112,7 @@ def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
     """Let a deferred weight be `function` of what it would have been. The function gets all of it, in float32."""
-    place: Place = _places[weight]
+    place: StoredWeight = _places[weight]
     _places[weight] = replace(place, changes=(*place.changes, function))
 
 
@@ -173,7 +173,7 @@ def _generation_config(path: str, revision: str | None) -> GenerationConfig | No
         return None
 
 
-def _places_in(path: str, revision: str | None) -> dict[str, tuple[Place, list[int]]] | None:
+def _places_in(path: str, revision: str | None) -> dict[str, tuple[StoredWeight, list[int]]] | None:
     """The place and the shape of each tensor in the files of a model; None if one has a number format of its own."""
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     single = cached_file(path, SAFE_WEIGHTS_NAME, **options)
@@ -189,7 +189,7 @@ def _places_in(path: str, revision: str | None) -> dict[str, tuple[Place, list[i
                 rows = opened.get_slice(name)
                 if not rows.get_shape() or rows.get_dtype() not in {*DTYPES, "I8"}:
                     return None
-                places[name] = (Place(file, name), rows.get_shape())
+                places[name] = (StoredWeight(file, name), rows.get_shape())
                 if rows.get_dtype() == "I8" and not name.endswith((INTEGERS, ZERO_POINTS)):
                     return None
                 if name.endswith(ZERO_POINTS) and opened.get_tensor(name).any():

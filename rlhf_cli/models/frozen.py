@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import torch
@@ -108,53 +108,32 @@ def hold_frozen(
     Raises:
         ArtifactError: a deferred weight is not finite, or the model cannot compute.
     """
-    was_deferred = is_deferred(model)
-    _round(model, device, precision, exact=exact, constant=constant, others=others)
+    was_deferred, dtype = is_deferred(model), compute_dtype(device, precision)
+    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
+    if dtype != torch.float32 and not is_encoder:
+        embeddings, special = _embeddings(model)
+        tables = {id(module.weight) for module in embeddings}
+        skipped = special | {id(weight) for weight in others} | (set() if constant else tables)
+        for module in [*_linear_layers(model), *embeddings]:
+            for weight in module.parameters(recurse=False):
+                if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped:
+                    continue
+                given = take(weight) if place_of(weight) is not None else weight.data
+                may_round = not exact and id(weight) not in tables
+                weight.data = given.to(dtype) if may_round or _is_lossless(given, dtype) else given.float()
+        give_float32(model)
     if was_deferred:
-        _complete(model)
-
-
-def is_held(device: torch.device, precision: str) -> bool:
-    """Whether `hold_frozen` changes anything: the passes compute in 16 bits."""
-    return compute_dtype(device, precision) != torch.float32
-
-
-def _complete(model: PreTrainedModel) -> None:
-    """Read the weights that stay in float32, and check the model as `load` does one that is not deferred."""
-    read_deferred(model)
-    if not model.config.is_encoder_decoder:
+        read_deferred(model)  # the weights that stay in float32
+    if was_deferred and not model.config.is_encoder_decoder:  # checked as `load` checks a model that is not deferred
         was_training = model.training
         with autocast(torch.device("cpu"), held_precision(model) or "float32"):
             try_out(model, model.name_or_path or "")
         model.train(was_training)
 
 
-def _round(
-    model: PreTrainedModel,
-    device: torch.device,
-    precision: str,
-    *,
-    exact: bool,
-    constant: bool = True,
-    others: Collection[torch.Tensor] = (),
-) -> None:
-    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
-    dtype = compute_dtype(device, precision)
-    if is_encoder or dtype == torch.float32:
-        return
-    embeddings, special = _embeddings(model)
-    skipped = special | {id(weight) for weight in others}
-    tables = {id(module.weight) for module in embeddings}
-    if not constant:
-        skipped |= tables
-    for module in [*_linear_layers(model), *embeddings]:
-        for weight in module.parameters(recurse=False):
-            if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped:
-                continue
-            given = take(weight) if place_of(weight) is not None else weight.data
-            may_round = not exact and id(weight) not in tables
-            weight.data = given.to(dtype) if may_round or _is_lossless(given, dtype) else given.float()
-    _give_float32(embeddings)
+def is_held(device: torch.device, precision: str) -> bool:
+    """Whether `hold_frozen` changes anything: the passes compute in 16 bits."""
+    return compute_dtype(device, precision) != torch.float32
 
 
 def _is_lossless(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -186,7 +165,9 @@ def trained_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
 
 def give_float32(model: PreTrainedModel) -> None:
     """Let the embeddings that are held in 16 bits return float32."""
-    _give_float32(_embeddings(model)[0])
+    for module in _embeddings(model)[0]:
+        if module.weight.dtype != torch.float32:
+            module.__class__ = HeldEmbedding
 
 
 @torch.no_grad()
@@ -206,13 +187,6 @@ def _embeddings(model: PreTrainedModel) -> tuple[list[nn.Embedding], set[int]]:
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     plain = [module for module in modules if type(module) in (nn.Embedding, HeldEmbedding)]
     return plain, {id(module.weight) for module in modules if module not in plain}
-
-
-def _give_float32(embeddings: Sequence[nn.Embedding]) -> None:
-    """Let embeddings that are held in 16 bits return float32."""
-    for module in embeddings:
-        if module.weight.dtype != torch.float32:
-            module.__class__ = HeldEmbedding
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Module]:

@@ -29,7 +29,7 @@ from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.models.deferred import Place, blocks, is_deferred, place_of
+from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, place_of
 from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_attention, compute_dtype, is_packed
 from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
@@ -206,7 +206,7 @@ def _shard(
     """
     managed = _undivided(module)
     stay_whole = _stay_whole(managed, narrowed)
-    deferred: list[tuple[str, Place]] = []
+    deferred: list[tuple[str, StoredWeight]] = []
     # A frozen weight is only ever used in the precision in which it is exchanged.
     kept = mixed.param_dtype if not _is_trained(module) and mixed.param_dtype is not None else torch.float32
     for name, weight in managed.items():

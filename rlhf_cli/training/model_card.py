@@ -90,7 +90,7 @@ def card(
     versions: Mapping[str, str],
     scale: tuple[float, float] | None,
     *,
-    base: BaseModel | None = None,
+    base: Origin | None = None,
     stages: Sequence[str] = (),
     is_adapter: bool = False,
 ) -> str:
@@ -195,7 +195,7 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class Origin:
     """A model that no stage of this program made."""
 
     path: str
@@ -208,7 +208,7 @@ class BaseModel:
         return None if _is_directory(self.path) else self.path
 
 
-def base_model(config: SFTConfig | RMConfig | PPOConfig, root: Path) -> BaseModel | None:
+def base_model(config: SFTConfig | RMConfig | PPOConfig, root: Path) -> Origin | None:
     """The model from which the stages up to this one started; None if it was made from scratch.
 
     The stages' manifests name it: RM and PPO start from an SFT stage, which may belong to another run. `root` is the
@@ -226,14 +226,14 @@ def base_model(config: SFTConfig | RMConfig | PPOConfig, root: Path) -> BaseMode
         if manifest is None:
             directory, manifest = directory.parent, read_manifest_or_none(directory.parent)
         if manifest is None or directory in seen:
-            return None if path is None else BaseModel(path, revision)
+            return None if path is None else Origin(path, revision)
         seen.add(directory)
         section = manifest.identity["config"].get("policy" if manifest.stage == "ppo" else "model") or {}
         path, revision, stage, root = section.get("path"), section.get("revision"), manifest.stage, directory.parent
-    return BaseModel(path, revision)
+    return Origin(path, revision)
 
 
-def license_of(base: BaseModel) -> str | None:
+def license_of(base: Origin) -> str | None:
     """The licence in the base model's card, in its directory or in the local cache; None if no card names one."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 

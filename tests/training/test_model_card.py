@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.training.model_card import BaseModel, base_model, card, license_of
+from rlhf_cli.training.model_card import Origin, base_model, card, license_of
 
 VERSIONS = {"rlhf": "0.1.0"}
 
@@ -116,7 +116,7 @@ def test_later_stages_name_the_base_model_of_the_sft_stage(tmp_path, finished_sf
     model = {"path": None if path is None else str(root / path)}
     config = config_of(tmp_path, RMConfig, model=model, data=data, training=TRAINING)
     base = base_model(config, root if path is None else tmp_path)
-    assert base == BaseModel("openai-community/gpt2", "v1")
+    assert base == Origin("openai-community/gpt2", "v1")
     text = card("rm", "model", config, {}, VERSIONS, None, base=base, stages=["sft", "rm"], is_adapter=True)
     found = ModelCard(text).data
     assert (found.base_model, found.base_model_relation) == ("openai-community/gpt2", "adapter")
@@ -141,7 +141,7 @@ def test_the_licence_is_that_of_the_base_models_card(tmp_path, finished_sft):
     root = finished_sft(str(base))
     config = config_of(tmp_path, RMConfig, data={"train": str(tmp_path / "own.jsonl")}, training=TRAINING)
     found = base_model(config, root)
-    assert found == BaseModel(str(base), "v1")
+    assert found == Origin(str(base), "v1")
     assert license_of(found) is None
     assert "Licence: that of the data and of the base model" in card("rm", "model", config, {}, {}, None, base=found)
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
