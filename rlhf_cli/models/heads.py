@@ -105,32 +105,27 @@ def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def check_shared_value_model(policy: PreTrainedModel) -> None:
-    """Raise ArtifactError if the value model could not be saved at the end: no classifier has the policy's backbone."""
+def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
+    """A sequence classifier with one label on a backbone of the policy's shape, without memory for its weights.
+
+    Raises ArtifactError if transformers has none with the same weights.
+    """
     offer_classifier(type(policy.config))
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     try:
         with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        # A quantized weight has further entries behind its name.
-        names = {name for name in policy.base_model.state_dict() if ".weight." not in name}
-        fits = reads_last_token(model) and model.base_model.state_dict().keys() == names
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError:
-        fits = False
-    if not fits:
+        model = policy
+    # A quantized weight has further entries behind its name, and one under adapters a further part in it.
+    names = {name.replace("base_layer.", "") for name in policy.base_model.state_dict() if ".lora_" not in name}
+    if not reads_last_token(model) or model.base_model.state_dict().keys() != {n for n in names if ".weight." not in n}:
         raise ArtifactError(
             f"value_model.init: shared: transformers has no sequence classifier on the backbone of a "
             f"{type(policy).__name__}, so the value model could not be saved. Set value_model.init: policy, or choose "
             "a ppo.advantage_estimator without a value model"
         )
-
-
-def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
-    """A sequence classifier with one label on a backbone of the policy's shape, with random weights."""
-    config = copy.deepcopy(policy.config)
-    config.num_labels = 1
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     return model
 
 

@@ -127,8 +127,7 @@ def _with_value_head(
     policy: PreTrainedModel, weights: PlainWeights, head: nn.Linear
 ) -> tuple[PreTrainedModel, PlainWeights]:
     """A sequence classifier without memory for its weights, and what `plain_weights` would give for it."""
-    with torch.device("meta"):
-        model = value_model_like(policy)
+    model = value_model_like(policy)
     before, after = (f"{one.base_model_prefix}." for one in (policy, model))
     found = {after + n.removeprefix(before): weight for n, weight in weights.items() if n.startswith(before)}
     (name,) = head_layers(model)

@@ -10,14 +10,14 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.adapter_files import BaseModel, attach, read_adapter
 from rlhf_cli.models.adapters import adapted_layers, lora_of
-from rlhf_cli.models.heads import check_shared_value_model
+from rlhf_cli.models.heads import value_model_like
 from rlhf_cli.models.load import take_facts
 
 
@@ -37,17 +37,13 @@ class Backbone:
         None if transformers has none with the same backbone.
         """
         try:
-            check_shared_value_model(self.model)
+            model = value_model_like(self.model)
         except ArtifactError:
             return None
-        config = copy.deepcopy(self.model.config)
-        config.num_labels = 1
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         # What the memo has is not copied: the tensors stay the same objects, and the modules get the new config.
         backbone = self.model.base_model
         kept = [*backbone.parameters(), *backbone.buffers()]
-        memo = {id(tensor): tensor for tensor in kept} | {id(self.model.config): config}
+        memo = {id(tensor): tensor for tensor in kept} | {id(self.model.config): model.config}
         setattr(model, model.base_model_prefix, copy.deepcopy(backbone, memo))
         head = model.score
         assert isinstance(head, torch.nn.Linear)

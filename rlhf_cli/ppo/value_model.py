@@ -17,7 +17,7 @@ from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.adapters import has_adapters
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import vocabulary_rows
-from rlhf_cli.models.heads import check_shared_value_model, scalar_heads, scalar_weight
+from rlhf_cli.models.heads import scalar_heads, scalar_weight, value_model_like
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.lora import defers_base
 from rlhf_cli.models.shard import divides, to_divide
@@ -146,7 +146,7 @@ def _joined(*notes: str | None) -> str | None:
 
 def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
     """A head on the policy's hidden states: zeros, or the head of the value model at `path`."""
-    check_shared_value_model(policy)
+    value_model_like(policy)  # raises now what saving would raise at the end
     head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
     torch.nn.init.zeros_(head.weight)
     if path is not None:

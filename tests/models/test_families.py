@@ -29,7 +29,7 @@ from rlhf_cli.models.forward import (
     positions,
     target_logprobs,
 )
-from rlhf_cli.models.heads import check_shared_value_model
+from rlhf_cli.models.heads import value_model_like
 from rlhf_cli.models.load import load_policy, prepare, set_dropout_off
 from rlhf_cli.models.save import save
 from rlhf_cli.packing import pack
@@ -383,7 +383,7 @@ def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training
     _, model = pair(name)
     head, tokenizer = torch.nn.Linear(32, 1, bias=False), SimpleNamespace(save_pretrained=lambda _: None)
     if name != "bart":
-        check_shared_value_model(model)
+        value_model_like(model)
         save(model, tokenizer, tmp_path / "policy")
         save(model, tokenizer, tmp_path / "value", value_head=head)
         policy, value = (load_file(tmp_path / name / "model.safetensors") for name in ("policy", "value"))
@@ -392,7 +392,7 @@ def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training
         assert all(torch.equal(weight, policy[name]) for name, weight in value.items())
         return
     with pytest.raises(ArtifactError, match=r"value_model\.init: shared: transformers has no sequence classifier on"):
-        check_shared_value_model(model)
+        value_model_like(model)
 
 
 def test_the_head_runs_only_at_requested_positions_of_padded_batches():
