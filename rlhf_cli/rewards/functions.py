@@ -25,8 +25,8 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards import guard
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
 from rlhf_cli.rewards.guard import user_code
+from rlhf_cli.training.identity import imported_files
 from rlhf_cli.training.signals import is_interrupt
-from rlhf_cli.training.user_files import imported_files
 
 CONCURRENCY = 8
 FOLDERS: set[Path] = set()

@@ -5,8 +5,10 @@ Does not import torch, because `rlhf pipeline` and `rlhf status` compute the ide
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data_files import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.hub import is_local
-from rlhf_cli.training.user_files import imported_files
 
+OURS = ("rlhf_cli", "stages")
+"""Packages that a reward file in a checkout of this repository has beside it; their version is in the manifest."""
 NOT_IN_IDENTITY: dict[str, Any] = {
     "artifacts": True,
     "device": True,
@@ -231,3 +234,52 @@ def require_model_files(role: str, path: str) -> None:
         raise ArtifactError(
             f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a finished stage"
         )
+
+
+# ------------------------------------------------------------------------------------------- the user's code
+
+
+def imported_files(file: Path) -> list[Path]:
+    """The files in the folder of `file` and below that it imports, directly or through one another, sorted.
+
+    Found by the import statements, without running anything. Modules in other folders, installed packages, names given
+    to `importlib` and files that the code reads are not found.
+    """
+    known: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        current = waiting.pop()
+        for parts in _imports(current, file.parent):
+            for path in _files_of(file.parent, parts):
+                if path != file and path not in known:
+                    known.add(path)
+                    waiting.append(path)
+    return sorted(known)
+
+
+def _imports(file: Path, root: Path) -> Iterator[tuple[str, ...]]:
+    """The modules that a file's import statements name, as parts of their dotted names."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # running the file gives the error
+    package = file.parent.relative_to(root).parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def _files_of(root: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """The files below `root` that an import of a dotted name runs: its packages and the module itself."""
+    if parts[0] in OURS:
+        return
+    for end in range(1, len(parts) + 1):
+        package = root.joinpath(*parts[:end])
+        for path in (package / "__init__.py", package.with_name(f"{package.name}.py")):
+            if path.is_file():
+                yield path

@@ -75,7 +75,6 @@ WITHOUT_TORCH = (
     "report",
     "training.launch",
     "training.identity",
-    "training.user_files",
     "health.findings",
     "health.running",
     "health.recap",

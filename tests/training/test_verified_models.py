@@ -22,8 +22,7 @@ from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model
-from rlhf_cli.training.identity import identity, what_changed
-from rlhf_cli.training.user_files import imported_files
+from rlhf_cli.training.identity import identity, imported_files, what_changed
 from support.projects import write_project
 from support.setup import config_of
 from support.worlds import in_each_process
