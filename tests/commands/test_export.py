@@ -283,7 +283,7 @@ def test_a_weight_beyond_float16_is_refused(make_model: Any, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("writes", ["transformers.modeling_utils.safe_save_file", "rlhf_cli.commands.export._card"])
+@pytest.mark.parametrize("writes", ["rlhf_cli.models.save.save_file", "rlhf_cli.commands.export._card"])
 def test_a_full_disk_gets_one_line_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
 ) -> None:

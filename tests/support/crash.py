@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.modeling_utils
 
 from rlhf_cli import cli
 from rlhf_cli.artifacts import digest_file
 from rlhf_cli.metrics import OF_THE_MACHINE, JsonLines
+from rlhf_cli.models import save
 from rlhf_cli.training import checkpoint
 from stages import ppo, rm, sft
 from support.paths import ROOT, TESTS
@@ -145,8 +145,8 @@ def _watch(watch: Watch) -> None:
     sys.addaudithook(audit)
     JsonLines.write = write  # type: ignore[method-assign]
     os.fsync = fsync
-    for module, name in ((checkpoint, "save_file"), (transformers.modeling_utils, "safe_save_file")):
-        setattr(module, name, halfway(getattr(module, name)))
+    for module in (checkpoint, save):
+        module.save_file = halfway(module.save_file)
 
 
 def _path_of(file: int) -> str:
