@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -190,24 +190,23 @@ def conversation(row: Row, name: str) -> tuple[Message, ...]:
 # ------------------------------------------------------------------------------------- prompt and answers
 
 
-def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS) -> tuple[str, tuple[Message, ...]]:
-    """(text, messages) of a row's prompt. The messages are empty unless it is a conversation; then the text is their
-    transcript.
+Said = str | tuple[Message, ...]
+"""A prompt: text, or the messages of a conversation."""
 
-    It is read from a column of `names`, or of `CONVERSATION_KEYS` if there is none: text, or a list of messages
-    that does not end with the assistant. With a system column (RLHF_PPO's `system_content`, `system`,
-    `system_prompt`), a text becomes the user's message after it.
+
+def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS) -> Said:
+    """The prompt of a row, from a column of `names`, or of `CONVERSATION_KEYS` if there is none.
+
+    It is text, or a list of messages that does not end with the assistant. With a system column (RLHF_PPO's
+    `system_content`, `system`, `system_prompt`), a text becomes the user's message after it.
     """
     name = first_key(row, names if has(row.values, names) else names + CONVERSATION_KEYS)
     if not isinstance(row.values[name], list):
         prompt_text, system = text(row, name, empty=empty), system_message(row)
-        if system is None:
-            return prompt_text, ()
-        before = (*system, Message("user", prompt_text))
-    else:
-        before = conversation(row, name)
-        require_open(before, name, row)
-    return transcript(before), before
+        return prompt_text if system is None else (*system, Message("user", prompt_text))
+    before = conversation(row, name)
+    require_open(before, name, row)
+    return before
 
 
 def require_open(before: tuple[Message, ...], name: str, row: Row) -> None:
@@ -235,13 +234,16 @@ def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None,
     return turns[:-1], turns[-1].content
 
 
-def prompt_and_answers(
+def answered(
     row: Row,
-    prompt_text: str | None,
-    before: tuple[Message, ...],
+    said: Said | None,
     answers: list[tuple[tuple[Message, ...] | None, str]],
-) -> tuple[str, tuple[Message, ...], list[str]]:
-    """(prompt, messages, texts of the answers) from a row's prompt (None if it has none) and its answers.
+    scores: Sequence[float | None] = (),
+    *,
+    ranked: bool = False,
+    undesirable: bool = False,
+) -> Record:
+    """The Record of a row's prompt (None if it has none) and its answers, each as `answer` reads it.
 
     If any of them is messages, the row is a conversation: the prompt is its transcript, and each answer's text is a
     space and its content. The messages before the answers in their own lists must be equal for all answers. They
@@ -250,51 +252,51 @@ def prompt_and_answers(
     """
     starts = [turns for turns, _ in answers if turns is not None]
     contents = [content for _, content in answers]
-    if prompt_text is not None and not before and not starts:
-        return prompt_text, (), contents
-    turns_before = starts[0] if starts else ()
-    if any(start != turns_before for start in starts) or (turns_before and len(starts) < len(answers)):
+    if starts or not isinstance(said, str):
+        said = _before_answers(row, said, starts, len(answers))
+        contents = [" " + content for content in contents]
+    graded = tuple(map(Answer, contents, scores or [None] * len(contents)))
+    return record(row, said, graded, ranked=ranked, undesirable=undesirable)
+
+
+def _before_answers(
+    row: Row, said: Said | None, starts: list[tuple[Message, ...]], num_answers: int
+) -> tuple[Message, ...]:
+    """The messages before the answers: those of the prompt and those in the lists of the answers."""
+    turns = starts[0] if starts else ()
+    if any(start != turns for start in starts) or (turns and len(starts) < num_answers):
         raise DataError(f"{row.where}: the messages before the answers differ, all must answer the same prompt")
-    if before:
-        if turns_before[: len(before)] != before:
-            turns_before = (
-                before if turns_before and turns_before == before[-len(turns_before) :] else before + turns_before
-            )
-    elif prompt_text is not None:
-        is_copy = prompt_text.strip() in {"", *(m.content.strip() for m in turns_before)}
-        if not is_copy and any(m.role == "user" for m in turns_before):
+    if isinstance(said, str):
+        is_copy = said.strip() in {"", *(m.content.strip() for m in turns)}
+        if not is_copy and any(m.role == "user" for m in turns):
             raise DataError(
                 f"{row.where}: the prompt is not among the messages before the answers, it must be one of them. "
                 "Remove the prompt or the messages"
             )
-        turns_before = turns_before if is_copy else (*turns_before, Message("user", prompt_text))
-    if not turns_before:
+        turns = turns if is_copy else (*turns, Message("user", said))
+    elif said and turns[: len(said)] != said:
+        turns = said if turns and turns == said[-len(turns) :] else said + turns
+    if not turns:
         raise DataError(f"{row.where}: the answers have no prompt; give it in a column or as messages before them")
-    require_open(turns_before, "the messages before the answers", row)
-    return transcript(turns_before), turns_before, [" " + content for content in contents]
+    require_open(turns, "the messages before the answers", row)
+    return turns
 
 
 def record(
-    row: Row,
-    prompt_text: str,
-    before: tuple[Message, ...],
-    answers: tuple[Answer, ...],
-    *,
-    ranked: bool = False,
-    undesirable: bool = False,
+    row: Row, said: Said, answers: tuple[Answer, ...], *, ranked: bool = False, undesirable: bool = False
 ) -> Record:
     """The Record of a row with a prompt. Its key is the prompt's text, or its messages as JSON.
 
     A column `ended` says which answers are complete: true or false, or a list with one for each answer.
     """
-    key = prompt_text
     ended = row.values.get("ended")
     flags = [ended] if isinstance(ended, bool) else ended
     if isinstance(flags, list) and len(flags) == len(answers) and all(isinstance(flag, bool) for flag in flags):
         answers = tuple(replace(answer, ended=flag) for answer, flag in zip(answers, flags, strict=True))
-    if before:
-        key = json.dumps([{"role": m.role, "content": m.content} for m in before], sort_keys=True)
-    return Record(row.where, prompt_text, answers, key, ranked, undesirable, before, row.values)
+    if isinstance(said, str):
+        return Record(row.where, said, answers, said, ranked, undesirable, (), row.values)
+    key = json.dumps([{"role": m.role, "content": m.content} for m in said], sort_keys=True)
+    return Record(row.where, transcript(said), answers, key, ranked, undesirable, said, row.values)
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -26,7 +26,9 @@ from rlhf_cli.data.columns import (
     PROMPT_KEYS,
     RESPONSE_KEYS,
     SYSTEM_KEYS,
+    Said,
     answer,
+    answered,
     at,
     checked,
     column,
@@ -40,14 +42,13 @@ from rlhf_cli.data.columns import (
     optional_number,
     optional_text,
     prompt,
-    prompt_and_answers,
     record,
     sequence,
     system_message,
     text,
     weighted,
 )
-from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, kind_of, shown_name, transcript
+from rlhf_cli.data.records import ASSISTANT, Answer, Record, kind_of, shown_name
 from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 
@@ -61,17 +62,13 @@ BLANKS_AND_WORD = re.compile(r"\s*\S*")
 
 def read_prompt_response(row: Row, score: float | None = None, *, undesirable: bool = False) -> Record:
     """A prompt and an answer; each is text or messages."""
-    prompt_text, before = prompt(row)
-    name = first_key(row, RESPONSE_KEYS)
-    said = [answer(row.values[name], name, row)]
-    prompt_text, before, (response,) = prompt_and_answers(row, prompt_text, before, said)
-    return record(row, prompt_text, before, (Answer(response, score),), undesirable=undesirable)
+    said, name = prompt(row), first_key(row, RESPONSE_KEYS)
+    return answered(row, said, [answer(row.values[name], name, row)], [score], undesirable=undesirable)
 
 
 def read_prompt(row: Row) -> Record:
     """A prompt without an answer; it must not be blank."""
-    prompt_text, before = prompt(row, empty=False)
-    return record(row, prompt_text, before, ())
+    return record(row, prompt(row, empty=False), ())
 
 
 def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
@@ -104,7 +101,7 @@ def read_messages(row: Row) -> Record:
     name = first_key(row, CONVERSATION_KEYS)
     turns = conversation(row, name)
     if turns[-1].role == "user":
-        return record(row, transcript(turns), turns, ())
+        return record(row, turns, ())
     if turns[-1].role == "system" or not turns[-1].content.strip():
         raise DataError(
             f"{row.where}: the last message of `{name}` must be the assistant's and not empty, or the user's"
@@ -112,7 +109,7 @@ def read_messages(row: Row) -> Record:
     before = turns[:-1]
     if not before:
         raise DataError(f"{row.where}: `{name}` has no prompt, there must be a message before the assistant's")
-    return record(row, transcript(before), before, (Answer(" " + turns[-1].content),))
+    return record(row, before, (Answer(" " + turns[-1].content),))
 
 
 def read_instruction(row: Row, *, template: bool) -> Record:
@@ -122,7 +119,7 @@ def read_instruction(row: Row, *, template: bool) -> Record:
     """
     prompt_text = alpaca(text(row, "instruction"), optional_text(row, "input")) if template else instructed(row)
     answers = (Answer(text(row, "output")),) if "output" in row.values else ()
-    return record(row, prompt_text, (), answers)
+    return record(row, prompt_text, answers)
 
 
 def alpaca(instruction: str, context: str) -> str:
@@ -160,15 +157,13 @@ def read_preference(row: Row) -> Record:
     """
     names = PROMPT_KEYS + CONTEXT_KEYS
     answers = [answer(row.values[first_key(row, (name,))], name, row) for name in ("chosen", "rejected")]
-    prompt_text: str | None = None
-    before: tuple[Message, ...] = ()
     whole = next((turns for turns, _ in answers if turns), ())
+    said: Said | None = None
     if has(row.values, names) or (not whole and has(row.values, CONVERSATION_KEYS)):
-        prompt_text, before = prompt(row, names=names)
+        said = prompt(row, names=names)
     elif whole and whole[0].role != "system":
-        before = system_message(row) or ()
-    prompt_text, before, (chosen, rejected) = prompt_and_answers(row, prompt_text, before, answers)
-    return record(row, prompt_text, before, (Answer(chosen), Answer(rejected)), ranked=True)
+        said = system_message(row)
+    return answered(row, said, answers, ranked=True)
 
 
 def read_hh(row: Row) -> Record:
@@ -182,7 +177,7 @@ def read_hh(row: Row) -> Record:
         )
     # The published HH-RLHF has empty answers: they are worse answers, not faulty rows.
     answers = (Answer(chosen[cut:] or " "), Answer(rejected[cut:] or " "))
-    return record(row, chosen[:cut], (), answers, ranked=True)
+    return record(row, chosen[:cut], answers, ranked=True)
 
 
 def end_of_prompt(chosen: str, rejected: str) -> int:
@@ -205,7 +200,7 @@ def read_shp(row: Row) -> Record:
         for side in "AB"
     )
     a_is_better = one_of(column(row, "labels"), "labels", (0, 1), row) == 1
-    return record(row, text(row, "history"), (), (first, second) if a_is_better else (second, first), ranked=True)
+    return record(row, text(row, "history"), (first, second) if a_is_better else (second, first), ranked=True)
 
 
 def read_summarize(row: Row) -> Record:
@@ -228,7 +223,7 @@ def read_summarize(row: Row) -> Record:
         subreddit, title = optional_text(inside, "subreddit"), optional_text(inside, "title")
         post = checked(info.get("post"), "`post` of `info`", row.where)
         prompt_text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
-    return record(row, prompt_text, (), (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
+    return record(row, prompt_text, (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
 
 
 def read_webgpt(row: Row) -> Record:
@@ -238,13 +233,13 @@ def read_webgpt(row: Row) -> Record:
         _inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row.where
     )
     answers = tuple(Answer(text(row, f"answer_{n}"), column_number(row, f"score_{n}")) for n in (0, 1))
-    return record(row, prompt_text, (), answers)
+    return record(row, prompt_text, answers)
 
 
 def read_stackexchange(row: Row) -> Record:
     """Stack Exchange questions with two answers, `response_j` with more votes than `response_k`."""
     answers = (Answer(text(row, "response_j")), Answer(text(row, "response_k")))
-    return record(row, text(row, "question"), (), answers, ranked=True)
+    return record(row, text(row, "question"), answers, ranked=True)
 
 
 def read_pandalm(row: Row) -> Record:
@@ -261,7 +256,7 @@ def read_pandalm(row: Row) -> Record:
     clear = votes[0][0] != 0 and (len(votes) == 1 or votes[0][1] > votes[1][1])
     if clear and votes[0][0] == 2:
         answers = answers[::-1]
-    return record(row, instructed(row), (), answers, ranked=clear)
+    return record(row, instructed(row), answers, ranked=clear)
 
 
 def _vote(row: Row, name: str) -> int:
@@ -294,7 +289,7 @@ def read_ultrafeedback(row: Row, weights: Mapping[str, float]) -> Record:
         else:
             raise DataError(f"{row.where}: completion {n} has no `overall_score`. Give `weights` for its annotations")
         answers.append(Answer(response, score))
-    return record(row, text(row, "instruction"), (), tuple(answers))
+    return record(row, text(row, "instruction"), tuple(answers))
 
 
 def read_helpsteer(row: Row, weights: Mapping[str, float]) -> Record:
@@ -342,17 +337,15 @@ def read_kto(row: Row) -> Record:
     if not whole.answers:
         raise DataError(f"{row.where}: the conversation ends with the user's message, the label needs an answer")
     answers = (Answer(whole.answers[0].text, float(good)),)
-    return record(row, whole.prompt, whole.messages, answers, undesirable=not good)
+    return record(row, whole.messages, answers, undesirable=not good)
 
 
 def _several_answers(row: Row, weights: Mapping[str, float], *, with_scores: bool) -> Record:
     name = first_key(row, ANSWERS_KEYS)
     items = sequence(row.values[name], f"`{name}`", row.where)
     answers = [answer(item, f"{name} {n}", row) for n, item in enumerate(items, 1)]
-    prompt_text, before = prompt(row)
-    prompt_text, before, texts = prompt_and_answers(row, prompt_text, before, answers)
-    scores = _scores(row, weights, len(texts)) if with_scores else [None] * len(texts)
-    return record(row, prompt_text, before, tuple(map(Answer, texts, scores)), ranked=not with_scores)
+    scores = _scores(row, weights, len(answers)) if with_scores else ()
+    return answered(row, prompt(row), answers, scores, ranked=not with_scores)
 
 
 def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | None]:
