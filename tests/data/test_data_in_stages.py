@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
+from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, ScoredIds, answer_encoder
 from rlhf_cli.data.encode import Example, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Demonstration
@@ -43,10 +42,6 @@ def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[...,
         return answer_encoder(used_tokenizer, rm_rows(config), reads_last_token=reads_last_token)
 
     return make
-
-
-def demonstrations(config: SFTConfig, tokenizer: Any) -> Tokenised[Example]:
-    return tokenise(DemonstrationEncoder(tokenizer, sft_rows(config)))
 
 
 PAIRS = [
@@ -113,62 +108,28 @@ def test_rm_stores_its_length_limit_and_truncation_in_the_model(
     assert (config["rlhf_max_length"], config["rlhf_truncation"]) == (40, "left")
 
 
-def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, run_stage: Any, tmp_path: Path) -> None:
-    path = str(make_model("llama"))
-    tokenizer = load_tokenizer(path)
+def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_path: Path) -> None:
+    """A judge of PPO's texts reads the prompt as it was cut."""
+    model = {"path": str(make_model("llama"))}
+    tokenizer = load_tokenizer(model["path"])
     rows = [{"prompt": "the tent " * 20 + word, "response": " it is here"} for word in ("now", "then", "later")]
     data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
-    config: SFTConfig = config_of(
-        write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 20, "truncation": "left"}
-    )
-    cut = list(demonstrations(config, tokenizer).train)
-    config = config_of(write_config, "sft", tmp_path, model={"path": path}, data={**data, "max_length": 500})
-    full = list(demonstrations(config, tokenizer).train)
+
+    def examples(**cut: Any) -> list[Example]:
+        config: SFTConfig = config_of(write_config, "sft", tmp_path, model=model, data={**data, **cut})
+        return list(tokenise(DemonstrationEncoder(tokenizer, sft_rows(config))).train)
+
+    cut, full = examples(max_length=20, truncation="left"), examples(max_length=500)
     assert [e.ids for e in cut] == [[e.ids[0], *e.ids[-19:]] for e in full]
     assert [sum(e.loss_mask) for e in cut] == [sum(e.loss_mask) for e in full]
-    asked = {**data, "train": str(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": r["prompt"]} for r in rows]))}
-    run_stage(
-        "ppo",
-        tmp_path,
-        policy={"path": path},
-        rewards=[{"type": "function", "function": str(judge(tmp_path)) + ":seen"}],
-        data={**asked, "max_prompt_length": 10, "truncation": "left"},
-        ppo={"num_iterations": 1},
-    )
-    seen = set((tmp_path / "seen.txt").read_text().splitlines())
-    assert seen == {str(tokenizer.decode(tokenizer(row["prompt"])["input_ids"][-9:])) for row in rows}
-
-
-def judge(folder: Path) -> Path:
-    """A reward function that records the prompts it receives."""
-    path = folder / "judge.py"
-    path.write_text(
-        "from pathlib import Path\n\n\ndef seen(prompts, responses, rows):\n"
-        "    with (Path(__file__).parent / 'seen.txt').open('a') as file:\n"
-        "        file.writelines(p + '\\n' for p in prompts)\n"
-        "    return [float(len(r)) for r in responses]\n"
-    )
-    return path
+    ppo = config_of(write_config, "ppo", tmp_path, data={**data, "max_prompt_length": 10, "truncation": "left"})
+    prompts = tokenise(PromptEncoder(tokenizer, ppo_rows(ppo))).train
+    uncut = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    assert [prompt.ids for prompt in prompts] == [[ids[0], *ids[-9:]] for ids in uncut]
+    assert [prompt.text for prompt in prompts] == [tokenizer.decode(ids[-9:]) for ids in uncut]
 
 
 # --------------------------------------------------------------------------------- shares, mixtures
-
-
-def test_one_dataset_split_over_the_stages(tmp_path: Path, write_config: Any, make_model: Any) -> None:
-    """With `split` the three stages together read every row exactly once."""
-    rows = [{"prompt": f"question {i}", "chosen": f" we will {i}", "rejected": " no"} for i in range(120)]
-    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    model = {"path": str(make_model("llama"))}
-    tokenizer = load_tokenizer(model["path"])
-    data = {"train": path, "test": None, "test_fraction": 0, "split": [2, 4, 4]}
-    sft = config_of(write_config, "sft", tmp_path, model=model, data=data)
-    numbers = [e.where for e in demonstrations(sft, tokenizer).train]
-    rm = rm_rows(config_of(write_config, "rm", tmp_path, data=data))
-    pairs: Tokenised[RankedIds] = tokenise(answer_encoder(tokenizer, rm, reads_last_token=True))
-    numbers += [item.row.where for item in pairs.train]
-    ppo = ppo_rows(config_of(write_config, "ppo", tmp_path, data=data))
-    numbers += [item.row.where for item in tokenise(PromptEncoder(tokenizer, ppo)).train]
-    assert sorted(numbers) == sorted(f"{path}:{i}" for i in range(1, 121))
 
 
 def test_a_mixture_of_formats_trains(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
@@ -209,27 +170,6 @@ def test_rankings_train_a_reward_model(tmp_path: Path, run_stage: Any, make_mode
     assert metrics["eval/accuracy_low95"] < metrics["eval/accuracy"]
     first = read_jsonl(tmp_path / "rm/metrics.jsonl")[0]
     assert 0.2 < first["rm/accuracy"] < 0.8
-
-
-def test_rm_encodes_a_conversation_as_sft_does(
-    encoder: Any, make_model: Any, write_config: Any, tmp_path: Path
-) -> None:
-    """The chosen answer has the same ids as the same conversation given as a demonstration in the chat template."""
-    talk = [{"role": "user", "content": "hello there"}]
-    good, bad = ({"role": "assistant", "content": text} for text in ("hi", "it is late"))
-    pairs = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": talk, "chosen": [good], "rejected": [bad]}]))
-    shown = str(write_jsonl(tmp_path / "shown.jsonl", [{"messages": [*talk, good]}, {"messages": [*talk, bad]}]))
-    chat_tokenizer = copy.deepcopy(encoder(train=pairs).tokenizer)
-    chat_tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    (item,) = tokenise(encoder(train=pairs, tokenizer=chat_tokenizer)).train
-    model = {"path": str(make_model("llama"))}
-    config = config_of(
-        write_config, "sft", tmp_path, model=model, data={"train": shown, "test": None, "test_fraction": 0}
-    )
-    assert item.answers == [e.ids for e in demonstrations(config, chat_tokenizer).train]
 
 
 def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:

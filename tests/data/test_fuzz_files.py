@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
-import csv
-import gzip
-import io
 import itertools
 import json
-import lzma
 import random
 import time
 from collections import Counter
@@ -16,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
+import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,19 +21,14 @@ from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data_files import SUFFIXES
 from rlhf_cli.errors import DataError
+from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f'quéstion "{i}",\n', "response": "ja 😀" * i, "n": i, "messages": [{"role": "user", "content": "x"}]}
     for i in range(12)
 ]
 FLAT = [{key: str(value) for key, value in row.items()} for row in ROWS]
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda content: pyarrow.Codec("zstd").compress(content, asbytes=True),
-}
+TABLE = pyarrow.Table.from_pylist(ROWS)
 KINDS_OF_END = {"rows", "rows and bad rows", "bad rows", "refused", "refused after rows"}
 
 
@@ -46,39 +36,18 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def table(delimiter: str) -> bytes:
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(FLAT[0]), delimiter=delimiter)
-    writer.writeheader()
-    writer.writerows(FLAT)
-    return file.getvalue().encode()
-
-
-def parquet(compression: str) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, compression=compression, row_group_size=5)
-    return file.getvalue()
-
-
-def arrow(new: Callable[..., Any]) -> bytes:
-    file, whole = io.BytesIO(), pyarrow.Table.from_pylist(ROWS)
-    with new(file, whole.schema) as writer:
-        writer.write_table(whole, max_chunksize=5)
-    return file.getvalue()
-
-
 FILES: list[tuple[str, bytes]] = [
     (".jsonl", lines(ROWS)),
     (".ndjson", lines(FLAT)),
     (".json", json.dumps(ROWS, indent=1).encode()),
     (".json", json.dumps(ROWS, ensure_ascii=False).encode()),
-    (".csv", table(",")),
-    (".tsv", table("\t")),
+    (".csv", csv_bytes(FLAT)),
+    (".tsv", csv_bytes(FLAT, "\t")),
     (".txt", "".join(row["response"] + "\n" for row in ROWS).encode()),
-    (".parquet", parquet("none")),
-    (".parquet", parquet("snappy")),
-    (".arrow", arrow(pyarrow.ipc.new_stream)),
-    (".arrow", arrow(pyarrow.ipc.new_file)),
+    (".parquet", parquet_bytes(TABLE, "none", 5)),
+    (".parquet", parquet_bytes(TABLE, rows=5)),
+    (".arrow", arrow_bytes(TABLE, rows=5)),
+    (".arrow", arrow_bytes(TABLE, pyarrow.ipc.new_file, 5)),
 ]
 
 
@@ -177,14 +146,14 @@ def test_damaged_files(tmp_path: Path) -> None:
     rng = random.Random(0)
     ends: Counter[str] = Counter()
     seen: dict[str, set[str]] = {name: set() for name in MUTATIONS}
-    kinds = list(itertools.product(FILES, COMPRESS))
+    kinds = list(itertools.product(FILES, PACK))
     for number in range(1200):
         (kind, content), compression = kinds[number % len(kinds)]
         name = rng.choice(list(MUTATIONS))
         if rng.random() < 0.5:
-            content = COMPRESS[compression](MUTATIONS[name](content, rng))
+            content = PACK[compression](MUTATIONS[name](content, rng))
         else:
-            content = MUTATIONS[name](COMPRESS[compression](content), rng)
+            content = MUTATIONS[name](PACK[compression](content), rng)
         end = end_of(write(tmp_path, kind + compression, content))
         ends[end] += 1
         seen[name].add(end)
@@ -206,7 +175,7 @@ def test_binary_tables_cut_off_anywhere(tmp_path: Path, kind: str, content: byte
 def test_wrong_endings(tmp_path: Path) -> None:
     """Every content with every ending."""
     ends: Counter[str] = Counter()
-    packed = [pack(lines(ROWS)) for pack in COMPRESS.values()] + [content for _, content in FILES]
+    packed = [pack(lines(ROWS)) for pack in PACK.values()] + [content for _, content in FILES]
     for ending, content in itertools.product(SUFFIXES, packed):
         ends[end_of(write(tmp_path, ending, content))] += 1
     assert sum(ends.values()) == len(SUFFIXES) * len(packed)

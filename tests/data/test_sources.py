@@ -35,45 +35,12 @@ from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data_files import COMPRESSIONS, KINDS, find_files, reason
 from rlhf_cli.errors import DataError
+from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes, zstd
 from support.paths import ROOT
 
 ROWS = [{"prompt": f"quéstion {i}\n", "response": f' "answer", {i}'} for i in range(10)]
 GOOD = b'{"a": "b"}\n'
 TABLE = pyarrow.Table.from_pylist(ROWS)
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.Codec("zstd").compress(content, asbytes=True)
-
-
-PACK: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstd,
-}
-
-
-def csv_bytes(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().encode()
-
-
-def parquet_bytes(table: pyarrow.Table, compression: str = "snappy") -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file, compression=compression, use_dictionary=False)
-    return file.getvalue()
-
-
-def arrow_bytes(table: pyarrow.Table, new: Callable[..., Any] = pyarrow.ipc.new_stream) -> bytes:
-    file = io.BytesIO()
-    with new(file, table.schema) as writer:
-        writer.write_table(table)
-    return file.getvalue()
 
 
 def file_bytes(kind: str) -> bytes:
@@ -923,9 +890,3 @@ def test_an_unreachable_hub_and_a_missing_dataset(
     said = done.stdout.splitlines()
     assert len(said) == 2, done.stderr
     assert all("neither a local file nor a hub dataset that can be loaded" in line and len(line) < 500 for line in said)
-
-
-@pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
-def test_a_file_reader_of_datasets_is_refused(tmp_path: Path, reader: str) -> None:
-    with pytest.raises(DataError, match="not a dataset"):
-        next(read_rows(DataSource(path=reader, data_dir=str(tmp_path))))
