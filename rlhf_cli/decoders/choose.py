@@ -7,10 +7,10 @@ from typing import assert_never
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import DecoderName
-from rlhf_cli.decoders.base import Decoder, UnsupportedError
+from rlhf_cli.decoders.decoder import Decoder, UnsupportedError
+from rlhf_cli.decoders.encoder_decoder import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.decoders.paged import paged_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
-from rlhf_cli.decoders.seq2seq import Seq2SeqDecoder, require_own_logits
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
 from rlhf_cli.sharding import is_sharded

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.decoders.base import UnsupportedError
+from rlhf_cli.decoders.decoder import UnsupportedError
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.base import UnsupportedError, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.kernels.linear import rounded_up

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_cli.decoders.base import gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.sharding import IDLE, announce, device_of, is_sharded, join

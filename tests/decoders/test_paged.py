@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders import choose, network, paged_cache
 from rlhf_cli.decoders import paged as paged_module
-from rlhf_cli.decoders.base import UnsupportedError
 from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.decoder import UnsupportedError
 from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
