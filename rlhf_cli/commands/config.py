@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import shutil
 import sys
@@ -10,8 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from rlhf_cli.commands.options import Overrides
 from rlhf_cli.commands.pipeline import require_lora
-from rlhf_cli.config.annotations import alternatives, fields_of, options_of, tag_values
+from rlhf_cli.config.annotations import alternatives, fields_of, tag_values
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS
 from rlhf_cli.config.loader import config_schema, dump_config
@@ -98,6 +98,8 @@ class Entry:
 
     keys: tuple[str, ...]
     """The path in the YAML file. For rewards it includes the type: ("rewards", "http", "url")."""
+    section: type[BaseModel]
+    """The section that has the key."""
     field: FieldInfo
 
     @property
@@ -129,7 +131,7 @@ def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[En
     """Every key of a schema: a section first, then the keys below it."""
     for name, field in schema.model_fields.items():
         keys = (*above, name)
-        yield Entry(keys, field)
+        yield Entry(keys, schema, field)
         for label, section in _sections(field):
             yield from entries(section, (*keys, *label))
 
@@ -166,8 +168,7 @@ def _chosen(keys: tuple[str, ...]) -> list[tuple[str, Entry]]:
 
 def _text(stage: str, entry: Entry, width: int) -> str:
     """An entry as text: its name, its type and default, its documentation."""
-    facts = _type(entry.field.annotation, entry.field.metadata)
-    facts += f"; {_default(entry.field)}"
+    facts = f"{_type(_json_schemas(entry.section)[entry.keys[-1]])}; {_default(entry.field)}"
     doc = " ".join((entry.field.description or "").split())
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(facts), *wrap.wrap(doc)]
@@ -190,50 +191,35 @@ def _default(field: FieldInfo) -> str:
     return f"default {plain(list(default) if isinstance(default, tuple) else default)}"
 
 
-def _type(kind: Any, metadata: list[Any]) -> str:
-    """The values that an annotation allows, in words."""
-    if get_origin(kind) is Annotated:
-        inner, *notes = get_args(kind)
-        extra = [note for item in notes for note in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return _type(inner, [*extra, *metadata])
-    if get_origin(kind) not in (Union, UnionType):
-        return _one_type(kind, metadata)
-    words = dict.fromkeys(_one_type(member, metadata) for member in get_args(kind) if member is not NoneType)
-    return " or ".join([*words, *(["null"] if NoneType in get_args(kind) else [])])
+@functools.cache
+def _json_schemas(section: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of each key of a section."""
+    schemas: dict[str, Any] = section.model_json_schema(mode="serialization")["properties"]
+    return schemas
 
 
-def _one_type(kind: Any, metadata: list[Any]) -> str:
-    if get_origin(kind) is Annotated:
-        return _type(kind, metadata)
-    if get_origin(kind) is Literal:
-        options = [plain(option) for option in options_of([kind])]
-        return options[0] if len(options) == 1 else "one of " + ", ".join(options)
-    if get_origin(kind) is list:
-        return f"a list {_items(get_args(kind)[0])}"
-    if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))}, each {_type(get_args(kind)[0], [])}"
-    if get_origin(kind) is dict or fields_of(kind):
+def _type(schema: dict[str, Any]) -> str:
+    """The values that a JSON Schema allows, in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if "const" in schema:
+        return plain(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(map(plain, schema["enum"]))
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}, each {_type(schema['prefixItems'][0])}"
+    if schema.get("type") == "array":
+        item = _type(schema["items"])
+        for one in ("mapping", "text", "number", "whole number"):  # of mappings, of numbers above 0
+            if item.removeprefix("a ").startswith(one):
+                return f"a list of {one}s{item.removeprefix('a ').removeprefix(one)}"
+        return f"a list whose items are each {item}"
+    if {"$ref", "oneOf", "properties", "additionalProperties"} & {*schema}:
         return "a mapping"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return names.get(kind, "any value") + _bounds(metadata)
-
-
-def _items(kind: Any) -> str:
-    """The items of a list, in words that follow "a list"."""
-    item = _type(kind, [])
-    if item in ("a mapping", "text"):
-        return f"of {item.removeprefix('a ')}s"
-    for number in ("number", "whole number"):
-        if item.startswith(f"a {number}"):
-            return f"of {number}s{item.removeprefix(f'a {number}')}"
-    return f"whose items are each {item}"
-
-
-def _bounds(metadata: list[Any]) -> str:
-    """The limits of a number, in words."""
-    words = (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most"))
-    limits = [f"{word} {getattr(note, name):g}" for note in metadata for name, word in words if hasattr(note, name)]
-    return f" {' and '.join(limits)}" if limits else ""
+    names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+    limits = [f" {word} {schema[name]:g}" for name, word in bounds.items() if name in schema]
+    return names.get(schema.get("type", ""), schema.get("type", "any value")) + " and".join(limits)
 
 
 def _similar(key: str) -> str:

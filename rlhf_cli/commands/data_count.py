@@ -14,6 +14,7 @@ from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
 from rlhf_cli.data.reading import records, row_digest
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.data.words import glued
@@ -231,9 +232,6 @@ class Check(Report):
         if len(self.bad) < MAX_BAD_ROWS:
             self.bad.append(str(error))
 
-    def skip(self, side: str, reason: str, needs: int | None = None) -> None:
-        super().skip(self._name(side), reason, needs)
-
     def _name(self, side: str) -> str:
         return side if self._role == "data" else self._role.removeprefix("data.")
 
@@ -245,16 +243,16 @@ class Check(Report):
         rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
         with ThreadPoolExecutor(1) as pool:
             # The tokenizer works on one chunk while the next one is read.
-            pending: Future[list[Measured]] | None = None
-            before: list[tuple[str, Seen]] = []
+            pending: list[tuple[list[tuple[str, Seen]], Future[list[Measured]]]] = []
             for chunk in batched(self._views(rows, spec), CHUNK):
-                now = pool.submit(measure, [seen for _, seen in chunk])
-                self._take(before, pending, spec)
-                before, pending = chunk, now
-            self._take(before, pending, spec)
+                pending.append((chunk, pool.submit(measure, [seen for _, seen in chunk])))
+                if len(pending) == 2:
+                    self._take(*pending.pop(0), spec)
+            for chunk, measured in pending:
+                self._take(chunk, measured, spec)
 
     def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, Seen]]:
-        """(side, what the stage sees) of the rows that the stage would encode; the others are counted."""
+        """(name of the side, row) of the rows that the stage would encode; the others are counted."""
         digests: set[tuple[str, bytes]] = set()
         for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
             num_before = len(digests)
@@ -265,20 +263,20 @@ class Check(Report):
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
-            self.num_read[self._name(side)] += 1
+            name = self._name(side)
+            self.num_read[name] += 1
             if isinstance(seen, Seen):
-                self._register(side, seen)
+                self._register(name, record)
             if spec.rows.deduplicate and len(digests) == num_before:
-                self.skip(side, DUPLICATE)
+                self.skip(name, DUPLICATE)
             elif isinstance(seen, Skipped):
-                self.skip(side, seen.reason)
+                self.skip(name, seen.reason)
             else:
-                yield side, seen
+                yield name, seen
 
-    def _register(self, side: str, seen: Seen) -> None:
+    def _register(self, name: str, record: Record) -> None:
         """Keep the hashes and the place of a row, to find duplicates and leaks."""
-        record = seen.record
-        counts = self.sides.setdefault(self._name(side), Side())
+        counts = self.sides.setdefault(name, Side())
         key = record.key.strip()
         counts.prompts.append(hash(key) if key else 0)
         counts.rows.append(hash((record.prompt, *[answer.text for answer in record.answers])))
@@ -287,15 +285,13 @@ class Check(Report):
         counts.files.append(self.files.setdefault(file, len(self.files)))
         counts.numbers.append(int(record.where[len(file) :] or -1))
 
-    def _take(self, chunk: Sequence[tuple[str, Seen]], pending: Future[list[Measured]] | None, spec: StageRows) -> None:
+    def _take(self, chunk: Sequence[tuple[str, Seen]], pending: Future[list[Measured]], spec: StageRows) -> None:
         """Add the measurements of a chunk."""
-        if pending is None:
-            return
-        for (side, seen), measured in zip(chunk, pending.result(), strict=True):
-            self.sides[self._name(side)].add(seen, measured, spec)
-            self.kept[self._name(side)] += measured.kept
+        for (name, seen), measured in zip(chunk, pending.result(), strict=True):
+            self.sides[name].add(seen, measured, spec)
+            self.kept[name] += measured.kept
             for skipped in measured.skipped:
-                self.skip(side, skipped.reason, skipped.needs)
+                self.skip(name, skipped.reason, skipped.needs)
         self.progress(self.num_read.total())
 
     def side(self, name: str) -> Side:
