@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ from rlhf_cli.data.encode import Skipped, encode_answers, encode_for_classifier,
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Record, Scored, transcript
+from rlhf_cli.data.records import Demonstration, Prompt
 from rlhf_cli.data.report import DUPLICATE, Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import Seen, StageRows, Viewed, see
+from rlhf_cli.data.views import Seen, StageRows, see
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
-from support.tiny import encoder, read_jsonl, training_examples, write_jsonl
+from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl
 
 FIXTURES = TESTS / "fixtures" / "formats"
 
@@ -449,29 +449,20 @@ def closing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizer
     return own
 
 
-def seen(purpose: Purpose, said: str, answers: Sequence[str], where: str, turns: tuple[Message, ...] = ()) -> Seen:
-    """A row as a stage sees it, with these answers."""
-    record = Record(where, said, (), where, messages=turns)
-    row: Viewed
-    if purpose == "sft":
-        row = Demonstration(said, answers[0], where, turns and (*turns, Message("assistant", answers[0].strip())))
-    elif purpose == "rm pairs":
-        row = Ranking(said, tuple(answers), where, messages=turns)
-    elif purpose == "rm scores":
-        row = [Scored(said, answer, float(n), where, turns) for n, answer in enumerate(answers)]
-    else:
-        row = Prompt(said, where, messages=turns)
-    return Seen(record, row)
-
-
-def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
+def rows_seen(purpose: Purpose, count: int = 60) -> list[Seen]:
     rng = random.Random(4)
     found = []
     for n in range(count):
         num = {"sft": 1, "rm pairs": 2 + n % 3, "rm scores": 1 + n % 2, "ppo": 0}[purpose]
-        answers = tuple(f"{' ' * (n % 2)}{words(rng.randint(1, 9))} {k} late." for k in range(num))
-        said = f"Q: the tent {words(rng.randint(0, 9))}\nA:" if n % 10 else ""
-        found.append(seen(purpose, said, answers, f"file:{n}"))
+        answers = [f"{' ' * (n % 2)}{words(rng.randint(1, 9))} {k} late." for k in range(num)]
+        said = f"Q: the tent {words(rng.randint(0, 9))}\nA:" if n % 10 or purpose == "ppo" else ""
+        own = {
+            "sft": {"response": answers and answers[0]},
+            "rm pairs": {"answers": answers},
+            "rm scores": {"answers": answers, "scores": [*range(num)]},
+            "ppo": {},
+        }[purpose]
+        found.append(seen_of({"prompt": said, **own}, purpose))
     return found
 
 
@@ -480,7 +471,7 @@ def seen_rows(purpose: Purpose, count: int = 60) -> list[Seen]:
 @pytest.mark.parametrize("template", [None, "help: {prompt}"])
 def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
     tokenizer = request.getfixturevalue(name)
-    rows = seen_rows(purpose)
+    rows = rows_seen(purpose)
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")  # type: ignore[list-item]
     for row, found in zip(rows, in_tokens(encoder, rows), strict=True):
         if purpose == "ppo":
@@ -508,10 +499,11 @@ def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose:
 
     tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))
     tokenizer.chat_template = CHAT_TEMPLATE
-    turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please"))
-    answers = (" thank you", " sorry sorry sorry")[: 1 if purpose == "sft" else 2]
+    turns = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
+    talk = [{"role": role, "content": content} for role, content in turns]
+    row = {"prompt": talk, "chosen": "thank you", "rejected": "sorry sorry sorry"}
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")  # type: ignore[list-item]
-    (found,) = in_tokens(encoder, [seen(purpose, transcript(turns), answers, "file:1", turns)])
+    (found,) = in_tokens(encoder, [seen_of(row, purpose)])
     of_prompt, of_answers = found.prompt, found.answers
     count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
         "<user>the tent\n<assistant>", "is late<eos>\n", "<user>please\n<assistant>", "thank you<eos>",
@@ -533,13 +525,14 @@ def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
     encoder = encoder_of(StageRows(Rows(train=["x"]), "rm pairs"), tokenizer, "x")  # type: ignore[list-item]
-    (found,) = in_tokens(encoder, [seen("rm pairs", "a b c", (" d", " e f"), "file:1")])
+    (found,) = in_tokens(encoder, [seen_of({"prompt": "a b c", "chosen": " d", "rejected": " e f"}, "rm pairs")])
     assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 1)
     assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
 
 
 def test_lengths_in_words() -> None:
-    assert in_words([seen("rm pairs", " two  words\n", ("", "a b\tc"), "file:1")]) == [Measured(2, [0, 3])]
+    row = {"prompt": " two  words\n", "chosen": "one", "rejected": "a b\tc"}
+    assert in_words([seen_of(row, "rm pairs")]) == [Measured(2, [1, 3])]
 
 
 # ----------------------------------------------------------------------------------- check: blank answers

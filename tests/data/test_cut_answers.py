@@ -12,15 +12,14 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.data_score import _Comparison
-from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import encode_answers
-from rlhf_cli.data.formats import Purpose, read_record, recognise
+from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Demonstration, Message, Record
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
+from rlhf_cli.data.views import StageRows, demonstrations_of
 from support.rewards import CHAT
-from support.tiny import read_jsonl, training_examples, write_jsonl
+from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 
 ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
     ({"prompt": "a", "response": " b", "ended": False}, "sft", [False]),
@@ -39,14 +38,6 @@ ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
     ({"prompt": "a", "response": " b", "ended": "2020"}, "sft", [True]),
     ({"prompt": "a", "chosen": " b", "rejected": " c", "ended": [False]}, "rm pairs", [True, True]),
 ]
-
-
-def seen_of(values: dict[str, Any], purpose: Purpose) -> Seen:
-    source, row = DataSource(path="x"), Row(values, "file:1")
-    record = read_record(row, recognise(row, source, purpose), source)
-    seen = see(record, StageRows(Rows(train=[source]), purpose), "train")
-    assert isinstance(seen, Seen)
-    return seen
 
 
 @pytest.mark.parametrize(("values", "purpose", "ended"), ROWS)
